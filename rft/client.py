@@ -57,7 +57,8 @@ class _Calls:
             request = httpx.Request(method, self._address + path, json=body, headers=self._headers)
             response = yield request
             late = time.monotonic() >= deadline
-            if response is not None and (response.status_code not in _AGAIN or late):
+            busy = response is not None and (response.status_code in _AGAIN or "Retry-After" in response.headers)
+            if response is not None and (not busy or late):
                 break
             if late:
                 raise ServeError(0, "unreachable", f"{self._address} did not answer for {self._patience_s:g} s")

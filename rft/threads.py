@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
+import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from rft.errors import PluginStopped
+from rft.errors import PluginStopped, RftError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+GRACE_S = 1.0  # for work that passed its deadline to react to being cancelled
 LINGERS_S = 1.0  # without a call to watch
 
 
@@ -69,6 +73,77 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return await result
+
+
+class OutOfTime(TimeoutError):
+    """Work was not done by its deadline; the message says what, and how long it had."""
+
+
+class Clock:
+    """Seconds from when it was made, but for those in which it is stopped."""
+
+    def __init__(self) -> None:
+        self._began, self._since, self._stops = time.monotonic(), 0.0, 0
+
+    @property
+    def runs(self) -> bool:
+        return not self._stops
+
+    @property
+    def seconds(self) -> float:
+        return (time.monotonic() if self.runs else self._since) - self._began
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        if self.runs:
+            self._since = time.monotonic()
+        self._stops += 1
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if self.runs:
+                self._began += time.monotonic() - self._since
+
+    @asynccontextmanager
+    async def turn(self, room: asyncio.Lock | asyncio.Semaphore) -> AsyncIterator[None]:
+        """`async with room`; it is stopped until there is room."""
+        with self.stopped():
+            await room.acquire()
+        try:
+            yield
+        finally:
+            room.release()
+
+
+CLOCK: ContextVar[Clock] = ContextVar("clock", default=Clock())  # noqa: B039  # of the innermost deadline; the default is nobody's
+
+
+async def in_time(work: Coroutine[Any, Any, T], timeout_s: float | None, what: str, clock: Clock | None = None) -> T:
+    """The result of `work`.  After `timeout_s` of its clock it is cancelled and OutOfTime raised; one that ignores this is left behind."""
+    if timeout_s is None:
+        return await work
+    clock, context = clock or Clock(), contextvars.copy_context()
+    context.run(CLOCK.set, clock)
+    job = asyncio.create_task(work, context=context)
+    try:
+        while not job.done() and (left := timeout_s - clock.seconds) > 0:
+            await asyncio.wait({job}, timeout=left if clock.runs else max(left, 0.1))
+        if job.done():
+            if job.cancelled():
+                raise PluginStopped(f"{what} was cancelled from inside")
+            return job.result()
+        job.cancel()
+        await asyncio.wait({job}, timeout=GRACE_S)
+        if not job.done():
+            log.warning("%s ignores being cancelled; it is left behind", what)
+            job.add_done_callback(lambda done: done.cancelled() or done.exception())
+        elif not job.cancelled() and isinstance(error := job.exception(), RftError):
+            raise error
+        raise OutOfTime(f"timeout: {what} took longer than {timeout_s:g} s")
+    finally:
+        if not job.done():
+            job.cancel()  # the caller was cancelled
 
 
 class TooLong(Exception):

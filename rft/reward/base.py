@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ConfigDict, create_model
 
 from rft.plugins import kind
-from rft.threads import guarded, in_thread
+from rft.threads import CLOCK, guarded, in_thread, in_time
 from rft.types.completion import Score, Transcript
 from rft.types.ports import ChatModel
 from rft.types.task import Task
@@ -100,21 +100,22 @@ _TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Lock]] = 
 
 
 async def called(fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: float | None = None) -> Any:
-    """What a reward returns; raises TimeoutError, and what the reward raises.
+    """What a reward returns; raises OutOfTime, and what the reward raises.
 
     An ordinary function of a plugin runs in a thread, one call after another, so that one that sleeps or blocks delays no other run;
-    it has `timeout_s` from when its turn comes.
+    its time counts from when its turn comes, also that of a reward which it is a part of.
     """
+    what = f"reward {task.reward}"
     if not blocks(fn):
-        return await asyncio.wait_for(guarded(fn(task, given), "the reward"), timeout_s)
+        return await in_time(guarded(fn(task, given), "the reward"), timeout_s, what)
     if _is_quick(fn):
         result = fn(task, given)
     else:
         turns = _TURNS.setdefault(asyncio.get_running_loop(), {})
-        async with turns.setdefault(id(fn), asyncio.Lock()):
-            result = await asyncio.wait_for(in_thread(partial(fn, task, given), "the reward"), timeout_s)
+        async with CLOCK.get().turn(turns.setdefault(id(fn), asyncio.Lock())):
+            result = await in_time(in_thread(partial(fn, task, given), "the reward"), timeout_s, what)
     if inspect.isawaitable(result):
-        result = await asyncio.wait_for(guarded(result, "the reward"), timeout_s)
+        result = await in_time(guarded(result, "the reward"), timeout_s, what)
     return result
 
 

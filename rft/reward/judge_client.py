@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,70 +20,15 @@ from rft.reward.judge_cache import Cache
 from rft.reward.judge_costs import CostLedger
 from rft.reward.judge_metrics import JudgeMetrics
 from rft.reward.run_folder import run_folder
-from rft.threads import guarded
+from rft.threads import Clock, guarded, in_time
 from rft.types.completion import Completion
 from rft.types.ports import ChatModel, GenerateRequest, Identified
-from rft.types.throttled import RESENT, THROTTLED, UNPAID
+from rft.types.throttled import RateLimiter, calling
 
 T = TypeVar("T")
 FILE = "judge_cache.db"
 TEMPLATE_TOKENS = 64  # that a chat template may add to each message
 ASK_AGAIN_S = 0.5  # whether calls of other processes have left room in the budget
-
-
-class RateLimiter:
-    """At most `per_minute` on average: a call may begin once the time of those before it has passed."""
-
-    def __init__(self, per_minute: float | None) -> None:
-        self._each_s = 0.0 if per_minute is None else 60.0 / per_minute
-        self._next = 0.0
-
-    async def acquire(self, amount: float) -> None:
-        """Waits until `amount` more may begin."""
-        if not self._each_s:
-            return
-        now = time.monotonic()
-        mine = max(now, self._next)
-        self._next = mine + amount * self._each_s
-        if mine > now:
-            await asyncio.sleep(mine - now)
-
-    def correct(self, amount: float) -> None:
-        """A call took `amount` more than it had acquired (or, negative, fewer)."""
-        self._next += amount * self._each_s
-
-
-class Deadline:
-    """`timeout_s` from when a call is sent: the time for which the model says that it holds the call back is added."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self.held_s, self._sent_at = 0.0, 0.0
-        self.unpaid = False  # the last sending has no price
-
-    @property
-    def sent(self) -> bool:
-        return time.monotonic() >= self._sent_at
-
-    async def call(self, model: ChatModel, request: GenerateRequest, resent: Callable[[], Awaitable[None]]) -> list[Completion]:
-        """Raises TimeoutError, and what the model or `resent` raises."""
-        async with asyncio.timeout(self._timeout_s) as until:
-
-            def held(seconds: float) -> None:
-                self.held_s += seconds
-                self._sent_at = time.monotonic() + seconds
-                until.reschedule((until.when() or 0.0) + seconds)
-
-            def unpaid() -> None:
-                self.unpaid = True
-
-            before, again, free = THROTTLED.set(held), RESENT.set(resent), UNPAID.set(unpaid)
-            try:
-                return await model.generate(request)
-            finally:
-                THROTTLED.reset(before)
-                RESENT.reset(again)
-                UNPAID.reset(free)
 
 
 class JudgeClient:
@@ -132,7 +76,7 @@ class JudgeClient:
     async def generate(
         self, request: GenerateRequest, timeout_s: float, metrics: JudgeMetrics
     ) -> tuple[Completion, tuple[int, int]]:
-        """One call: the completion, and its tokens (prompt, answer).
+        """One call, whose deadline counts from when it is sent: the completion, and its tokens (prompt, answer).
 
         Raises BudgetUsedUp, TimeoutError, and what the model raises.
         """
@@ -140,28 +84,35 @@ class JudgeClient:
         most = self._cost(size + TEMPLATE_TOKENS * (1 + len(request.messages)), request.sampling.max_tokens)
         guess = size // 4 + request.sampling.max_tokens
         reserved = [await self._reserve(most)]
-        cost = 0.0  # of a call that was not made
+        cost, owed = 0.0, True  # of a call that was not made; whether the last sending has a price
 
         async def resent() -> None:
             reserved.append(await self._reserve(most))
+
+        def unpaid() -> None:
+            nonlocal owed
+            owed = False
 
         try:
             async with self._room:
                 await self._requests.acquire(1)
                 await self._tokens.acquire(guess)
-                deadline = Deadline(timeout_s)
-                cost = most  # of a call that does not come back
+                clock, cost = Clock(), most  # of a call that does not come back
+                metrics.calls += 1
                 try:
-                    completion = await self._call(request, deadline, metrics, resent)
+                    with calling(clock, resent, unpaid):
+                        (completion,) = await in_time(self._model.generate(request), timeout_s, "the judge", clock)
                 except ValueError:
                     cost = 0.0  # refused
                     raise
                 except asyncio.CancelledError:
-                    cost = most if deadline.sent else 0.0
+                    cost = most if clock.runs else 0.0
                     raise
                 except RftError:
-                    cost = 0.0 if deadline.unpaid else most  # what broke off may have been worked on
+                    cost = most if owed else 0.0  # what broke off may have been worked on
                     raise
+                finally:
+                    metrics.seconds += clock.seconds
             tokens = completion.usage or (len(completion.prompt_tokens), len(completion.tokens))
             if any(tokens):
                 cost = self._cost(*tokens)
@@ -178,17 +129,6 @@ class JudgeClient:
                 if call is not None:
                     self.ledger.settle(call, paid)
             self._settled.set()
-
-    async def _call(
-        self, request: GenerateRequest, deadline: Deadline, metrics: JudgeMetrics, resent: Callable[[], Awaitable[None]]
-    ) -> Completion:
-        began = time.monotonic()
-        metrics.calls += 1
-        try:
-            (completion,) = await deadline.call(self._model, request, resent)
-            return completion
-        finally:
-            metrics.seconds += max(0.0, time.monotonic() - began - deadline.held_s)
 
     async def _reserve(self, most: float) -> int | None:
         """The call's number in the ledger; None for one that costs nothing.  Waits while calls under way may leave room for it."""

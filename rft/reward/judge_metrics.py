@@ -35,12 +35,12 @@ def of(name: str) -> JudgeMetrics:
 
 
 def counts() -> dict[str, float]:
-    """For metrics: "<name>/calls", ..., and "/latency", mean seconds of a call, of every judge that did something."""
+    """For metrics: "judge/<name>/calls", ..., and "/latency", mean seconds of a call, of every judge that did something."""
     found: dict[str, float] = {}
     for name, m in _BY_NAME.items():
         if m.used:
             told = asdict(m)
             seconds = told.pop("seconds")
-            found |= {f"{name}/{what}": float(value) for what, value in told.items()}
-            found[f"{name}/latency"] = seconds / m.calls if m.calls else 0.0
+            found |= {f"judge/{name}/{what}": float(value) for what, value in told.items()}
+            found[f"judge/{name}/latency"] = seconds / m.calls if m.calls else 0.0
     return found

@@ -24,11 +24,13 @@ def wanted(truth: Any) -> list[Wanted]:
     for item in truth if isinstance(truth, Sequence) else [None]:
         if not isinstance(item, Mapping):
             raise ValueError(f"a gold call must be a mapping, not {item!r}")
+        item = {k: v for k, v in item.items() if v is not None}  # a table gives each call the keys of all
         if isinstance(item.get("name"), str) and "arguments" in item:
             calls.append((item["name"], {k: [v] for k, v in dict(item["arguments"]).items()}))
         elif len(item) == 1:
             ((name, arguments),) = item.items()
-            calls.append((str(name), {k: v if isinstance(v, list) else [v] for k, v in dict(arguments).items()}))
+            allowed = {k: v if isinstance(v, list) else [v] for k, v in dict(arguments).items() if v is not None}
+            calls.append((str(name), allowed))
         else:
             raise ValueError(f"a gold call must be {{function: {{argument: [values]}}}} or {{name, arguments}}, not {item!r}")
     return calls

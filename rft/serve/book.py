@@ -143,6 +143,8 @@ class SessionBook:
         completes = (final or call is None) and session.stored.state == "open"
         if before == score and not completes:
             return "duplicate"
+        if session.forming:
+            raise over("rewarded", "its group is being stored")
         now = self.clock()
         note = Rewarded(session=session.id, score=score, call=call, at=now if completes else None)
         session.scoring += 1

@@ -27,9 +27,10 @@ from rft.serve.book import SessionBook, over
 from rft.serve.live_session import LiveSession
 from rft.serve.settings import ServeSettings
 from rft.types.completion import Score
+from rft.types.metrics import reduce
 from rft.types.ports import ChatModel, Measured
 from rft.types.sessions import StoredSession
-from rft.workflow.endpoint import WRONG_KEY, Endpoint, key_of, read_json
+from rft.workflow.endpoint import WRONG_KEY, Endpoint, json_response, key_of, read_json
 from rft.workflow.endpoint_sessions import Session
 from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest, checked, usage
 
@@ -105,10 +106,12 @@ class Gateway(Endpoint):
             quotas += [q for q in (self.quotas.get(session.stored.client),) if q is not None]  # a client may have been removed
             with self._limited(quotas):
                 answer = await session.answer(asked, retry_key)
-        used = usage(answer.completions, asked.n)
-        self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
-        for quota in quotas:
-            quota.spend(used["total_tokens"])
+        if answer.id not in session.counted:  # else it was sent again
+            session.counted.add(answer.id)
+            used = usage(answer.completions, asked.n)
+            self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
+            for quota in quotas:
+                quota.spend(used["total_tokens"])
         return session, answer
 
     @contextmanager
@@ -142,35 +145,28 @@ class Gateway(Endpoint):
     # ------------------------------------------------------------ sessions
 
     async def _open(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
         client = self._client(request)
         asked = checked(bodies.OpenSession, await read_json(request))
-        if self._settings.num_runs > 1 and not asked.task_id:
-            raise ApiError(
-                400,
-                "task_id is required: runs of one task are compared with each other here",
-                param="task_id",
-                code="task_id_required",
-            )
+        self._check_task(asked.task_id)
         session = await self.book.open(client, asked.task_id, asked.metadata, asked.ttl)
-        return web.json_response(
+        return json_response(
             {**_shown(session.stored), "api_key": session.key, "base_url": f"{self.address}/run/{session.id}/v1"}, status=201
         )
 
-    async def _show(self, request: web.Request) -> web.Response:
-        from aiohttp import web
+    def _check_task(self, task_id: str) -> None:
+        if self._settings.num_runs > 1 and not task_id:
+            why = "task_id is required: runs of one task are compared with each other here"
+            raise ApiError(400, why, param="task_id", code="task_id_required")
 
+    async def _show(self, request: web.Request) -> web.Response:
         found = await self._mine(request)
-        return web.json_response(_shown(found.stored if isinstance(found, LiveSession) else found))
+        return json_response(_shown(found.stored if isinstance(found, LiveSession) else found))
 
     async def _reward_session(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
         found = await self._mine(request)
         asked = checked(bodies.RewardBody, await read_json(request))
         call = None if asked.message is None else bodies.call_of(asked.message)
-        return web.json_response(_told(await self._rewarded(found, asked.score, call, asked.final)))
+        return json_response(_told(await self._rewarded(found, asked.score, call, asked.final)))
 
     async def _rewarded(self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool) -> str:
         if isinstance(found, StoredSession):
@@ -180,27 +176,20 @@ class Gateway(Endpoint):
         return await self.book.reward(found, score, call, final)
 
     async def _withdraw(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
         found = await self._mine(request)
         if isinstance(found, LiveSession):
             if not await self.book.explain([found.id], "withdrawn"):
                 raise over("accepted", "it is rows of a group")
         elif (found.state, found.reason) != ("explained", "withdrawn"):
             raise over(found.state, found.reason or "it is rows of a group")
-        return web.json_response({"object": "session.deleted", "id": found.id, "deleted": True})
+        return json_response({"object": "session.deleted", "id": found.id, "deleted": True})
 
     # ------------------------------------------------------------ Trinity's
 
     async def _feedback(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
         client = self._client(request)
         asked = checked(bodies.Feedback, await read_json(request))
-        if self._settings.num_runs > 1 and not asked.task_id:
-            raise ApiError(
-                400, "task_id is required: runs of one task are compared here", param="task_id", code="task_id_required"
-            )
+        self._check_task(asked.task_id)
         found: dict[str, LiveSession | StoredSession] = {}
         for message in asked.msg_ids:
             one = await self.book.find(bodies.call_of(message))
@@ -208,24 +197,19 @@ class Gateway(Endpoint):
             if one is None or stored is None or stored.client != client:
                 raise ApiError(404, f"message {message!r} is none of this client's", param="msg_ids", code="unknown_message")
             found[stored.id] = one
-        first, *others = found.values()
-        score = Score(value=asked.reward)
-        if isinstance(first, LiveSession) and first.stored.state == "open":
-            if others or first.stored.task_id != asked.task_id:
-                if any(isinstance(o, StoredSession) or o.stored.key_hash or o.stored.state != "open" for o in others):
-                    raise ApiError(409, "some of these messages belong to other runs", param="msg_ids", code="session_over")
-                await self.book.join(first, [o for o in others if isinstance(o, LiveSession)], asked.task_id)
-        elif others:
+        first = next(iter(found.values()))
+        waiting = [s for s in found.values() if isinstance(s, LiveSession) and s.stored.state == "open"]
+        if len(found) > 1 and (len(waiting) < len(found) or any(s.stored.key_hash for s in waiting[1:])):
             raise ApiError(409, "some of these messages belong to other runs", param="msg_ids", code="session_over")
-        return web.json_response(_told(await self._rewarded(first, score, None, False)))
+        if waiting and (waiting[1:] or waiting[0].stored.task_id != asked.task_id):
+            await self.book.join(waiting[0], waiting[1:], asked.task_id)
+        return json_response(_told(await self._rewarded(first, Score(value=asked.reward), None, False)))
 
     async def _commit(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
         self._client(request)
         closed = self.book.groups.commit()
         self.book.changed.set()
-        return web.json_response({"status": "ok", "closed_groups": closed, "waiting_sessions": self.book.groups.waiting})
+        return json_response({"status": "ok", "closed_groups": closed, "waiting_sessions": self.book.groups.waiting})
 
     # ------------------------------------------------------------ what it does
 
@@ -244,7 +228,7 @@ class Gateway(Endpoint):
             "serve/groups/closed": float(len(self.book.groups.closed)),
         }
         if isinstance(self._model, Measured):
-            values |= {m.name: m.value for m in await self._model.metrics()}
+            values |= reduce(await self._model.metrics())  # of several engines
         lines = [f"rft_{_prometheus(name)} {value:.15g}" for name, value in sorted(values.items())]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
 

@@ -49,9 +49,11 @@ class LiveSession(RunSession):
         self._retries: dict[str, _Retry] = {}
         self._number = 0
         self.calls: dict[str, StoredCall] = {}  # without payload
+        self.counted: set[str] = set()  # of them, those whose tokens were counted
         self._owners: list[str] = []  # of each recorded turn: its call
         self.scores: dict[str, Score] = {}  # of single calls
         self.under_way = self.scoring = 0  # calls, and rewards that are being stored
+        self.forming = False  # its rows are being made: what they hold as their reward is fixed
 
     async def load(self) -> None:
         """What it was before this process began."""
@@ -63,6 +65,7 @@ class LiveSession(RunSession):
             for call in await self._store.session_calls(self.id):
                 turns = unpack_turns(call.turns)
                 self._add(call, turns)
+                self.counted.add(call.id)
                 if call.retry_key:
                     done: asyncio.Future[ApiAnswer] = asyncio.get_running_loop().create_future()
                     done.set_result(ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created))
@@ -97,6 +100,10 @@ class LiveSession(RunSession):
         job.add_done_callback(lambda done: self._forget(retry_key, done))
         return await asyncio.shield(job)
 
+    async def reward(self, body: Any) -> dict[str, Any]:
+        """What an agent posts that a run starts; here only what is in the store counts."""
+        raise ApiError(404, f"post the reward to /v1/sessions/{self.id}/reward; this key may", code="unknown_address")
+
     def _forget(self, retry_key: str, done: asyncio.Future[ApiAnswer]) -> None:
         if done.cancelled() or done.exception() is not None:
             del self._retries[retry_key]
@@ -105,8 +112,6 @@ class LiveSession(RunSession):
         self.under_way += 1
         try:
             turns = await understood(self.generate(asked))
-            if any(t.completion.finish_reason == "abort" for t in turns):
-                raise ApiError(503, "the engine aborted this call; send it again", code="engine_failed", retry_s=1.0)
             return await asyncio.shield(self._kept(turns, retry_key, digest))
         finally:
             self.under_way -= 1

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -170,19 +171,22 @@ class Service:
             given = await self._next_batch()
 
     async def _append(self, id: GroupId, closed: SessionGroup, operated: list[Metric]) -> PlayedGroup | None:
-        """Stores a closed group; None where nothing of it can be trained, which the store then says."""
+        """Stores a closed group and returns it as it was rewarded; None where nothing of it can be trained, which the store then says."""
         found = [self.book.sessions[s] for s in closed.sessions if s in self.book.sessions]
         sessions = [s for s in found if await self._is_whole(s)]
         if len(sessions) < self.book.groups.needed:
             await self.book.explain([s.id for s in sessions], "too_few")
             return None
-        group = self._group(id, closed.task_id, sessions)
+        for session in sessions:
+            session.forming = True
+        group = played = self._group(id, closed.task_id, sessions)
         if self._pipeline.active:
             try:
                 done = await self._pipeline.process(group.task, group.rows)
                 operated += done.metrics
                 group = group.after(done.rows, accepted=done.accepted, reason=done.reason)
             except OperatorFailed as e:
+                operated.append(Metric("failed_count", len(group.runs), "sum"))
                 group = group.refused(str(e), reason="operator", traceback=e.traceback)
         ids = [s.id for s in sessions]
         try:
@@ -191,7 +195,7 @@ class Service:
             await self._refused(e, ids)
             return None
         self.book.accepted(ids)
-        return group
+        return replace(played, accepted=group.accepted, reason=group.reason)
 
     async def _refused(self, error: FrameRejected, ids: list[str]) -> None:
         """Explains the session that the buffer names, else all; the others wait for partners again."""
@@ -204,6 +208,7 @@ class Service:
         await self.book.explain([i for i in bad if i in waiting], reason)
         for id in waiting:
             if id not in bad and (session := self.book.sessions.get(id)) is not None:
+                session.forming = False
                 self.book.groups.add(session.stored.task_id, id, session.stored.rewarded or session.stored.created)
 
     async def _stored(self, group: PlayedGroup, ids: list[str]) -> None:

@@ -11,6 +11,8 @@ A workflow is a class with one method, async or not; one object serves one run. 
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -104,7 +106,7 @@ class RunContext:
         request = self.request(messages, **asked)
         completions = await self._model.generate(request)
         for completion in completions:
-            self.record(Turn(messages=request.messages, completion=completion))
+            self.record(Turn(messages=request.messages, tools=request.tools, completion=completion))
         return completions
 
     def request(
@@ -127,13 +129,13 @@ class RunContext:
         number, self._asked = self._asked, self._asked + 1
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
-        before = None if chat_template is not None else self._before(messages)
+        before = None if chat_template is not None else self._before(messages, prompt_tokens)
         return GenerateRequest(
             messages=tuple(dict(m) for m in messages),  # a caller may go on with its own
             tools=tuple(tools if tools is not None else self._task.tools),
             prompt_tokens=tuple(prompt_tokens),
             prefix_tokens=None if before is None else _tokens(before.completion),
-            prefix_messages=0 if before is None else len(before.messages) + 1,
+            prefix_messages=0 if before is None or not messages else len(before.messages) + 1,
             chat_template=chat_template if chat_template is not None else self._task.chat_template,
             chat_template_args={**self._task.chat_template_args, **(chat_template_args or {})},
             strict_template_args=tuple(strict_template_args),
@@ -147,13 +149,10 @@ class RunContext:
         """Adds a call that something else has made with the policy's engine."""
         self._turns.append(turn)
 
-    def _before(self, messages: Sequence[dict[str, Any]]) -> Turn | None:
-        """The latest call that `messages` go on from: they begin with its messages and its answer."""
-        for turn in reversed(self._turns):
-            n = len(turn.messages)
-            if len(messages) > n and _answers(messages[n], turn.completion) and tuple(messages[:n]) == turn.messages:
-                return turn
-        return None
+    def _before(self, messages: Sequence[dict[str, Any]], prompt_tokens: Sequence[int]) -> Turn | None:
+        """The latest call that is gone on from: by its messages and its answer, or by its tokens."""
+        prompt = np.asarray(prompt_tokens)
+        return next((t for t in reversed(self._turns) if _goes_on(t, messages, prompt)), None)
 
     def score_step(self, value: float | None, *, parts: dict[str, float] | None = None, **info: Any) -> None:
         """A reward for the last call alone, and what its experience's `info` is to hold (a state's hash, for example)."""
@@ -164,11 +163,13 @@ class RunContext:
         self._turns[-1] = msgspec.structs.replace(last, score=score, info={**last.info, **info})
 
     async def teach(self, name: str) -> None:
-        """Asks auxiliary model `name`, which must have the policy's tokenizer, for its log-probs of every token written so far."""
+        """Asks auxiliary model `name`, which must have the policy's tokenizer, for its log-probs of every token written so far, at the
+        temperature of the call that wrote it."""
         teacher = self.model(name)
         for i, turn in enumerate(self._turns):
             if turn.teacher_logprobs is None:
-                row = ScoreRow(tokens=_tokens(turn.completion), prompt_length=len(turn.completion.prompt_tokens))
+                c, scale = turn.completion, turn.completion.sampling.temperature or 1.0  # greedily chosen ones as they are
+                row = ScoreRow(tokens=_tokens(c), prompt_length=len(c.prompt_tokens), temperature=scale)
                 self._turns[i] = msgspec.structs.replace(turn, teacher_logprobs=await teacher.logprobs(row))
 
     @property
@@ -194,12 +195,28 @@ def _tokens(c: Completion) -> np.ndarray:
     return joined.astype(np.int32, copy=False)
 
 
+def _goes_on(turn: Turn, messages: Sequence[dict[str, Any]], prompt: np.ndarray) -> bool:
+    if not messages:
+        told = _tokens(turn.completion)
+        return len(told) > 0 and np.array_equal(prompt[: len(told)], told)
+    n = len(turn.messages)
+    return len(messages) > n and _answers(messages[n], turn.completion) and tuple(messages[:n]) == turn.messages
+
+
 def _answers(message: Mapping[str, Any], c: Completion) -> bool:
     """Whether `message` is this answer: the same text, and the same tool calls where it has any."""
     if message.get("role") != "assistant" or (message.get("content") or "") != c.text:
         return False
     calls = message.get("tool_calls")
-    return not calls or [call.get("function") for call in calls] == [call.get("function") for call in c.tool_calls]
+    return not calls or [*map(_called, calls)] == [*map(_called, c.tool_calls)]
+
+
+def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Name and arguments, which clients that have read them write anew."""
+    function = dict(call.get("function") or {})
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        function["arguments"] = json.loads(function.get("arguments", ""))
+    return function
 
 
 def seed_for(seed: int, *place: int | str) -> Callable[[int], int]:

@@ -18,6 +18,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -79,8 +80,8 @@ class Endpoint:
 
     def routes(self, router: web.UrlDispatcher) -> None:
         for prefix in ("", "/run/{run}"):
-            router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            router.add_post(f"{prefix}/v1/completions", self._completions)
+            router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, chat=True))
+            router.add_post(f"{prefix}/v1/completions", partial(self._answer, chat=False))
             router.add_post(f"{prefix}/v1/reward", self._reward)
             router.add_get(f"{prefix}/v1/models", self._models)
             router.add_get(f"{prefix}/health", self._health)
@@ -123,12 +124,6 @@ class Endpoint:
             raise ApiError(401, WRONG_KEY, code="invalid_api_key")
         return session
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=True)
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=False)
-
     async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         from aiohttp import web
 
@@ -144,24 +139,25 @@ class Endpoint:
         headers = {"x-rft-ignored": ", ".join(ignored)} if (ignored := session.ignored(asked)) else {}
         if asked.stream:
             return web.Response(body=_events(asked, answer, chat=chat), headers={**_STREAM, **headers})
-        return web.json_response((wire.chat_body if chat else wire.text_body)(asked, answer), headers=headers)
+        return json_response((wire.chat_body if chat else wire.text_body)(asked, answer), headers=headers)
 
     async def _reward(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        return web.json_response(await self._session(request).reward(await read_json(request)))
+        return json_response(await self._session(request).reward(await read_json(request)))
 
     async def _models(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        session = self._session(request)
-        name = "policy" if isinstance(session, RunSession) else session.name
-        return web.json_response({"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rft"}]})
+        self.authenticate(request)
+        session = self._keys.get(key_of(request))
+        name = session.name if isinstance(session, ModelSession) else "policy"
+        return json_response({"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rft"}]})
 
     async def _health(self, request: web.Request) -> web.Response:
-        from aiohttp import web
+        return json_response({"status": "ok"})
 
-        return web.json_response({"status": "ok"})
+
+def json_response(body: Any, **more: Any) -> web.Response:
+    from aiohttp import web
+
+    return web.json_response(body, **more)
 
 
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

@@ -187,7 +187,10 @@ class RunSession(Session):
         turns: list[Turn] = []
         for prompt in prompts:
             request = self._ctx.request(**prompt, **more)
-            turns += [Turn(messages=request.messages, completion=c) for c in await self._ctx.policy.generate(request)]
+            done = await self._ctx.policy.generate(request)
+            turns += [Turn(messages=request.messages, tools=request.tools, completion=c) for c in done]
+        if any(t.completion.finish_reason == "abort" for t in turns):
+            raise ApiError(503, "the engine aborted this call; send it again", code="engine_failed", retry_s=1.0)
         return turns
 
     async def reward(self, body: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from rft.types.completion import Completion
+from rft.types.task import plain_text
 
 MAX_BYTES = 16 << 20  # of a body
 MAX_VALUES = 1 << 20  # in a body: numbers, texts, lists, objects
@@ -172,12 +173,8 @@ def _neutral(*values: Any) -> AfterValidator:
 
 
 def _text(given: Any) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    if isinstance(given, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in given):
-        texts = [p.get("text", "") for p in given]
-        if all(isinstance(t, str) for t in texts):
-            return "".join(texts)
+    if (text := plain_text(given)) is not None:
+        return text
     raise _wrong("it must be a text or a list of text parts; images and sound are not served")
 
 

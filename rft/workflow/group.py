@@ -35,13 +35,15 @@ async def no_slot(count: int) -> AsyncIterator[None]:
 class PlayedGroup:
     """All runs of one task, in run order.  `accepted` = it can be trained; else `reason`: failed, unscored, too_few,
     group_timeout, over_rollout, no_baseline, filtered (by operators), operator (one broke), rejected (by the buffer),
-    rejected_weights (their canary failed)."""
+    rejected_weights (their canary failed).  `needed`: runs with something to train that it takes, also after operators have changed
+    rewards; more than it has: nothing makes it trainable any more; None: two, or the only one of a group of one."""
 
     id: GroupId
     task: Task
     runs: tuple[PlayedRun, ...]
     accepted: bool
     reason: str
+    needed: int | None = None
 
     @property
     def rows(self) -> list[Experience]:
@@ -89,12 +91,14 @@ class PlayedGroup:
         )
 
     def after(self, rows: Sequence[Experience], *, accepted: bool, reason: str) -> PlayedGroup:
-        """The same group with other rows for the same runs.  A run of one row has that row's reward."""
+        """The same group as operators give it back.  A run of one row has that row's reward; what was rejected before keeps its reason."""
         left, runs = iter(rows), []
         for run in self.runs:
             mine = tuple(next(left) for _ in run.experiences)
             runs.append(replace(run, experiences=mine, value=mine[0].reward if len(mine) == 1 else run.value))
-        return PlayedGroup(self.id, self.task, tuple(runs), accepted, reason)
+        if not accepted and reason != "filtered":
+            reason = self.reason or reason
+        return replace(self, runs=tuple(runs), accepted=accepted, reason=reason)
 
 
 class Ending:
@@ -168,7 +172,7 @@ def _with_baseline(group: PlayedGroup, greedy: PlayedGroup) -> PlayedGroup:
     if value is None:
         why = greedy.runs[0].experiences[0].reason
         log.warning("group %s: its greedy run has no reward: %s", group.id, why)
-        return replace(group, accepted=False, reason=group.reason or "no_baseline")
+        return replace(group, accepted=False, reason=group.reason or "no_baseline", needed=group.task.num_runs + 1)
     runs = tuple(replace(run, experiences=tuple(_told(x, value) for x in run.experiences)) for run in group.runs)
     return replace(group, runs=runs)
 
@@ -204,7 +208,7 @@ class _Play:
         self._timer: asyncio.TimerHandle | None = None
         self._began: dict[int, float] = {}
         self._attempt: dict[int, int] = {}
-        self._lost = 0  # runs that cannot be trained
+        self._lost = 0  # runs that failed
 
     async def run(self) -> PlayedGroup:
         numbers = range(self.task.num_runs)
@@ -231,10 +235,9 @@ class _Play:
 
     async def _together(self) -> list[Run | PlayedRun]:
         async with self.slot(self.task.num_runs):
-            contexts = [self._context(run, 0) for run in range(self.task.num_runs)]
             for run in range(self.task.num_runs):
                 self._begins(run)
-            runs = await self._runs.play_together(contexts)
+            runs = await self._runs.play_together(self._context)
         if self.recipe.scores_group:
             return list(runs)
         return list(await asyncio.gather(*(self._runs.score_one(r) for r in runs)))
@@ -254,7 +257,7 @@ class _Play:
         if job.cancelled() or job.exception() is not None:
             return
         for r in job.result():
-            self._lost += r.error is not None if isinstance(r, Run) else not any(x.trainable for x in r.experiences)
+            self._lost += r.error is not None if isinstance(r, Run) else r.failed  # an operator may score it yet
         if self.task.num_runs - self._lost < self.limits.needed(self.task.num_runs):
             self._end("hopeless")
 
@@ -274,7 +277,8 @@ class _Play:
         played = [r for r in done if isinstance(r, PlayedRun)]
         waiting = [r for r in done if isinstance(r, Run)]
         waiting += [self._cut_short(run) for run in range(self.task.num_runs) if run not in there]
-        if waiting and self.recipe.scores_group and self._enough(sum(r.error is None for r in waiting)):
+        enough = not self._cut or sum(r.error is None for r in waiting) >= self._needed
+        if waiting and self.recipe.scores_group and enough:
             waiting.sort(key=lambda r: r.number)
             return await self._runs.score_together(waiting)
         for r in waiting:
@@ -286,21 +290,20 @@ class _Play:
         took = time.monotonic() - self._began[run] if run in self._began else 0.0
         return Run(run, self._attempt.get(run, 0), took, error=RunError(_WHY[self._cut]), ended=self._cut)
 
-    def _enough(self, trainable: int) -> bool:
-        """Whether so many runs make a group that can be trained.  One that was not cut is judged by its scores, as always."""
-        if not self._cut:
-            return True
-        if self._cut == "over_rollout":
-            return self.ending is not None and self.ending.partial and trainable >= min(2, self.task.num_runs)
-        return trainable >= self.limits.needed(self.task.num_runs)
+    @property
+    def _needed(self) -> int:
+        """How many runs of the group must be trainable; more than there are where its end leaves nothing to train."""
+        runs = self.task.num_runs
+        if self._cut != "over_rollout":
+            return self.limits.needed(runs)
+        return min(2, runs) if self.ending is not None and self.ending.partial else runs + 1
 
     def _group(self, played: Sequence[PlayedRun]) -> PlayedGroup:
         rows = [x for r in played for x in r.experiences]
-        least = min(2, self.task.num_runs) if self._cut == "over_rollout" else self.limits.needed(self.task.num_runs)
-        accepted, reason = judge(rows, self.task.num_runs, least)
-        if self._cut in ("group_timeout", "over_rollout") and not (accepted and self._enough(self.task.num_runs)):
-            accepted, reason = False, str(self._cut)
-        return PlayedGroup(self.id, self.task, tuple(played), accepted, reason)
+        accepted, reason = judge(rows, self.task.num_runs, self._needed)
+        if self._cut in ("group_timeout", "over_rollout") and not accepted:
+            reason = str(self._cut)
+        return PlayedGroup(self.id, self.task, tuple(played), accepted, reason, self._needed)
 
 
 _WHY: dict[Ended, str] = {

@@ -265,8 +265,8 @@ class _Talk:
             request = msgspec.structs.replace(request, sampling=seeded)
         done: list[Completion] = await model.generate(request)
         for place, completion in enumerate(done):
-            self._turns[call.id, place] = Turn(messages=request.messages, completion=completion)
-        return done
+            self._turns[call.id, place] = Turn(messages=request.messages, tools=request.tools, completion=completion)
+        return [msgspec.structs.replace(c, routed_experts=None) for c in done]  # which no workflow reads
 
 
 class _Server(ForkingProcess):

@@ -13,10 +13,9 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -26,8 +25,8 @@ from rft.engine.base import PromptTooLong
 from rft.errors import PluginStopped, RftError
 from rft.logs import redact
 from rft.reward import exchanges
-from rft.reward.base import Reward, blocks, called, checked, score_group
-from rft.threads import contained, in_thread
+from rft.reward.base import called, checked, score_group
+from rft.threads import OutOfTime, contained, in_thread, in_time
 from rft.types.completion import Score, Transcript, Turn
 from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
@@ -38,7 +37,6 @@ from rft.workflow.recipes import Recipe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-GRACE_S = 1.0  # for a run that passed its deadline to react to being cancelled
 _REASON_CHARS = 300
 _TRACEBACK_LINES = 12
 _GOLD_CHARS = 200
@@ -64,7 +62,7 @@ def experiences(
             reward=score.value,
             reward_parts=score.parts,
             messages=(*last.messages, last.completion.message),
-            tools=task.tools,
+            tools=last.tools,
             prompt_text=_prompt_text(turns[0]),
             metrics={name: float(value) for name, value in transcript.metrics.items()},
             info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
@@ -161,10 +159,6 @@ class RunError(Exception):
     """A run ended without a usable result; the message is the record's reason."""
 
 
-class RunTimeout(RunError):
-    """It passed its deadline."""
-
-
 Ended = Literal["", "timeout", "group_timeout", "hopeless", "over_rollout"]
 """What ended a run before its time: its own deadline, that of its group, a group that cannot be trained any more, a batch that waits
 no longer for its slowest tasks."""
@@ -232,20 +226,14 @@ class TaskRuns:
 
     async def play_one(self, context: Callable[[int, int], RunContext], run: int) -> Run:
         """Plays run number `run`; a failed attempt is repeated.  `context(run, attempt)` makes its context.  Raises RftError only."""
-        attempt = 0
-        while True:
-            began = time.monotonic()
-            try:
-                transcript = await self._played(context(run, attempt))
-                check_transcript(transcript, self.recipe)
-                return Run(run, attempt, time.monotonic() - began, transcript)
-            except RftError:
-                raise
-            except Exception as e:  # user code may raise anything; it becomes a record
-                log.debug("run %s failed", self.group.run(run, attempt), exc_info=True)
-                if isinstance(e, PromptTooLong) or attempt >= self.limits.max_retry_times:
-                    return Run(run, attempt, time.monotonic() - began, error=e, ended=ended_by(e))
-            attempt += 1
+
+        async def play(attempt: int) -> Transcript:
+            transcript = await self._played(context(run, attempt))
+            check_transcript(transcript, self.recipe)
+            return transcript  # type: ignore[no-any-return]
+
+        transcript, how = await self._tried(play)
+        return replace(how, number=run, transcript=transcript)
 
     async def score_one(self, run: Run) -> PlayedRun:
         """Scores a played run and makes its experiences.  Raises RftError only."""
@@ -276,17 +264,16 @@ class TaskRuns:
         if whole and self.recipe.reward is not None:
             transcripts = [r.transcript for r in whole if r.transcript is not None]
             try:
-                work = partial(score_group, self.recipe.reward, self.task, transcripts)
-                got = await _rewarded(self.recipe.reward, work, self.limits.max_timeout_s, f"reward {self.task.reward}")
+                got = await score_group(self.recipe.reward, self.task, transcripts, timeout_s=self.limits.max_timeout_s)
                 verdicts = {r.number: s for r, s in zip(whole, got, strict=True)}
             except RftError:
                 raise
             except Exception as e:
                 failure = e
         took = time.monotonic() - began
-        return [
-            self.record(replace(r, error=r.error or failure), verdicts.get(r.number), took if r in whole else 0.0) for r in runs
-        ]
+        if failure is not None:
+            runs = [replace(r, error=failure, ended=ended_by(failure)) if r in whole else r for r in runs]
+        return [self.record(r, verdicts.get(r.number), 0.0 if r.transcript is None else took) for r in runs]
 
     def record(self, run: Run, verdict: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
         """The rows of a run, or the header row that says why there are none."""
@@ -301,35 +288,50 @@ class TaskRuns:
         row = _failed(self.task, self.recipe, self.group, run.number, run.attempt, error)
         return PlayedRun((row,), None, run.run_s, reward_s, run.attempt + 1, run.ended)
 
-    async def play_together(self, contexts: Sequence[RunContext]) -> list[Run]:
-        """Plays all runs of a task with one call of the workflow's `run_group`.  What it raises ends all of them.  Raises RftError only."""
-        began = time.monotonic()
-        took = lambda: time.monotonic() - began  # noqa: E731
-        try:
-            got = await self._played(contexts)
-            if not isinstance(got, list | tuple) or len(got) != len(contexts):
-                raise RunError(f"workflow {self.recipe.name}: run_group must return a list of {len(contexts)} transcripts")
-        except RftError:
-            raise
-        except Exception as e:
-            log.debug("runs of %s failed", contexts[0].request_id, exc_info=True)
-            return [Run(c.run, 0, took(), error=e, ended=ended_by(e)) for c in contexts]
+    async def play_together(self, context: Callable[[int, int], RunContext]) -> list[Run]:
+        """Plays all runs of a task with one call of the workflow's `run_group`, which is repeated where it fails.  Raises RftError only."""
+        numbers = range(self.task.num_runs)
+
+        async def play(attempt: int) -> Sequence[Any]:
+            got = await self._played([context(run, attempt) for run in numbers])
+            if not isinstance(got, list | tuple) or len(got) != len(numbers):
+                raise RunError(f"workflow {self.recipe.name}: run_group must return a list of {len(numbers)} transcripts")
+            return got
+
+        transcripts, how = await self._tried(play)
+        if transcripts is None:
+            return [replace(how, number=n) for n in numbers]
         runs = []
-        for ctx, transcript in zip(contexts, got, strict=True):
+        for n, transcript in zip(numbers, transcripts, strict=True):
             try:
                 check_transcript(transcript, self.recipe)
-                runs.append(Run(ctx.run, 0, took(), transcript))
+                runs.append(replace(how, number=n, transcript=transcript))
             except RunError as e:
-                runs.append(Run(ctx.run, 0, took(), error=e))
+                runs.append(replace(how, number=n, error=e))
         return runs
+
+    async def _tried(self, play: Callable[[int], Awaitable[T]]) -> tuple[T | None, Run]:
+        """What `play(attempt)` gives, repeated after a failure, and how that went, without number and transcript."""
+        attempt = 0
+        while True:
+            began = time.monotonic()
+            try:
+                return await play(attempt), Run(0, attempt, time.monotonic() - began)
+            except RftError:
+                raise
+            except Exception as e:  # user code may raise anything; it becomes a record
+                log.debug("attempt %d of %s failed", attempt, self.group, exc_info=True)
+                if isinstance(e, PromptTooLong) or attempt >= self.limits.max_retry_times:
+                    return None, Run(0, attempt, time.monotonic() - began, error=e, ended=ended_by(e))
+            attempt += 1
 
     async def _played(self, ctx: RunContext | Sequence[RunContext]) -> Any:
         work = play(self.recipe, _own(self.task), ctx)
-        return await _within(work, self.limits.max_timeout_s, f"workflow {self.recipe.name}")
+        return await in_time(work, self.limits.max_timeout_s, f"workflow {self.recipe.name}")
 
 
 def ended_by(error: Exception) -> Ended:
-    return "timeout" if isinstance(error, RunTimeout) else ""
+    return "timeout" if isinstance(error, OutOfTime) else ""
 
 
 async def play(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
@@ -359,33 +361,6 @@ async def _isolated(recipe: Recipe, place: Place, task: Task, ctx: RunContext | 
         error.add_note(rest)
         raise error from None
     return done[0] if isinstance(ctx, RunContext) else done
-
-
-async def _within(work: Any, timeout_s: float, what: str) -> Any:
-    """The result of coroutine `work`.  After `timeout_s` it is cancelled; one that ignores this is left behind."""
-    job = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({job}, timeout=timeout_s)
-        if job.done():
-            if job.cancelled():
-                raise RunError(f"{what} was cancelled from inside")
-            return job.result()
-        job.cancel()
-        await asyncio.wait({job}, timeout=GRACE_S)
-        if not job.done():
-            log.warning("%s ignores being cancelled; it is left behind", what)
-            job.add_done_callback(_forget)
-        elif not job.cancelled() and isinstance(error := job.exception(), RftError):
-            raise error
-        raise RunTimeout(f"timeout: {what} took longer than {timeout_s:g} s")
-    finally:
-        if not job.done():
-            job.cancel()  # the caller was cancelled
-
-
-def _forget(job: asyncio.Future[Any]) -> None:
-    if not job.cancelled():
-        job.exception()
 
 
 class BlockingContext:
@@ -463,27 +438,12 @@ async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: 
         return None
     if recipe.reward is None:
         raise RunError(f"workflow {recipe.name} gave no score and taskset {task.taskset} names no reward")
-    what = f"reward {task.reward}"
-    return checked(await _rewarded(recipe.reward, partial(called, recipe.reward, task, transcript), timeout_s, what))
-
-
-async def _rewarded(reward: Reward, call: Callable[..., Coroutine[Any, Any, T]], timeout_s: float, what: str) -> T:
-    """The result of a call of `reward`; an ordinary function's deadline is counted from when its turn comes."""
-    if not blocks(reward):
-        result: T = await _within(call(), timeout_s, what)
-        return result
-    began = time.monotonic()
-    try:
-        return await call(timeout_s=timeout_s)
-    except TimeoutError:
-        if time.monotonic() - began < timeout_s:
-            raise  # one of the reward's own
-        raise RunTimeout(f"timeout: {what} took longer than {timeout_s:g} s") from None
+    return checked(await called(recipe.reward, task, transcript, timeout_s=timeout_s))
 
 
 def reason_of(error: BaseException) -> str:
     """In words; what we say ourselves needs no name of an exception."""
-    return str(error) if isinstance(error, RunError | PluginStopped) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, RunError | PluginStopped | OutOfTime) else f"{type(error).__name__}: {error}"
 
 
 def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:

@@ -85,6 +85,7 @@ def test_tool_calls_are_compared(made: list[tuple[str, dict[str, object]]], why:
 def test_gold_calls_in_several_shapes() -> None:
     assert wanted('{"name": "f", "arguments": {"a": [1]}}') == [("f", {"a": [[1]]})]
     assert matches([("b", {}), ("a", {"x": [1, 2]})], wanted([{"a": {"x": [[1, 2]]}}, {"b": {}}])) == ""
+    assert wanted([{"a": {"x": [1], "y": None}, "b": None}]) == [("a", {"x": [1]})], "as a table holds it"
     for bad in (3, ["x"], [{"a": {}, "b": {}}]):
         with pytest.raises(ValueError, match="gold call"):
             wanted(bad)

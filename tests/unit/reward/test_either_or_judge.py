@@ -14,6 +14,7 @@ from rft.reward import judge_metrics
 from rft.reward.build_reward import build
 from rft.testing.judge import FakeJudge, judged, probes, score_with
 from rft.types.task import Task
+from tests.helpers.careless_judge import CarelessJudge
 
 load_all()
 EXAMPLES = [{"answer": "The tea was cold.", "word": "yes"}, {"answer": "The tea was good.", "word": "no"}]
@@ -52,7 +53,7 @@ def test_examples_are_earlier_verdicts_and_every_text_is_fenced() -> None:
 @pytest.mark.parametrize("nature", [{}, {"sloppy": True}], ids=["gullible", "sloppy"])
 async def test_no_probe_talks_it_round(nature: dict[str, bool]) -> None:
     async def value(text: str, order: str) -> float | None:
-        (score,) = await score_with(made(), FakeJudge(0.1, gullible=[order] if order else [], **nature), [text], task())
+        (score,) = await score_with(made(), CarelessJudge(0.1, gullible=[order] if order else [], **nature), [text], task())
         return score.value
 
     values = await asyncio.gather(*(value(p.answer, p.order) for p in probes()))
@@ -72,7 +73,7 @@ async def test_a_verdict_is_remembered_with_its_probability(tmp_path: Path) -> N
     for _ in range(2):
         (found,) = await score_with(made(**args), model, ["The soup was cold."], task())
         assert found.value == pytest.approx(0.8, abs=1e-6)
-    assert len(model.calls) == 1 and judge_metrics.counts()["remembered/cache_hit"] == 1
+    assert len(model.calls) == 1 and judge_metrics.counts()["judge/remembered/cache_hit"] == 1
     await score_with(made(**args, examples=EXAMPLES), model, ["The soup was cold."], task())
     assert len(model.calls) == 2  # another question
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from rft.engine.pool import EnginePool
 from rft.errors import ConfigError, EngineFailed, RunFailed
 from rft.plugins import load_all
 from rft.reward import judge_metrics
@@ -245,7 +246,7 @@ async def test_replies_are_remembered_in_the_folder_of_the_run(tmp_path: Path) -
             (score,) = await score_with(Clear(name="remembering"), model, ["because of the air"], TASK)
             assert score.value == 0.8
         assert len(model.calls) == 1 and (tmp_path / "judge_cache.db").is_file()
-        assert judge_metrics.counts()["remembering/cache_hit"] == 1
+        assert judge_metrics.counts()["judge/remembering/cache_hit"] == 1
         await score_with(Clear(temperature=0.3), model, ["because of the air"], TASK)
         await score_with(Clear(), model, ["because of the sea"], TASK)
         asked_anew = REPEAT.set(1)
@@ -348,11 +349,11 @@ async def test_the_budget_is_never_passed_and_then_the_run_stops(tmp_path: Path)
         await score_with(Clear(**args), model, [f"reason number {i}" for i in range(40)], TASK)
     told = judge_metrics.counts()
     asked = len(model.calls)
-    tokens = told["paid/prompt_tokens"] + 2 * told["paid/completion_tokens"]
-    assert 2 <= asked < 40 and told["paid/cost_usd"] == pytest.approx(tokens / 1000) and told["paid/cost_usd"] <= 4.0
+    tokens = told["judge/paid/prompt_tokens"] + 2 * told["judge/paid/completion_tokens"]
+    assert 2 <= asked < 40 and told["judge/paid/cost_usd"] == pytest.approx(tokens / 1000) and told["judge/paid/cost_usd"] <= 4.0
     with pytest.raises(BudgetUsedUp):  # a process that goes on has what was spent before it, and pays nothing for what it knows
         await score_with(Clear(**args), model, [f"reason number {i}" for i in range(40)], TASK)
-    assert judge_metrics.counts()["paid/cost_usd"] <= 4.0 and len(model.calls) <= asked + 1
+    assert judge_metrics.counts()["judge/paid/cost_usd"] <= 4.0 and len(model.calls) <= asked + 1
 
 
 async def test_only_calls_that_were_made_are_paid(tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ async def test_only_calls_that_were_made_are_paid(tmp_path: Path) -> None:
     await judge.close()  # while all are under way: what the one may have cost is written all the same
     assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*jobs, return_exceptions=True))
     spent = CostLedger(tmp_path / "c.db")
-    assert spent.spent("fake-judge") == pytest.approx(judge_metrics.counts()["waiting/cost_usd"])
+    assert spent.spent("fake-judge") == pytest.approx(judge_metrics.counts()["judge/waiting/cost_usd"])
     assert spent._db.execute("SELECT calls FROM spent").fetchall() == [(1,)]
     assert spent._db.execute("SELECT count(*) FROM under_way").fetchall() == [(0,)]
     spent.close()
@@ -379,20 +380,20 @@ async def test_the_deadline_counts_from_when_a_call_is_sent() -> None:
 
         async def generate(self, request: GenerateRequest) -> list[Completion]:
             seconds = 0.1 if not self.calls else 3600.0
-            THROTTLED.get()(seconds)
             self.calls.append(request)
-            await asyncio.sleep(seconds)
+            with THROTTLED.get().stopped():
+                await asyncio.sleep(seconds)
             return [completion(self.reply([dict(m) for m in request.messages]))]
 
     model, judge = Paced(5), clear(**PRICED, timeout_s=0.05, max_retries=0, name="paced")
     await judge.prepare({"j": model})
     assert await judge(TASK, make_transcript("because of the air")) == 1.0
-    paid = judge_metrics.counts()["paced/cost_usd"]
+    paid = judge_metrics.counts()["judge/paced/cost_usd"]
     waiting = asyncio.ensure_future(judge(TASK, make_transcript("because of the sea")))
     await asyncio.sleep(0.1)
     assert not waiting.done() and len(model.calls) == 2
     await judge.close()
-    assert judge_metrics.counts()["paced/cost_usd"] == paid and judge_metrics.counts().get("paced/timeouts", 0) == 0
+    assert judge_metrics.counts()["judge/paced/cost_usd"] == paid and judge_metrics.counts().get("judge/paced/timeouts", 0) == 0
     await asyncio.gather(waiting, return_exceptions=True)
 
 
@@ -412,7 +413,11 @@ async def test_a_server_that_counts_tokens_is_believed() -> None:
 
     await score_with(clear(**PRICED, name="counting"), Counts(5), ["air"], TASK)
     told = judge_metrics.counts()
-    assert told["counting/cost_usd"] == pytest.approx(1.02) and told["counting/calls"] == 1 and told["counting/latency"] >= 0
+    assert (
+        told["judge/counting/cost_usd"] == pytest.approx(1.02)
+        and told["judge/counting/calls"] == 1
+        and told["judge/counting/latency"] >= 0
+    )
 
 
 async def test_sixteen_pending_scores_survive_the_death_of_the_judge() -> None:
@@ -450,7 +455,7 @@ async def test_a_server_that_does_not_count_costs_the_most_it_can(tmp_path: Path
     model = Silent(5)
     with pytest.raises(BudgetUsedUp):
         await score_with(clear(**PRICED, max_cost_usd=8.0, name="silent"), model, [f"reason number {i}" for i in range(40)], TASK)
-    assert 0 < len(model.calls) < 10 and 0 < judge_metrics.counts()["silent/cost_usd"] <= 8.0
+    assert 0 < len(model.calls) < 10 and 0 < judge_metrics.counts()["judge/silent/cost_usd"] <= 8.0
 
 
 async def test_a_cache_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
@@ -461,3 +466,19 @@ async def test_a_cache_that_cannot_be_written_ends_the_run(tmp_path: Path) -> No
     with pytest.raises(RunFailed, match="cannot be written"):
         await judge(TASK, make_transcript("because of the air"))
     await judge.close()
+
+
+async def test_the_deadline_does_not_count_the_wait_for_room_at_the_model() -> None:
+    """max_concurrent of the auxiliary model may be less than the judge's own."""
+
+    class Slow(FakeJudge):
+        async def generate(self, request: GenerateRequest) -> list[Completion]:
+            await asyncio.sleep(0.1)
+            return await super().generate(request)
+
+    judge = clear(timeout_s=0.3, max_retries=0, name="crowded")
+    model: Any = Slow(5)
+    await judge.prepare({"j": EnginePool([model], max_concurrent=1)})
+    said = await asyncio.gather(*(judge(TASK, make_transcript(f"reason number {i}")) for i in range(6)))
+    await judge.close()
+    assert said == [1.0] * 6

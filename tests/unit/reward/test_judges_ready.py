@@ -112,7 +112,7 @@ async def test_pairs_are_judged_in_both_orders() -> None:
         (found,) = await score_with(judge, model, ["a good answer"], TASK)
         assert found.value == expected and len(model.calls) == 2
     told = judge_metrics.counts()
-    assert told["paired/pairs"] == 5 and told["paired/order_flips"] == 2, "one that always says first has flipped"
+    assert told["judge/paired/pairs"] == 5 and told["judge/paired/order_flips"] == 2, "one that always says first has flipped"
     (found,) = await score_with(made("pairwise_judge", max_retries=0), FakeJudge("tie", replies=["?"]), ["a good answer"], TASK)
     assert found.value is None, "half a comparison is none"
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from rft.engine.pool import EnginePool
 from rft.errors import SetupError
 from rft.serve.access import ENVIRONMENT, clients, line_of
 from rft.serve.settings import LimitSettings, ServeSettings
@@ -190,6 +191,17 @@ async def test_what_openais_protocol_offers(tmp_path, monkeypatch):
             assert (await http.get("/health")).json() == {"status": "ok"}
         metrics = (await served.client.get("/metrics")).text
         assert "rft_serve_calls 2\n" in metrics and "rft_serve_sessions_opened 1\n" in metrics
+
+
+async def test_metrics_are_those_of_all_engines(tmp_path, monkeypatch):
+    """Those of the last one were shown."""
+    pool = EnginePool([ScriptedEngine(answer=lambda m: "a") for _ in range(2)])
+    async with serving(tmp_path, monkeypatch, pool) as served:
+        session = await served.open()
+        for text in ("x", "y", "z"):
+            assert (await served.ask(session, text)).status_code == 200
+        generated = sum(m.value for m in await pool.metrics() if m.name == "engine/generated_tokens")
+        assert f"rft_engine_generated_tokens {generated:g}\n" in (await served.client.get("/metrics")).text
 
 
 @pytest.mark.parametrize(

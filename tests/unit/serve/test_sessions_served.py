@@ -15,6 +15,7 @@ from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import Version
 from rft.types.sessions import Explained, Rewarded
+from tests.helpers.asked_ledger import said
 from tests.helpers.serving import HI, KEY, serving
 
 RATIO = {"num_runs": 2, "batch_size": 1}
@@ -74,6 +75,17 @@ async def test_a_retry_gets_the_same_answer_and_counts_once(tmp_path, monkeypatc
             *(served.client.post("/v1/chat/completions", json=body, headers=headers) for _ in range(3))
         )
         assert len({a.text for a in at_once}) == 1 and len(served.service.book.sessions) == 3
+        assert served.service.gateway.values()["serve/calls"] == len(engine.calls) == 3
+
+
+async def test_the_audit_tells_what_waits_for_a_reward(tmp_path, monkeypatch):
+    """Its equation did not add up."""
+    async with serving(tmp_path, monkeypatch) as served:
+        session = await served.open()
+        for text in ("x", "y"):
+            assert (await served.ask(session, text)).status_code == 200
+        out, _, code = await asyncio.to_thread(said, "buffer", "audit", str(tmp_path))
+    assert code == 0 and "acknowledged 2 = used 0 + leased 0 + available 0 + waiting 2 + explained\n" in out
 
 
 async def test_an_answer_goes_on_when_its_client_has_gone(tmp_path, monkeypatch):
@@ -323,3 +335,41 @@ async def test_a_full_disk_a_dead_engine_and_a_dead_buffer_are_told(tmp_path, mo
             assert "Ray" not in refused.text
         assert (await served.ask(session)).status_code == 200
         assert (await served.buffer.audit()).waiting == 1, "what was not answered does not count"
+
+
+async def test_a_reward_that_would_be_lost_is_refused(tmp_path, monkeypatch):
+    """`{base_url}/reward` is where agents post that a run starts; here it reached no store, and was answered with ok."""
+    async with serving(tmp_path, monkeypatch) as served:
+        session = await served.open()
+        await served.ask(session)
+        key = {"Authorization": f"Bearer {session['api_key']}"}
+        refused = await served.client.post(f"{session['base_url']}/reward", json={"reward": 1.0}, headers=key)
+        assert refused.status_code == 404 and (place := f"/v1/sessions/{session['id']}/reward") in refused.text
+        assert (await served.client.post(place, json={"reward": 1.0}, headers=key)).json()["status"] == "ok"
+
+
+async def test_a_client_is_told_of_the_model(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch) as served:
+        assert [m["id"] for m in (await served.client.get("/v1/models")).json()["data"]] == ["policy"]
+        async with served.http("rft-guess") as http:
+            assert (await http.get("/v1/models")).status_code == 401
+
+
+async def test_a_reward_that_comes_while_its_group_is_stored_is_refused(tmp_path, monkeypatch):
+    """Its rows are made already: "replaced" would not be true."""
+    async with serving(tmp_path, monkeypatch) as served:
+        storing, go, stored = asyncio.Event(), asyncio.Event(), served.service._stored
+
+        async def slow(group, ids):
+            storing.set()
+            await go.wait()
+            await stored(group, ids)
+
+        monkeypatch.setattr(served.service, "_stored", slow)
+        session = await served.played(1.0)
+        await storing.wait()
+        late = await served.reward(session, 0.0)
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "session_over")
+        go.set()
+        await served.gate.wait_explored(1)
+        assert (await served.state(session))["reward"] == 1.0

@@ -412,3 +412,39 @@ async def test_a_real_engine_sees_exactly_the_text_of_a_completion(tiny_model):
     assert chat["choices"][0]["token_ids"] == last.tokens.tolist() and chat["prompt_token_ids"] == last.prompt_tokens.tolist()
     logprobs = [t["logprob"] for t in chat["choices"][0]["logprobs"]["content"]]
     assert np.allclose(logprobs, last.logprobs) and chat["usage"]["completion_tokens"] == len(last.tokens)
+
+
+async def test_a_call_that_the_engine_aborted_is_asked_again_and_not_recorded():
+    class Aborts(ScriptedEngine):
+        async def generate(self, request):
+            done = await super().generate(request)
+            return [msgspec.structs.replace(c, finish_reason="abort") if c.text == "four" else c for c in done]
+
+    async def asks(self, task, base_url, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=1) as c:
+            said = await c.chat.completions.create(model="m", messages=HI)
+        return float(said.choices[0].message.content == "five")
+
+    (row,) = (await play(Aborts("four", "five"), agent(asks))).rows
+    assert (row.reason, row.reward, row.response_text) == ("", 1.0, "five")
+
+
+async def test_a_tool_call_that_a_client_writes_anew_is_still_the_answer():
+    """As LangChain does, which reads the arguments and writes its own JSON."""
+
+    class Compact(ScriptedEngine):
+        async def generate(self, request):
+            call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}
+            return [msgspec.structs.replace(c, text="", tool_calls=(call,)) for c in await super().generate(request)]
+
+    engine = Compact("x", "y", "z")
+    _ctx, opened = session(engine)
+    async with opened as d, client(d) as http:
+        for arguments in ('{"b": 2, "a": 1}', '{"a": 1, "b": 3}'):
+            call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+            said = {"role": "assistant", "content": None, "tool_calls": [call]}
+            if not engine.calls:
+                assert (await http.post("/chat/completions", json={"messages": HI, "tools": [TOOL]})).status_code == 200
+            more = [*HI, said, {"role": "tool", "tool_call_id": "call_1", "content": "3"}]
+            assert (await http.post("/chat/completions", json={"messages": more, "tools": [TOOL]})).status_code == 200
+    assert [c.prefix_messages for c in engine.calls] == [0, 2, 0], "the second one says something else"

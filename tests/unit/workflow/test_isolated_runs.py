@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -218,3 +219,17 @@ def children() -> list[str]:
     found = [p for s in servers for p in s.children(recursive=True)]
     found += [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "86399"]]
     return [str(p.pid) for p in psutil.wait_procs(found, timeout=10)[1]]
+
+
+async def test_a_model_that_tells_its_experts_keeps_them(recipes):
+    class Routed(ScriptedEngine):
+        async def generate(self, request):
+            done = await super().generate(request)
+            sizes = [len(c.prompt_tokens) + len(c.tokens) - 1 for c in done]
+            return [
+                msgspec.structs.replace(c, routed_experts=np.full((n, 2, 1), 7, np.uint8))
+                for c, n in zip(done, sizes, strict=True)
+            ]
+
+    group = await play(recipes, "unsafe_twice", engine=Routed(answer=lambda m: "4"))
+    assert [r.reason for r in group.rows] == ["", ""] and all((r.routed_experts == 7).all() for r in group.rows)

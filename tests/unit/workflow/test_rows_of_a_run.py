@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode, encode
 from rft.types.completion import Score
 from rft.types.ids import GroupId
-from rft.types.task import Task
+from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import Workflow, workflow
 from rft.workflow.group import run_group
 from rft.workflow.play_run import RunLimits
@@ -198,7 +200,11 @@ async def test_a_workflow_that_returns_too_few_runs_fails_all():
 
 
 class Teacher:
+    def __init__(self):
+        self.temperatures = []
+
     async def logprobs(self, row):
+        self.temperatures.append(row.temperature)
         return -np.arange(1, len(row.tokens) - row.prompt_length + 1, dtype=np.float32)
 
 
@@ -213,6 +219,9 @@ async def test_a_teacher_scores_every_token_that_was_written():
     (row,) = (await play(ScriptedEngine("55", "4"), task(workflow=name), models={"teacher": Teacher()})).rows
     assert row.teacher_logprobs is not None and row.teacher_logprobs[row.loss_mask].tolist() == [-1, -2, -3, -1, -2]
     assert not row.teacher_logprobs[~row.loss_mask].any()
+    cool = task(workflow=name, sampling=SamplingArgs(temperature=0.7))
+    await play(ScriptedEngine("55", "4"), cool, models={"teacher": (teacher := Teacher())})
+    assert teacher.temperatures == [0.7, 0.7], "those of the student"
     (lost,) = (await play(ScriptedEngine("55", "4"), task(workflow=name))).rows
     assert lost.status == "failed" and "no auxiliary model 'teacher'" in lost.reason
 
@@ -232,3 +241,17 @@ async def test_a_call_that_goes_on_sends_the_tokens_before_it():
     assert engine.calls[0].prefix_tokens is None
     for call in engine.calls[1:]:
         assert np.array_equal(row.tokens[: len(call.prefix_tokens)], call.prefix_tokens)
+
+
+async def test_a_group_reward_that_is_late_ends_its_runs_by_their_deadline():
+    @reward("test_never_compares")
+    class Never:
+        whole_group = True
+
+        async def __call__(self, task, transcripts):
+            await asyncio.Event().wait()
+
+    asked = task(reward="test_never_compares", num_runs=2)
+    group = await run_group(asked, Recipes().of(asked), ScriptedEngine("a", "b"), ID, limits=RunLimits(max_timeout_s=0.1))
+    assert [r.ended for r in group.runs] == ["timeout"] * 2, "which the dynamic timeout and rollout/timeouts count"
+    assert group.rows[0].reason == "timeout: reward test_never_compares took longer than 0.1 s"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -328,3 +329,40 @@ async def test_shipped_workflows():
     assert [m["content"] for m in engine.calls[2].messages] == ["Mine.", "2+2?"]
     await play(engine, task(workflow_args={"system_prompt": "Short."}))
     assert [m["content"] for m in engine.calls[3].messages] == ["Short.", "2+2?"]
+
+
+@pytest.mark.parametrize("how", ["alone", "weighted", "penalty"])
+async def test_a_reward_that_waits_for_its_turn_is_not_late(how):
+    @reward("test_takes_its_time")
+    def takes_its_time(task, transcript):
+        time.sleep(0.15)
+        return 1.0
+
+    name, args = {
+        "alone": ("test_takes_its_time", {}),
+        "weighted": ("weighted_reward", {"rewards": {"slow": {"reward": "test_takes_its_time"}}}),
+        "penalty": ("test_takes_its_time", {"enable_overlong_penalty": True, "cache_length": 10}),
+    }[how]
+    group = await play(
+        ScriptedEngine(answer=lambda m: "4"), task(reward=name, reward_args=args, num_runs=5), limits=RunLimits(0.5)
+    )
+    assert [r.reason for r in group.rows] == [""] * 5, "five times 0.15 s is more than 0.5 s"
+    (late,) = (await play(ScriptedEngine("4"), task(reward=name, reward_args=args), limits=RunLimits(0.05))).rows
+    assert late.reason == f"timeout: reward {name} took longer than 0.05 s"
+
+
+async def test_a_group_that_fails_is_played_again():
+    attempts = []
+
+    class Together(Workflow):
+        async def run_group(self, task, contexts):
+            attempts.append([c.request_id for c in contexts])
+            if len(attempts) == 1:
+                raise RuntimeError("once")
+            return [c.transcript(score=Score(value=float(len((await c.chat(task.chat())).text)))) for c in contexts]
+
+    workflow("test_together")(Together)
+    asked = task(workflow="test_together", num_runs=2, reward=None)
+    group = await play(ScriptedEngine("a", "b"), asked, limits=RunLimits(20.0, max_retry_times=1))
+    assert group.accepted and group.rewards == [1.0, 1.0] and [r.attempts for r in group.runs] == [2, 2]
+    assert [str(r.id) for r in group.rows] == attempts[1] and attempts[0] != attempts[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rft.engine.base import PromptTooLong
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine
 from rft.plugins import load_all
 from rft.testing import run_workflow_async
+from rft.types.ports import GenerateRequest
 from rft.types.task import SamplingArgs, Task
 
 
@@ -69,3 +72,15 @@ async def test_an_end_of_several_tokens_is_refused(engine: TransformersEngine) -
         await played(engine, thinking_token_budget=4)
     with pytest.raises(Exception, match="must have '#'"):
         await played(engine, thinking_token_budget=4, think_end="#", reasoning_end_str="so")
+
+
+async def test_a_thought_may_be_longer_than_prompts_are(engine: TransformersEngine) -> None:
+    """max_prompt_tokens is about openings: what goes on from the tokens of an earlier call has the whole context."""
+    args = {"thinking_token_budget": 4, "think_end": "#", "reasoning_end_str": "7#8"}
+    (free,) = (await played(engine, **args)).group.rows
+    longest = int(free.loss_mask.argmax())  # the opening prompt
+    engine._chat.settings = dataclasses.replace(engine.settings, max_prompt_tokens=longest)
+    (row,) = (await played(engine, **args)).group.rows
+    assert row.tokens.tolist() == free.tokens.tolist() and row.metrics["thinking_ended"] == 1.0
+    with pytest.raises(PromptTooLong):
+        await engine.generate(GenerateRequest(prompt_tokens=(65,) * (longest + 1)))

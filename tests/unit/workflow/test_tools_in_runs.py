@@ -297,3 +297,23 @@ async def test_mcp_servers_that_cannot_be_started(folder: Path) -> None:
     (folder / "servers.json").write_text('{"servers": []}')
     with pytest.raises(ConfigError, match="it must be"):
         await toolrun.mcp_tools(str(folder / "servers.json"))
+
+
+def test_a_row_has_the_tools_that_the_model_was_told_of() -> None:
+    (row,) = run_workflow(Own, TASK, ScriptedModel("3"), reward="exact_answer").group.rows
+    assert [t["function"]["name"] for t in row.tools] == ["weather", "add", "slow"]
+    (plain,) = run_workflow(Own, TASK, ScriptedModel("3"), reward="exact_answer", workflow_args={"tools_in": "system"}).group.rows
+    assert plain.tools == ()
+
+
+def test_a_program_may_not_take_longer_than_the_call_of_its_tool() -> None:
+    with pytest.raises(ConfigError, match=r"python_timeout 60 must be less than tool_timeout 30"):
+        run_workflow("python_math_workflow", TASK, ScriptedModel("3"), workflow_args={"python_timeout": 60})
+    (row,) = run_workflow(
+        "python_math_workflow",
+        TASK,
+        ScriptedModel("3"),
+        reward="exact_answer",
+        workflow_args={"python_timeout": 60, "tool_timeout": 90},
+    ).group.rows
+    assert row.reward == 1.0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rft.plugins import REGISTRY, load_all
 from rft.taskset.generated_tasks import frozen_lake_maps, moves, seeds
 from rft.testing import ScriptedModel, run_workflow
 from rft.types.task import SamplingArgs, Task
@@ -304,3 +307,28 @@ def test_environments_of_openenv() -> None:
     shown["reset_args"] = {"seed": 7}  # the row's own counts
     (row,) = run_workflow("openenv_workflow", task(row={"seed": 1}), ScriptedModel("1"), workflow_args=shown).group.rows
     assert row.messages[1]["content"] == "1"
+
+
+def test_a_world_that_is_still_at_work_goes_to_no_other_run():
+    """A run was given up while its command was executed: the next one got its simulator, in the middle of that."""
+    load_all()
+    made = REGISTRY.get("workflow", "sciworld_workflow").obj()
+    idle = sys.modules[type(made).__module__]._IDLE
+    at_work, go_on = threading.Event(), threading.Event()
+
+    class World:
+        def step(self, command):
+            at_work.set()
+            go_on.wait(20)
+            return "seen", 0, False, {"score": 50}
+
+    made.env = world = World()
+    command = threading.Thread(target=made.act, args=("look",))
+    command.start()
+    assert at_work.wait(20)
+    made.close()
+    assert world not in idle
+    go_on.set()
+    command.join(20)
+    made.close()
+    assert idle.pop() is world, "it is free now"
