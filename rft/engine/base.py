@@ -16,7 +16,7 @@ from msgspec.structs import replace
 import rft.plugins as plugins
 from rft.engine.admission import Admission
 from rft.engine.settings import BUILT_IN, EngineSettings
-from rft.errors import ConfigError, EngineFailed, WeightSyncFailed
+from rft.errors import ConfigError, EngineFailed, SetupError, WeightSyncFailed
 from rft.types import modelfiles
 from rft.types.adapter import AdapterSpec
 from rft.types.completion import Completion
@@ -215,6 +215,17 @@ def check_base(name: str, model_path: str, spec: AdapterSpec) -> None:
             f"{name}: the adapter is for other weights (sha256 {spec.base[:12]}) than those in {model_path} ({mine[:12]}), with which the "
             "engine was started; give both sides the same model.model_path, or write model.lora_configs[0].merge: true"
         )
+
+
+def whole(name: str, folder: str, loaded: tuple[Any, dict[str, Any]]) -> Any:
+    """The model that transformers has loaded from `folder`.  Raises SetupError for weights it would have made up."""
+    model, told = loaded
+    if lost := sorted(map(str, told["missing_keys"])):
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise SetupError(
+            f"{name}: {folder} has no weights for {', '.join(lost[:3])}{more}; it is not of the kind that config.json says"
+        )
+    return model
 
 
 def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:

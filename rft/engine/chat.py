@@ -21,6 +21,7 @@ import numpy as np
 from rft.engine.base import PromptTooLong, TokensDiffer, check_prompt, check_tokens, prompt_limit
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
+from rft.types import modelfiles
 from rft.types.ports import GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Chat:
     def _encoded(self, request: GenerateRequest) -> list[int]:
         goes_on = False
         if request.prompt_tokens:
-            ids = list(request.prompt_tokens)
+            ids, goes_on = list(request.prompt_tokens), request.prefix_tokens is not None
         elif not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
         elif self._no_template and request.chat_template is None:
@@ -170,7 +171,7 @@ class Chat:
             log.warning("%s: %s (said once)", self.settings.name, text)
 
     def decode(self, tokens: list[int] | np.ndarray) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:
@@ -203,21 +204,12 @@ def template_args(request: GenerateRequest, template: str) -> dict[str, Any]:
 @lru_cache(maxsize=64)
 def _variables(template: str) -> frozenset[str]:
     """The names that a chat template reads and a caller may set."""
-    from jinja2 import meta, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
+    from jinja2 import meta
+    from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """`{% generation %}` marks answers in templates for training."""
-
-        tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    env = ImmutableSandboxedEnvironment(extensions=[Generation, loopcontrols])
+    env = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
+    template = modelfiles.plain_jinja(template)
     return frozenset(meta.find_undeclared_variables(env.parse(template)) - env.globals.keys() - RESERVED)
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rft.engine.base import ScoresOnly
+from rft.engine.base import ScoresOnly, whole
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed, OutOfMemory, SetupError, is_out_of_memory
@@ -137,12 +137,13 @@ def _load(settings: EngineSettings) -> Any:
                 f"{settings.name}: {settings.model_path} is a {', '.join(config.architectures or ('model without a name',))}; task: score "
                 "needs one with a classification head (...ForSequenceClassification)"
             )
-        model = AutoModelForSequenceClassification.from_pretrained(
+        loaded = AutoModelForSequenceClassification.from_pretrained(
             settings.model_path,
+            output_loading_info=True,
             dtype=getattr(torch, settings.dtype),
             trust_remote_code=settings.trust_remote_code,
             **settings.extra_engine_args,
         )
     except (OSError, ValueError, TypeError) as e:
         raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e
-    return model.to(settings.device).eval().requires_grad_(False)
+    return whole(settings.name, settings.model_path, loaded).to(settings.device).eval().requires_grad_(False)

@@ -26,8 +26,8 @@ _KEPT = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=1717
 _REMEDY = {OPENMP: "pip install intel-openmp", ALLOCATOR: "apt-get install libtcmalloc-minimal4"}
 
 
-def cpu_environment(settings: EngineSettings, *, first_core: int = 0) -> dict[str, str]:
-    """Variables for the process that hosts an engine; `first_core` is the place of its first core among the allowed ones.
+def cpu_environment(settings: EngineSettings) -> dict[str, str]:
+    """Variables for the process that hosts an engine.
 
     vLLM's own processes inherit them.  For device cuda only the neutral ones are given.  Raises SetupError when there are too few cores.
     """
@@ -47,7 +47,7 @@ def cpu_environment(settings: EngineSettings, *, first_core: int = 0) -> dict[st
         if settings.enforce_eager:
             env["TORCH_COMPILE_DISABLE"] = "1"  # the sampler has a small compiled function: 15 s at the first request for nothing
         workers = settings.tensor_parallel_size * settings.pipeline_parallel_size
-        shards = _cores(settings.cpu_threads, workers, first_core)
+        shards = _cores(settings.cpu_threads, workers)
         if workers == 1:
             # vLLM then runs model and scheduler in one process and leaves thread binding to us; "0" is what lets it do so
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -114,13 +114,13 @@ def _openmp(threads: int) -> dict[str, str]:
     return env
 
 
-def _cores(threads: int, shards: int, first: int) -> list[list[int]]:
+def _cores(threads: int, shards: int) -> list[list[int]]:
     """For each shard the ids of its cores."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if shards > len(allowed):
         raise SetupError(f"tensor_parallel_size {shards} on CPU needs a core for each worker, {len(allowed)} are there; lower it")
     each = max(1, min(threads, len(allowed)) // shards)
-    return [[allowed[(first + s * each + i) % len(allowed)] for i in range(each)] for s in range(shards)]
+    return [[allowed[s * each + i] for i in range(each)] for s in range(shards)]
 
 
 def _unless_set(env: dict[str, str]) -> dict[str, str]:

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import random
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +24,7 @@ from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.logs import learn_secrets, redact
 from rft.types.completion import Completion, FinishReason
 from rft.types.ports import GenerateRequest
-from rft.types.throttled import RESENT, THROTTLED, UNPAID
+from rft.types.throttled import RESENT, UNPAID, RateLimiter
 
 if TYPE_CHECKING:
     import httpx
@@ -60,7 +59,7 @@ class ExternalEngine(BaseEngine):
         super().__init__(settings)
         self._server: ExternalSettings = settings.external
         self._client = client
-        self._next = 0.0  # when the next request may begin
+        self._rate = RateLimiter(settings.external.requests_per_minute)
         self._random = random.Random(settings.seed)
 
     @classmethod
@@ -182,7 +181,7 @@ class ExternalEngine(BaseEngine):
 
     async def _post(self, body: dict[str, Any]) -> Any:
         for attempt in itertools.count():
-            await self._turn()
+            await self._rate.acquire(1)
             self._counted["requests"] += 1
             try:
                 return await self._once(body)
@@ -238,17 +237,6 @@ class ExternalEngine(BaseEngine):
             unsent = isinstance(e, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
             raise _Later(redact(f"{type(e).__name__}: {e}"), sent=not unsent) from e
         return response.status_code, got, response.headers.get("retry-after")
-
-    async def _turn(self) -> None:
-        """Waits until the next request may begin (requests_per_minute), and says so to who counts the seconds."""
-        if (rate := self._server.requests_per_minute) is None:
-            return
-        now = time.monotonic()
-        mine = max(now, self._next)
-        self._next = mine + 60.0 / rate
-        if mine > now:
-            THROTTLED.get()(mine - now)
-            await asyncio.sleep(mine - now)
 
 
 def _count(given: Any) -> int:

@@ -53,22 +53,23 @@ class Parsers:
         if settings.reasoning_parser is not None:
             self._reasoning = _named(ReasoningParserManager.get_reasoning_parser, "reasoning_parser", settings.reasoning_parser)
 
-    def __call__(self, c: Completion, tools: Sequence[dict[str, Any]]) -> Completion:
+    def __call__(self, c: Completion, request: GenerateRequest) -> Completion:
         """`c` with reasoning and, where the request had tools, tool calls taken out of its text."""
-        if self._reasoning is None and (self._tools is None or not tools):
+        if self._reasoning is None and (self._tools is None or not request.tools):
             return c
         try:
-            return self._parsed(c, tools)
+            return self._parsed(c, request.tools, {**self._kwargs, **request.chat_template_args})
         except Exception as e:  # parsers meet whatever a model writes and a client names as a tool
             raise RequestFailed(f"the answer's reasoning or tool calls could not be read: {type(e).__name__}: {e}") from e
 
-    def _parsed(self, c: Completion, tools: Sequence[dict[str, Any]]) -> Completion:
+    def _parsed(self, c: Completion, tools: Sequence[dict[str, Any]], template_args: dict[str, Any]) -> Completion:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        asked = ChatCompletionRequest(messages=[], model="policy", tools=[dict(t) for t in tools] or None)
+        given = {"tools": [dict(t) for t in tools] or None, "chat_template_kwargs": template_args}
+        asked = ChatCompletionRequest(messages=[], model="policy", **given)
         text, reasoning, calls = self._whole(c), "", []
         if self._reasoning is not None:
-            parser = self._reasoning(self._tokenizer, chat_template_kwargs=self._kwargs)
+            parser = self._reasoning(self._tokenizer, chat_template_kwargs=template_args)
             parser.adjust_initial_state_from_prompt(c.prompt_tokens.tolist())
             found, rest = parser.extract_reasoning(text, asked)
             text, reasoning = rest or "", found or ""
@@ -77,11 +78,11 @@ class Parsers:
             if seen.tools_called:
                 text, calls = seen.content or "", [call.model_dump(include={"type", "function"}) for call in seen.tool_calls]
         name = xxhash.xxh3_64_hexdigest(c.prompt_tokens.tobytes() + c.tokens.tobytes())  # equal runs give equal ids
-        return msgspec.structs.replace(
+        return msgspec.structs.replace(  # Mistral's templates want nine letters or digits for an id
             c,
             text=text,
             reasoning=reasoning,
-            tool_calls=tuple({"id": f"call_{name}_{i}", **call} for i, call in enumerate(calls)),
+            tool_calls=tuple({"id": f"{name[: 9 - len(str(i))]}{i}", **call} for i, call in enumerate(calls)),
         )
 
     def _whole(self, c: Completion) -> str:
@@ -89,7 +90,7 @@ class Parsers:
         tokens = c.tokens.tolist()
         if c.finish_reason == "stop" and tokens and tokens[-1] in self._tokenizer.all_special_ids:
             tokens.pop()
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         for stop in c.sampling.stop:
             text = text.split(stop, 1)[0]
         return text
@@ -153,7 +154,7 @@ class LocalEngine(BaseEngine):
             engine=self.settings.name,
             routed_experts=experts,
         )
-        return self._parse(made, request.tools)
+        return self._parse(made, request)
 
     async def check_load(self, manifest: WeightManifest) -> None:
         """Raises EngineFailed where nothing may be loaded now, WeightSyncFailed for an adapter of another base."""

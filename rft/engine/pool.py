@@ -25,6 +25,7 @@ from rft.errors import EngineFailed, EngineStalled
 from rft.types.completion import Completion
 from rft.types.metrics import Metric
 from rft.types.ports import Engine, GenerateRequest, ScoreRow
+from rft.types.throttled import THROTTLED
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class EnginePool:
 
     async def _ask(self, call: Callable[[Engine, bool], Awaitable[T]], key: bytes = b"", weight: int = 1) -> T:
         failures, refused = 0, set[int]()
-        async with self._turn:
+        async with THROTTLED.get().turn(self._turn):
             while True:
                 index = await self._choose(key, refused)
                 self._under_way[index] += weight

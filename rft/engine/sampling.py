@@ -31,7 +31,7 @@ class RowState:
     choices: Sequence[int] = ()  # the only tokens there are for it; none: all of them
 
     def __post_init__(self) -> None:
-        self.random = np.random.Generator(np.random.Philox(self.seed))
+        self.random = np.random.Generator(np.random.Philox(self.seed % (1 << 64)))
 
     @property
     def penalized(self) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from rft.engine.base import RequestFailed, engine
+from rft.engine.base import RequestFailed, engine, whole
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.local_engine import FIXED, LocalEngine
 from rft.engine.settings import EngineSettings
@@ -333,9 +333,11 @@ def _load_model(settings: EngineSettings) -> Any:
     try:
         config = AutoConfig.from_pretrained(settings.model_path, **how)
         how |= {"dtype": getattr(torch, settings.dtype), **forwards.attention_for(config)}
-        model = AutoModelForCausalLM.from_pretrained(settings.model_path, **how)
+        loaded = AutoModelForCausalLM.from_pretrained(settings.model_path, output_loading_info=True, **how)
     except (OSError, ValueError, TypeError) as e:
         raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e
+    model = whole(settings.name, settings.model_path, loaded)
+    model.tie_weights()  # config.json decides, as for trainer and vLLM, also where the files hold an output layer of their own
     model = model.to(settings.device).eval().requires_grad_(False)
     forwards.prove(model, settings.name)
     if settings.fixed_weights:
@@ -345,7 +347,8 @@ def _load_model(settings: EngineSettings) -> Any:
 
 def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     ids: set[int] = set()
-    for given in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    configured = vars(model.config).get("eos_token_id")  # none of a model that also takes images
+    for given in (model.generation_config.eos_token_id, configured, tokenizer.eos_token_id):
         ids |= set(given) if isinstance(given, list | tuple) else {given} if given is not None else set()
     return tuple(sorted(ids))
 

@@ -1,4 +1,4 @@
-"""When weights move: three questions, answered from numbers alone.
+"""When weights move: two questions, answered from numbers alone.
 
 Knows no clock, engine or buffer. The one invariant: whatever answers yes, a row is never trained more than
 `staleness_bound` optimizer steps after the version that began it, and explorer or trainer can always go on.
@@ -180,11 +180,7 @@ class Schedule:
             return False
         return not self.syncs_before(batch) or published_step > held or published_step >= newest
 
-    # ------------------------------------------------------------ may step t start, must it publish?
-
-    def may_train(self, step: int, oldest_version_step: int) -> bool:
-        """May step `step` start with rows whose oldest token was written by the weights of `oldest_version_step`?"""
-        return self.max_staleness is None or step - 1 - oldest_version_step <= self.max_staleness
+    # ------------------------------------------------------------ must step t publish?
 
     def must_publish(self, step: int, *, asked: bool = False) -> bool:
         """Must the weights of step `step` be published?  (The last step of a run is published whatever this says.)

@@ -1,6 +1,6 @@
 """A picture of a schedule: who works and who waits, if an explore batch and a train step take the times they are given.
 
-A simulation for people; runs follow the schedule itself.  Invariant: it asks nothing but the schedule's three questions.
+A simulation for people; runs follow the schedule itself.  Invariant: it asks nothing but the schedule's two questions.
 """
 
 from __future__ import annotations

@@ -271,13 +271,14 @@ def _old_content(row: Experience) -> Content:
     return Content(xxhash.xxh3_128_hexdigest(block), len(block))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A number of NumPy's as one of Python's.  Raises TypeError for what is no JSON value either."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be stored in an experience; use JSON values")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=plain)
 _HEADS = msgspec.msgpack.Decoder(list[tuple[msgspec.Raw, int]])
 _OLD_HEADS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _BUNDLE = msgspec.msgpack.Decoder(list[_Chosen])

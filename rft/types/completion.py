@@ -72,6 +72,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     info: dict[str, Any] = field(default_factory=dict)
     teacher_logprobs: np.ndarray | None = None  # float32 [R] of another model for the same tokens
     mask: np.ndarray | None = None  # bool [R]: which of its tokens are trained; None = all
+    tools: tuple[dict[str, Any], ...] = ()  # that the model was told of
 
 
 Layout = Literal["joined", "steps", "chains"]

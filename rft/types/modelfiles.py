@@ -1,12 +1,14 @@
-"""The safetensors files of a model's folder: their headers, and a hash that tells one base model from another.  Torch-free.
+"""A model's folder: where the hub's cache keeps it, its safetensors files, and a hash that tells one base model from another.
 
-Knows no layers.  Invariant: the same weights have the same fingerprint, whatever files they are cut into.
+Torch-free; knows no layers.  Invariant: the same weights have the same fingerprint, whatever files they are cut into.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,28 @@ from rft.errors import CheckpointInvalid
 _BLOCK = 16 << 10  # bytes read at each of _PLACES places of a tensor
 _PLACES = 4
 _MAX_HEADER = 100 << 20
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+_MARKED = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
+
+
+def hub_cache() -> Path:
+    """The folder of the hub's cache, which need not be there."""
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub")
+
+
+def snapshot(name: str) -> Path | None:
+    """The folder in the hub's cache of the model that has this id there; None for one that is not in it, and for what is no id."""
+    repo = hub_cache() / f"models--{name.replace('/', '--')}"
+    main = repo / "refs" / "main"
+    if not HUB_ID.fullmatch(name) or not main.is_file():
+        return None
+    found = repo / "snapshots" / main.read_text(encoding="utf-8").strip()
+    return found if found.is_dir() else None
+
+
+def plain_jinja(template: str) -> str:
+    """A chat template without transformers' own tag: `{% generation %}`, which marks answers, opens a scope and no more."""
+    return _MARKED.sub(r"\1with\2", template)
 
 
 def files(folder: Path) -> list[Path]:

@@ -26,7 +26,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_tokens: tuple[int, ...] = ()
-    prefix_tokens: np.ndarray | None = None  # int32: prompt and answer of the call before, which `messages` begin with;
+    prefix_tokens: np.ndarray | None = None  # int32: prompt and answer of the call before, which the prompt begins with;
     prefix_messages: int = 0  # number of `messages` that these tokens cover; only what follows is rendered
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
@@ -367,7 +367,6 @@ class Lease(Struct, frozen=True, kw_only=True):
     step: int
     frame: bytes  # block of the leased experiences, see types.block
     groups: tuple[GroupStats, ...]
-    waited_s: float = 0.0  # how long the trainer waited for it
     available_after: int = 0
     missing: int = 0  # groups (or rows) fewer than asked for; only with on_short_batch: train
 

@@ -52,6 +52,16 @@ class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
+def plain_text(content: Any) -> str | None:
+    """The text of a message's content: a text, null, or a list of text parts.  None: it holds anything else, e.g. images."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        texts = [p.get("text", "") for p in content]
+        return "".join(texts) if all(isinstance(t, str) for t in texts) else None
+    return None
+
+
 class Task(Struct, frozen=True, kw_only=True):
     """One row of a taskset.
 

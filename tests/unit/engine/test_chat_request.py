@@ -30,3 +30,14 @@ def test_template_and_values_of_a_request(tiny_model: Path) -> None:
     assert shown() == "hi12"
     assert shown(chat_template_args={"tone": "9"}) == "hi92"
     assert shown(chat_template="{{ more }}!") == "2!"
+
+
+def test_an_answer_reads_as_it_was_written(tiny_model: Path) -> None:
+    """As with vLLM: some tokenizers would take out spaces before points and commas, which code needs."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"from": 0, ".": 1, "import": 2}, unk_token="."))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=True)
+    chat = Chat(EngineSettings(model_path=str(tiny_model)), tokenizer)
+    assert chat.decode([0, 1, 2]) == "from . import"

@@ -19,8 +19,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_shard_gets_its_cores() -> None:
-    env = cpu_environment(EngineSettings(cpu_threads=2), first_core=1)
-    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "5,6" and env["OMP_NUM_THREADS"] == "2"
+    env = cpu_environment(EngineSettings(cpu_threads=2))
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "4,5" and env["OMP_NUM_THREADS"] == "2"
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and env["TORCH_COMPILE_DISABLE"] == "1"
 
 

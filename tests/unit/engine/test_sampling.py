@@ -35,6 +35,13 @@ def test_draws_follow_the_distribution() -> None:
     assert np.allclose(np.exp(logps), want[tokens].numpy(), atol=1e-6)
 
 
+def test_any_seed_of_a_request_draws() -> None:
+    tokens = [
+        draw(LOGITS[None].clone(), [row(seed=seed)])[0] for seed in (-1, -(1 << 63), (1 << 64) - 1)
+    ]  # as the ledger keeps them
+    assert tokens[0] == tokens[2]
+
+
 def test_every_token_has_its_own_part_of_the_unit_interval() -> None:
     logps = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     logps[:, 4990:] = float("-inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,17 @@ async def test_a_model_without_a_head_is_refused(tiny_model: Path, scorer: Path)
         await make(settings(tiny_model, task="score"))
     with pytest.raises(ConfigError, match="gives no scores"):
         await make(replace(settings(scorer, task="score"), engine_type="scripted"))
+
+
+async def test_weights_that_are_not_there_are_not_made_up(tiny_model: Path, scorer: Path, tmp_path: Path) -> None:
+    """A head with two layers, as some reward models have it, or none: transformers would draw one."""
+    from safetensors.numpy import load_file, save_file
+
+    for kind, whole, task in (("rm", scorer, "score"), ("lm", tiny_model, "generate")):
+        folder = shutil.copytree(whole, tmp_path / kind)
+        weights = load_file(folder / "model.safetensors")
+        lost = "score.weight" if task == "score" else "model.layers.1.mlp.up_proj.weight"
+        weights[f"{lost}.0"] = weights.pop(lost)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(SetupError, match=f"has no weights for {lost}"):
+            await make(settings(folder, task=task))

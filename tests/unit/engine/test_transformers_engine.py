@@ -1,6 +1,7 @@
 """What the transformers engine promises beyond the contract: exact log-probs, reproducible draws, visible faults."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,35 @@ async def test_a_closed_engine_fails_what_waits(subject: Subject) -> None:
 async def test_no_model_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no model could be loaded"):
         await TransformersEngine.start(EngineSettings(engine_type="transformers", model_path=str(tmp_path)))
+
+
+async def test_a_tied_model_has_no_output_layer_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    """Also where its files hold one: trainer and vLLM do not read it, and none is published."""
+    from safetensors.numpy import load_file, save_file
+
+    weights = load_file(tiny_model / "model.safetensors")
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    save_file(
+        weights | {"lm_head.weight": np.zeros((259, 128), np.float32)}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    engine = await TransformersEngine.start(EngineSettings(engine_type="transformers", model_path=str(folder), max_model_len=400))
+    await Subject(engine, weights, TIED, tmp_path).publish()
+    (c,) = await engine.generate(ask(max_tokens=20))
+    await engine.close()
+    assert errors(reference(tiny_model, weights), c).max() < 1e-4
+
+
+async def test_a_model_of_texts_and_images_writes_texts(tmp_path: Path) -> None:
+    """Its configuration may name no end token: then the tokenizer does."""
+    from transformers import AutoModelForCausalLM
+
+    folder = families.with_images(tmp_path / "model")
+    settings = EngineSettings(engine_type="transformers", model_path=str(folder), max_model_len=100, fixed_weights=True)
+    engine = await TransformersEngine.start(settings)
+    (c,) = await engine.generate(ask(max_tokens=12, ignore_eos=True))
+    await engine.close()
+    assert len(c.tokens) == 12
+    assert errors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), c).max() < 1e-3
 
 
 async def test_it_tells_the_experts_of_every_token(tmp_path: Path) -> None:

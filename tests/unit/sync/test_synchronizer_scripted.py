@@ -1,4 +1,4 @@
-"""The named fault points of an engine, through the shipped scripted engine: each is detected and stops the sync with a named error."""
+"""The named fault points of an engine, in a scripted engine: each is detected and stops the sync with a named error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rft import faults
 from rft.errors import WeightSyncFailed
@@ -19,7 +20,7 @@ from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.types.ids import Version
-from rft.types.ports import ScoreRow, WeightManifest
+from rft.types.ports import LoadReport, ScoreRow, WeightManifest
 
 PROMPTS = [list(f"probe number {i}".encode()) for i in range(8)]
 SAID = {
@@ -47,9 +48,32 @@ class Scorer:
         return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
 
 
+class FaultyEngine(ScriptedEngine):
+    """Loads as the fault points say."""
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        active = {point for point in faults.SYNC_POINTS if faults.fault(point)}
+        before, key = self.version, self._key
+        report = await super().load(manifest)
+        name = (manifest.tensors[0].name,)
+        for point, field in (("sync.corrupt_byte", "bad_hash"), ("sync.missing_tensor", "missing")):
+            if point in active:
+                self.version, self._key = before, key
+                return replace(report, num_tensors=0, nbytes=0, **{field: name})
+        if "sync.skip" in active:
+            self._key = key
+        if "sync.wrong_version" in active:
+            self.version = Version(manifest.version.lineage, manifest.version.step + 1)
+            return replace(report, version=self.version)
+        if "sync.stale_head" in active:
+            self._key ^= 1
+            return replace(report, probe_error=1.0, probe_worst="lm_head")
+        return report
+
+
 @pytest.mark.parametrize("point", faults.SYNC_POINTS)
 async def test_every_fault_point_stops_the_sync(point: str, transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer, engines = Scorer(), [ScriptedEngine(answer=echo) for _ in range(2)]
+    scorer, engines = Scorer(), [FaultyEngine(answer=echo) for _ in range(2)]
     sync = Synchronizer(SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
 
     def stage(step: int) -> WeightManifest:
