@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rft.config.plan import NotActive, Plan, schedule
+from rft.config.plan import Plan, schedule
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import plain
 from rft.errors import ConfigError
@@ -38,19 +38,12 @@ class Report:
         return not self.errors
 
     @property
-    def not_active(self) -> tuple[NotActive, ...]:
-        """What is accepted but not implemented yet."""
-        return self.plan.not_active if self.plan is not None else ()
-
-    @property
     def outcome(self) -> str:
         """One line for a whole file: refused, needs, runs with warnings, or runs as it is."""
-        waiting = [n.key for n in self.not_active if not n.harmless]
-        lacking = list(dict.fromkeys(need.kind for need in self.needs)) + waiting
         if self.errors:
             return f"refused because of {len(self.errors)} error(s)"
-        if lacking:
-            return f"needs {', '.join(lacking)}"
+        if self.needs:
+            return f"needs {', '.join(dict.fromkeys(need.kind for need in self.needs))}"
         return "runs with the listed warnings" if self.warnings else "runs as it is"
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +54,6 @@ class Report:
             "errors": [plain({"key": e.key, "given": e.given, "message": redact(e.message)}) for e in self.errors],
             "warnings": [redact(w) for w in self.warnings],
             "notes": [redact(n) for n in self.notes],
-            "not_active": plain(self.not_active),
             "needs": plain(self.needs),
             "plan": plain(self.plan) if self.plan is not None else None,
             "tasksets": plain(self.tasksets),
@@ -84,6 +76,7 @@ def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
     """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are unknown."""
     from rft.config.describe import timeline
     from rft.config.offline_plan import summary
+    from rft.config.plan_serve import ENDLESS  # loads numpy, which a file that is wrong by itself does without
     from rft.sync.timeline import picture
 
     if plan.trainer.alone:
@@ -92,10 +85,10 @@ def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
     prompts = [t.mean_prompt_tokens for t in train if t.mean_prompt_tokens is not None]
     rows, batches = sum(t.num_rows for t in train), plan.explorer.total_batches
     runs = plan.runs_per_step
-    most = max((t.sampling.max_tokens for t in plan.explorer.tasksets), default=0)
+    most = max((t.sampling.max_tokens for t in plan.explorer.tasksets), default=plan.learner.max_response_tokens)
     return {
-        "train_steps": plan.total_steps,
-        "explore_steps": batches or None,
+        "train_steps": None if plan.total_steps == ENDLESS else plan.total_steps,
+        "explore_steps": None if batches == ENDLESS else batches or None,
         "epochs": round(batches * plan.explorer.batch_size / rows, 2) if rows and batches else None,
         "tasks": plan.explorer.batch_size,
         "experiences": runs,

@@ -162,7 +162,7 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
     """
     batches, steps, syncs, verified, lengths, computed = [], [], [], [], [], []
     for plan, records in runs.values():
-        for v in (r.values for r in records if r.role == "explorer" and r.values.get("rollout/runs")):
+        for v in (r.values for r in records if r.role == "explorer" and "rollout/response_length/mean" in r.values):
             texts, mean, longest, prompt = (v[f"rollout/{x}"] for x in _LENGTHS)
             texts /= len(plan.engines)
             prompts = texts / max(t.num_runs for t in plan.explorer.tasksets) * prompt

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rft.config.plan import Derived, Facts
+from rft.config.save import home
 from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import is_secret, undotted
 from rft.errors import ConfigError
 from rft.logs import REDACTED
 from rft.plugins import REGISTRY, may_come
+from rft.taskset.settings import FILES
+from rft.types import modelfiles
 
 T = TypeVar("T")
-_DATA = (".py", ".jsonl", ".json", ".parquet", ".csv", ".jinja")
+_DATA = (".py", ".jinja", *FILES)
 
 
 def filled(settings: type[T], *sections: Section, **decided: Any) -> T:
@@ -49,12 +52,13 @@ class Problems:
         self.errors.extend(error.errors)
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Takes a ConfigError that is raised inside, and goes on behind."""
+    def taking(self, key: str = "") -> Iterator[None]:
+        """Takes a ConfigError that is raised inside, and goes on behind; one that names no key is about `key`."""
         try:
             yield
         except ConfigError as e:
-            self.take(e)
+            for x in e.errors:
+                self.take(x if x.key else ConfigError(x.message, key=key, given=x.given))
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -82,8 +86,11 @@ class Context(Problems):
         self.written = self.config = written
         self.facts = facts
         self.name = name or written.name
+        self.beside = None if written.source.path is None else home(written.source.path)
         root = Path(written.checkpoint_root_dir).expanduser().absolute()
         self.run_dir = root / written.project / written.group / self.name
+        if "$" in written.checkpoint_root_dir:
+            self.error("checkpoint_root_dir", "has a $, which only shells replace; write ${oc.env:NAME} for a variable")
         self.plugin_dirs = tuple(dict.fromkeys(self.find(d) for d in (*written.plugin_dirs, *facts.plugin_dirs)))
 
     def judged(self, kind: str, name: str) -> bool:
@@ -110,8 +117,6 @@ class Context(Problems):
 
     def find(self, text: str) -> str:
         """A path: as it stands from the current folder, else beside the configuration file, else unchanged (a hub id, a name)."""
-        source = self.written.source.path
-        beside = source.absolute().parent if source is not None else None
         path, colon, attribute = text, "", ""
         if match := re.fullmatch(r"(.+\.py)(:)(\w+)", text):
             path, colon, attribute = match.groups()
@@ -119,9 +124,15 @@ class Context(Problems):
             return text
         path = str(Path(path).expanduser()) if path.startswith("~") else path
         looks_local = "/" in path or path.endswith(_DATA) or path.startswith(".")
-        for base in (Path.cwd(), beside):
+        for base in (Path.cwd(), self.beside):
             if base is None or not self.facts.exists(str(base / path)):
                 continue
-            if looks_local or base == beside or Path(base / path).is_dir():
+            if looks_local or base == self.beside or Path(base / path).is_dir():
                 return f"{base / path}{colon}{attribute}"
         return f"{path}{colon}{attribute}"
+
+    def find_model(self, text: str) -> str:
+        """The same of a model; the hub id of one that is in the local cache is its folder there."""
+        path = self.find(text)
+        there = None if self.facts.exists(path) else modelfiles.snapshot(path)
+        return path if there is None else str(there)

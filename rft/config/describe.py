@@ -22,7 +22,7 @@ from rft.config.load import did_you_mean
 from rft.config.plan import Plan, schedule
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import dotted, leaves
-from rft.config.schema.walk import aliases, field_at, fields_at, literals, models
+from rft.config.schema.walk import aliases, declared, extra, fields_at, literals, models, place
 from rft.errors import ConfigError
 
 READ_BY = (  # longest beginning first: who does what with a key
@@ -121,7 +121,7 @@ def described(name: str) -> Description | None:
 def unknown(name: str) -> ConfigError:
     """What to do about a key that is not offered, or the nearest keys."""
     said = advice(re.sub(r"\[\]", "[0]", listed(name)))
-    loc = tuple(re.sub(r"\[\]", "", listed(name)).split("."))
+    loc = _parts_of(name)
     return ConfigError(said or f"unknown key.{_nearest(loc)}", key=name if len(name) <= 120 else f"{name[:117]}...")
 
 
@@ -148,27 +148,15 @@ def listed(name: str) -> str:
 
 def own(name: str) -> str | None:
     """The schema's spelling of a key, or None."""
-    parts, found = re.sub(r"\[\]", "", listed(name)).split("."), ""
-    fields: dict[str, FieldInfo] = fields_at(())
-    mark = ""
-    while parts:
-        if mark == ".*":
-            parts.pop(0)  # a name of the user's own
-            if not parts:
-                return None
-        part = parts.pop(0)
-        real = next((n for n, f in fields.items() if n == part or part in aliases(f)), None)
-        if real is None:
-            return None
-        found = f"{found}{mark}.{real}" if found else real
-        inner, mark = next(models(fields[real].annotation), (None, ""))
-        fields = dict(inner.model_fields) if inner else {}
-    return found
+    return place(_parts_of(name))[0] or None
+
+
+def _parts_of(name: str) -> tuple[str, ...]:
+    return tuple(listed(name).replace("[]", "").split("."))
 
 
 def _described(key: str, asked: str) -> Description:
     found = _field(key)
-    extra = found.json_schema_extra if isinstance(found.json_schema_extra, dict) else {}
     inner = next((m for m, _ in models(found.annotation)), None)
     return Description(
         key=key,
@@ -176,18 +164,18 @@ def _described(key: str, asked: str) -> Description:
         meaning=found.description or "",
         type=_type(found),
         default="" if inner else default_text(found).strip("`*"),
-        unit=str(extra.get("unit", "")),
+        unit=extra(found, "unit"),
         allowed=tuple(_choices(found)),
         used_by=next(text for beginning, text in READ_BY if key.startswith(beginning)),
         active=_active(inert(key)),
-        on_resume={"safe": "may change", "refuse": "may not change"}.get(str(extra.get("on_resume", "")), ""),
+        on_resume={"safe": "may change", "refuse": "may not change"}.get(extra(found, "on_resume"), ""),
         also=tuple(n for n in aliases(found) if n != key.rpartition(".")[2]),
         below=tuple(inner.model_fields) if inner else _parts(key),
     )
 
 
 def _field(key: str) -> FieldInfo:
-    found = field_at(tuple(re.sub(r"\[\]|\.\*", "", key).split(".")))
+    found = place(_parts_of(key))[1]
     assert found is not None, key
     return found
 
@@ -207,8 +195,7 @@ def _active(entry: Inert | None) -> str:
     """yes, or what happens to what is written."""
     if entry is None:
         return "yes"
-    word = "not yet" if entry.level == "later" else "no meaning here"
-    return f"{word}{' for ' + ', '.join(map(str, entry.values)) if entry.values else ''}: {entry.why}"
+    return f"no meaning here: {entry.why}"
 
 
 def _argument(name: str) -> Description | None:
@@ -319,7 +306,12 @@ def type_text(field: FieldInfo) -> str:
     words = (("dict", "mapping"), ("bool", "true, false"), ("float", "number"), ("int", "whole number"), ("str", "text"))
     word = next((w for t, w in words if t in text), "text")
     signs = {Gt: ">", Ge: "≥", Lt: "<", Le: "≤"}
-    bounds = [f"{signs[type(m)]} {getattr(m, type(m).__name__.lower()):g}" for m in field.metadata if type(m) in signs]
+    bounds = [
+        f"{signs[type(m)]} {getattr(m, type(m).__name__.lower()):g}"
+        for f in declared(field)
+        for m in f.metadata
+        if type(m) in signs
+    ]
     return f"{many}{word}{' ' + ', '.join(bounds) if bounds else ''}"
 
 

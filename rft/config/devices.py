@@ -167,9 +167,9 @@ def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
         ("synchronizer.sync_offset", s.sync_offset, 0),
         ("explorer.eval_in_background", e.eval_in_background, False),
     )
+    why = "with mode: colocate, where exploring and training take turns; mode: both overlaps them"
+    if ctx.written.mode == "both":  # see `chosen_mode`
+        why = "with one GPU, which engines and trainer have in turns; with one of them on cpu (device) they overlap"
     for key, given, value in wanted:
         if given != value:
-            text = str(value).lower() if isinstance(value, bool) else value
-            ctx.error(
-                key, f"must be {text} with mode: colocate, where exploring and training take turns; mode: both overlaps them"
-            )
+            ctx.error(key, f"must be {str(value).lower() if isinstance(value, bool) else value} {why}")

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic.fields import FieldInfo
+
 from rft.algorithm.catalog import KINDS, RENAMED, algorithm_defaults, shipped
-from rft.config.schema.base import Section
+from rft.config.schema.base import sections
 from rft.config.schema.root import RunConfig
-from rft.config.schema.walk import all_keys
+from rft.config.schema.walk import all_keys, extra, models
 from rft.errors import ConfigError
 
 
@@ -21,15 +23,11 @@ from rft.errors import ConfigError
 class Inert:
     """What happens to a written value that is not the default.
 
-    `why`: the reason, or what to write instead.  `level`: the configuration is refused; a run starts with a warning, or with a note;
-    later: the value is accepted by `rft check`, and a run with it is refused unless it is `harmless`.
-    `values`: only these; empty: every value that is not the default.
+    `why`: the reason, or what to write instead.  `level`: the configuration is refused; a run starts with a warning, or with a note.
     """
 
     why: str
-    level: Literal["refused", "warned", "noted", "later"] = "refused"
-    values: tuple[Any, ...] = ()
-    harmless: bool = False
+    level: Literal["refused", "warned", "noted"] = "refused"
 
 
 _GENERATED_ONLY = "the log-prob of every generated token is always kept, and experiences have room for no other"
@@ -97,9 +95,7 @@ TABLE: dict[str, Inert] = {
     ),
     "trainer.name": Inert("a run has one trainer; logs call it trainer and its rank", "warned"),
     "trainer.save_strategy": Inert("every rank writes its own file, all at the same time", "warned"),
-    "trainer.fix_actor_microbatch_loss_scale": Inert(
-        "losses are always divided by the totals of the whole step", "warned", (False,)
-    ),
+    "trainer.fix_actor_microbatch_loss_scale": Inert("losses are always divided by the totals of the whole step", "warned"),
     "trainer.enable_preview": Inert(
         "rft buffer shows the rows of any step, and samples of every evaluation are logged", "warned"
     ),
@@ -115,37 +111,32 @@ _SAME_KEYS = (  # sections with the keys of another
 
 def inert(path: str) -> Inert | None:
     """The entry of a key of the schema, lists written as name[], mappings as name.*; else that of a section around it."""
+    return TABLE.get(_entry(path))
+
+
+def _entry(path: str) -> str:
+    """The key of TABLE that speaks of `path`; "" for none."""
     for pattern, same in _SAME_KEYS:
-        if (found := TABLE.get(re.sub(pattern, same, path))) is not None:
+        if (found := re.sub(pattern, same, path)) in TABLE:
             return found
-    if (found := TABLE.get(path)) is not None:
-        return found
-    above = path
-    while above:
-        above = above.rpartition(".")[0].removesuffix("[]")
-        if (found := TABLE.get(above)) is not None and not found.values:
-            return found
-    return None
+    while path and path not in TABLE:
+        path = path.rpartition(".")[0].removesuffix("[]")
+    return path
 
 
-def argument(field: Any) -> Inert | None:
+def argument(field: FieldInfo) -> Inert | None:
     """The same of an argument of an algorithm's part, where the mark stands beside the argument."""
-    extra = field.json_schema_extra
-    mark = extra.get("not_active") if isinstance(extra, dict) else None
-    return Inert(mark["instead"], "warned" if mark.get("harmless") else "refused") if isinstance(mark, dict) else None
+    why = extra(field, "moot")
+    return Inert(why, "warned" if extra(field, "harmless") else "refused") if why else None
 
 
 def listed() -> list[tuple[str, Inert]]:
-    """(key, or "key: value", or "argument of part", entry) of everything that does nothing, for `rft doctor --keys`."""
-    found: list[tuple[str, Inert]] = []
-    for key in all_keys():
-        if (entry := inert(key)) is not None and inert(key.rpartition(".")[0].removesuffix("[]")) is None:
-            values = f": {', '.join(map(str, entry.values))}" if entry.values else ""
-            found.append((key.replace("[]", "[i]") + values, entry))
+    """(key, or "argument of part", entry) of everything that does nothing, for `rft doctor --keys`."""
+    keys = [(key, entry) for key in all_keys() if (entry := inert(key)) is not None]
+    found = [(k.replace("[]", "[i]"), entry) for k, entry in keys if inert(k.rpartition(".")[0].removesuffix("[]")) is None]
     for (kind, part), model in shipped().items():
-        for name, field in model.model_fields.items():
-            if entry := argument(field):
-                found.append((f"algorithm.{kind}_args.{name} of {part}", entry))
+        fields = model.model_fields.items()
+        found += [(f"algorithm.{kind}_args.{name} of {part}", entry) for name, field in fields if (entry := argument(field))]
     return found
 
 
@@ -154,27 +145,18 @@ def used(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
 
     A value that equals the default is not written.
     """
-    sections: set[str] = set()
-    for key, path, value in _written(config, "", ""):
-        if (entry := inert(path)) is None or (entry.values and value not in entry.values):
+    whole: set[str] = set()
+    for key, path, value in _written(config):
+        if (around := _entry(path)) not in TABLE:
             continue
-        if entry.level == "refused" and (around := _refused_around(path)):
-            parts = around.count(".") + 1 + path.removeprefix(around).startswith(".*")
+        if TABLE[around].level == "refused" and (rest := path.removeprefix(around)).startswith((".", "[]")):
+            parts = around.count(".") + 1 + rest.startswith(".*")
             key, value = ".".join(key.split(".")[:parts]), {}
-            if key in sections:
+            if key in whole:
                 continue
-            sections.add(key)
-        yield key, value, entry
+            whole.add(key)
+        yield key, value, TABLE[around]
     yield from _arguments(config)
-
-
-def _refused_around(path: str) -> str:
-    """The section around `path` that TABLE refuses whole, or ""."""
-    above = path
-    while above := above.rpartition(".")[0].removesuffix("[]"):
-        if above in TABLE and inert(path) is TABLE[above]:
-            return above
-    return ""
 
 
 def _arguments(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
@@ -192,24 +174,10 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
                 yield f"algorithm.{kind}_args.{name}", value, entry
 
 
-def _written(section: Section, key: str, path: str) -> Iterator[tuple[str, str, Any]]:
-    """(key, path of the schema, value) of every leaf that is not the default."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if value != field.get_default(call_default_factory=True):
-            yield from _leaves(value, f"{key}.{name}".lstrip("."), f"{path}.{name}".lstrip("."))
-
-
-def _leaves(value: Any, key: str, path: str) -> Iterator[tuple[str, str, Any]]:
-    if isinstance(value, Section):
-        yield from _written(value, key, path)
-        return
-    inner = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {}
-    if not any(isinstance(item, Section) for item in inner.values()):
-        if value != ():  # an empty list says as much as null
-            yield key, path, value
-        return
-    for name, item in inner.items():
-        here, mark = (f"{key}[{name}]", "[]") if isinstance(value, tuple) else (f"{key}.{name}", ".*")
-        found = list(_written(item, here, path + mark))
-        yield from found or [(here, path + mark, {})]  # an entry is there even if all its values are defaults
+def _written(config: RunConfig) -> Iterator[tuple[str, str, Any]]:
+    """(key, path of the schema, value) of every leaf that is not the default; an empty list says as much as null."""
+    for key, path, section in sections(config):
+        for name, field in type(section).model_fields.items():
+            value = getattr(section, name)
+            if section.written(name) and value != () and not any(models(field.annotation)):
+                yield f"{key}.{name}".lstrip("."), f"{path}.{name}".lstrip("."), value

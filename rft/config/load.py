@@ -19,7 +19,7 @@ from rft.config import expansions, extends, foreign, yamlfile
 from rft.config.foreign import advice, value_advice
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import STEP, Loc, Source, dotted, hidden, is_secret, leaves, plain, undotted
-from rft.config.schema.walk import aliases, all_keys, field_at, fields_at
+from rft.config.schema.walk import aliases, all_keys, extra, field_at, fields_at
 from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
 from rft.logs import REDACTED, is_secret_name, learn_secrets, looks_random, url_passwords
 
@@ -187,7 +187,7 @@ def _interpolate(values: dict[str, Any], origins: Mapping[Loc, str] | None = Non
         try:
             OmegaConf.create([leaf])
         except OmegaConfBaseException:
-            wrong(loc, leaf, "cannot be read; write ${oc.env:NAME}, ${oc.env:NAME,DEFAULT} or ${another.key}, each brace closed")
+            wrong(loc, leaf, "cannot be read; write ${oc.env:NAME}, ${oc.env:NAME,DEFAULT} or ${another.key}; as a text \\${...}")
     raise_all(errors)
     tree = OmegaConf.create(values)
     for loc, leaf in marked:
@@ -198,14 +198,23 @@ def _interpolate(values: dict[str, Any], origins: Mapping[Loc, str] | None = Non
             if isinstance(node, str):
                 texts[loc] = node
         except OmegaConfBaseException as e:
-            missing = _ENV.findall(leaf)
-            hint = f"; set it, or write ${{oc.env:{missing[0]},DEFAULT}}" if missing and "not found" in str(e) else ""
-            wrong(loc, leaf, f"{_first_line(e)}{hint}")
+            wrong(loc, leaf, f"{_first_line(e)}{_remedy(leaf, e)}")
     raise_all(errors)
     learn_secrets(texts[loc] for loc, leaf in marked if loc in texts and any(is_secret_name(n) for n in _ENV.findall(leaf)))
     replaced = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(replaced, dict)
     return {str(k): v for k, v in replaced.items()}, texts
+
+
+def _remedy(leaf: str, error: Exception) -> str:
+    """What to do about a reference that leads nowhere."""
+    if "not found" not in str(error):
+        return ""
+    if missing := _ENV.findall(leaf):
+        return f"; set it, or write ${{oc.env:{missing[0]},DEFAULT}}"
+    if (key := re.search(r"key '([^']+)' not found", str(error))) and field_at(undotted(key[1])) is not None:
+        return "; references see what is written, no defaults: write that key, too"
+    return "; a text that is no reference is written \\${...}"
 
 
 def _first_line(error: Exception) -> str:
@@ -263,7 +272,7 @@ def _sentence(e: Any, loc: Loc, source: Source) -> str:
     got = f"given {_show(_shown(loc, _written(source, loc, given)))}"
     if hint := value_advice(key, given):
         return f"{got}: {hint}{where}"
-    return f"{got}; {_allowed(e, loc)}{where}"
+    return f"{got}; {_allowed(e, loc)}{', or left out' if given is None else ''}{where}"
 
 
 def _written(source: Source, loc: Loc, given: Any) -> Any:
@@ -322,7 +331,7 @@ def _allowed(e: Any, loc: Loc) -> str:
         hint = nearest(str(e.get("input")).lower(), [n.strip(" '") for n in ctx["expected"].replace(" or ", ", ").split(",")])
         return f"must be one of {ctx['expected']}{'.' if hint else ''}{hint}"
     quoted = isinstance(e.get("input"), str) and kind not in ("string_type",)
-    tail = "; remove the quotes" if quoted and _is_number(e["input"]) else ""
+    tail = "; remove the quotes" if quoted and yamlfile.is_number(e["input"]) else ""
     if kind.startswith("int"):
         return f"must be a whole number{_unit(loc)}{tail}"
     if kind == "finite_number":
@@ -332,7 +341,7 @@ def _allowed(e: Any, loc: Loc) -> str:
     if kind.startswith("bool"):
         return f"must be true or false{'; remove the quotes' if quoted and _is_bool(e['input']) else ''}"
     if kind == "string_type":
-        return "must be a text; put it in quotes" if not isinstance(e.get("input"), dict | list) else "must be a text"
+        return "must be a text" if isinstance(e.get("input"), dict | list | None) else "must be a text; put it in quotes"
     if kind in ("tuple_type", "list_type"):
         names = list(fields_at(loc))
         return (
@@ -344,19 +353,12 @@ def _allowed(e: Any, loc: Loc) -> str:
     if kind == "string_pattern_mismatch":
         return "must begin with a letter or digit and hold no slash and no invisible character, since it becomes part of a path"
     if kind in ("too_long", "too_short"):
-        return f"must have {ctx.get('max_length', ctx.get('min_length'))} entries"
+        most, least = ctx.get("max_length"), ctx.get("min_length")
+        return f"must have at {f'most {most}' if least is None else f'least {least}'} of them"
     if kind == "string_too_long":
         return f"must have at most {ctx['max_length']} characters"
     text = str(e["msg"]).removeprefix("Value error, ")
     return text[0].lower() + text[1:]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_bool(text: str) -> bool:
@@ -368,9 +370,7 @@ def _number(value: Any) -> str:
 
 
 def _unit(loc: Loc) -> str:
-    field = field_at(loc)
-    extra = field.json_schema_extra if field else None
-    unit = extra.get("unit") if isinstance(extra, dict) else None
+    unit = extra(field_at(loc), "unit")
     return f" ({unit})" if unit else ""
 
 

@@ -127,12 +127,20 @@ def fits(settings: LearnerSettings, tensors: Tensors, problems: Problems) -> Non
     """Whether the model has the layers that are named, and the adapter to begin with is one of this model."""
     if settings.lora is None:
         return
+    known = linear(tensors)
     try:
-        adapterfiles.form(settings.lora, linear(tensors), settings.model_path)
+        named = () if settings.lora.path is None else adapterfiles.read(Path(settings.lora.path))[1]
+        if named and known.keys().isdisjoint(named) and set(map(_in_layer, named)) <= set(map(_in_layer, known)):
+            return  # the files have other names than the model's modules, with which the trainer compares
+        adapterfiles.form(settings.lora, known, settings.model_path)
     except ConfigError as e:
         problems.take(e)
     except CheckpointInvalid as e:
         problems.error(f"{KEY}.path", str(e))
+
+
+def _in_layer(name: str) -> str:
+    return name.rpartition("layers.")[2]
 
 
 def rounding(plan: Plan, problems: Problems) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from rft.algorithm.needs import needs
 from rft.config.model_folder import ModelShape
 from rft.config.plan import Plan
+from rft.config.plan_serve import ENDLESS
 from rft.config.roles import explores
 from rft.engine.settings import EngineSettings
 from rft.trainer.settings import LearnerSettings
@@ -143,12 +144,13 @@ def checkpoints(plan: Plan, shape: ModelShape, critic: ModelShape, trained: int 
     values = 4 * critic.parameters if needs(s.algorithm).critic else 0
     every = values + (own if "model" in s.save_contents else 0)
     every += moments * own + 2 * values if "optimizer" in s.save_contents else 0
-    saved = 1 if plan.total_steps is None or not t.save_interval else math.ceil(plan.total_steps / t.save_interval)
+    steps = None if plan.total_steps == ENDLESS else plan.total_steps
     keep = t.max_checkpoints_to_keep and t.max_checkpoints_to_keep + 1 + (t.best_metric is not None)
-    number = min(saved, keep or saved)
+    saved = 1 if not t.save_interval else keep or 1 if steps is None else math.ceil(steps / t.save_interval)
+    number, how = min(saved, keep or saved), "the number of steps is not known" if steps is None else f"{saved} are written"
     exported = {"never": 0, "last": 1, "always": number}[t.save_hf_checkpoint] * shape.parameters * BYTES[s.dtype]
     terms = (
-        Term(f"{number} x weights, {_NAMES[s.optim.optimizer_type]} moments", number * every, f"{saved} are written"),
+        Term(f"{number} x weights, {_NAMES[s.optim.optimizer_type]} moments", number * every, how),
         Term("exported models", exported, f"save_hf_checkpoint: {t.save_hf_checkpoint}"),
     )
     return RoleMemory(role="checkpoints", device="disk", terms=tuple(t for t in terms if t.nbytes))
@@ -370,7 +372,7 @@ def _critic_step(plan: Plan, shape: ModelShape, prompt: int) -> int:
 def micro_batch(plan: Plan, prompt: int) -> RowsAtOnce:
     """The largest micro-batch of one rank, cut as `rft.trainer.pack` cuts, if every prompt is `prompt` tokens long."""
     s, response = plan.learner, _response(plan)
-    runs = max((t.num_runs for t in plan.explorer.tasksets), default=1)
+    runs = max(1, plan.num_runs)
     length = min(prompt + response, plan.engines[0].max_model_len)
     prompt = length - response if length > response else 1
     groups = plan.trainer.batch_groups or -(-(plan.trainer.batch_rows or runs) // runs)

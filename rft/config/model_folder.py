@@ -289,11 +289,16 @@ def _fits(config: dict[str, Any], tensors: dict[str, Any], folder: Path, wrong: 
                 wrong(
                     f"{folder / 'config.json'} says {what} {config[what]}, but the weights have {given}: they are of different models"
                 )
-    tied, head = config.get("tie_word_embeddings"), any(n.endswith("lm_head.weight") for n in tensors)
-    if tied is False and embeddings is not None and not head:
+    tied, head = config.get("tie_word_embeddings"), any(n == "head.weight" or n.endswith("lm_head.weight") for n in tensors)
+    if tied is False and embeddings is not None and not head and not gives_scores(config):
         wrong(f"{folder / 'config.json'} says tie_word_embeddings: false, but the weights have no lm_head.weight; set it to true")
     if tied is True and head:
         warnings.append(f"{folder} ties its embeddings, yet holds an own lm_head.weight, which is ignored")
+
+
+def gives_scores(config: Mapping[str, Any]) -> bool:
+    """Whether it is a reward model: one with a classification head, and without an output layer."""
+    return any("ForSequenceClassification" in k or "RewardModel" in k for k in config.get("architectures") or ())
 
 
 _PLAIN_MLP = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2"}  # two matrices, no gate
@@ -358,7 +363,8 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
     kv_heads, head_dim = int(c.get("num_key_value_heads") or heads), int(c.get("head_dim") or hidden // heads)
     kind = str(c.get("model_type"))
     gated = kind not in _PLAIN_MLP
-    width = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden)
+    widths = c.get("intermediate_size") or c.get("n_inner") or 4 * hidden
+    width = max(widths) if isinstance(widths, list) else int(widths)  # of each layer, in some families
     experts = next((int(c[k]) for k in ("num_local_experts", "num_experts", "n_routed_experts") if c.get(k)), 0)
     expert = int(c.get("moe_intermediate_size") or width)
     tied = bool(c.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))

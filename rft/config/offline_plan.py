@@ -6,7 +6,7 @@ Part of `resolve`; the same rules hold here.  `look` belongs to the second stage
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
     written = ctx.config.buffer.explorer_input
     if written.taskset is not None or written.tasksets or written.eval_tasksets:
         ctx.warn("buffer.explorer_input has no effect: mode train explores nothing; see eval_split for rows that are held out")
-    given = _source(b, _rows(ctx, b, b.split or "train", name), data, engine)
+    given = _source(ctx, b, b.split or "train", name, data, engine)
     if b.eval_split is None:
         if ctx.config.trainer.eval_interval:
             ctx.error("trainer.eval_interval", f"needs {KEY}.eval_split: the rows that are held out")
@@ -95,7 +95,7 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
     elif (b.path or "").lower().endswith(FILES):
         text = f"needs a data set with splits, and {b.path} is one file; name a folder with a file for each split"
         ctx.error(f"{KEY}.eval_split", text)
-    return DataSets(given, replace(given, rows=_rows(ctx, b, b.eval_split, f"{name}_{b.eval_split}")))
+    return DataSets(given, _source(ctx, b, b.eval_split, f"{name}_{b.eval_split}", data, engine))
 
 
 def expert(
@@ -118,9 +118,8 @@ def expert(
     if b.data_selector.selector_type not in ("sequential", "shuffle"):
         ctx.error(f"{key}.data_selector.selector_type", "an expert's rows come sequential or shuffle")
     ctx.note(f"each train batch has {own_rows} rows of the policy and {count} of {name}")
-    rows = _rows(ctx, b, b.split or "train", name)
-    settings = MixSettings(name=name, rows=count, shuffle=rows.selector == "shuffle", seed=rows.seed)
-    return settings, _source(b, rows, "chats", engine)
+    given = _source(ctx, b, b.split or "train", name, "chats", engine, key)
+    return MixSettings(name=name, rows=count, shuffle=given.rows.selector == "shuffle", seed=given.rows.seed), given
 
 
 def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:
@@ -159,11 +158,24 @@ def _elsewhere(ctx: Context, algorithm: AlgorithmSettings) -> None:
         ctx.error("trainer.eval_interval", text)
 
 
-def _source(b: ExperienceBufferConfig, rows: TasksetSettings, data: Data, engine: EngineSettings) -> OfflineDataSettings:
+def _source(
+    ctx: Context, b: ExperienceBufferConfig, split: str, name: str, data: Data, engine: EngineSettings, key: str = KEY
+) -> OfflineDataSettings:
+    rows = TasksetSettings(
+        name=name,
+        key=key,
+        path=ctx.find(b.path or ""),
+        subset_name=b.subset_name,
+        split=split,
+        format=columns(b.format, key, ctx),
+        workflow="",
+        selector=b.data_selector.selector_type,
+        seed=b.data_selector.seed,
+    )
     return OfflineDataSettings(
         rows=rows,
         kind=data,
-        model_path=engine.model_path,
+        model_path=engine.tokenizer_path or engine.model_path,
         max_tokens=engine.max_model_len,
         chat_template=engine.chat_template,
         chat_template_args=dict(engine.chat_template_kwargs),
@@ -174,27 +186,16 @@ def _source(b: ExperienceBufferConfig, rows: TasksetSettings, data: Data, engine
     )
 
 
-def _rows(ctx: Context, b: ExperienceBufferConfig, split: str, name: str) -> TasksetSettings:
-    return TasksetSettings(
-        name=name,
-        path=ctx.find(b.path or ""),
-        subset_name=b.subset_name,
-        split=split,
-        format=columns(b.format, KEY, ctx),
-        workflow="",
-        selector=b.data_selector.selector_type,
-        seed=b.data_selector.seed,
-    )
-
-
 def steps(ctx: Context, data: DataSets, num_batches: NumBatches | None) -> tuple[int, int | None]:
     """(rows of a train step, train steps); None where the data set would have to be opened."""
     b, t = ctx.config.buffer, ctx.config.trainer
     size = b.train_batch_size or b.batch_size
     if not b.train_batch_size:
         ctx.derive("buffer.train_batch_size", size, "buffer.batch_size")
-    limits = [n for n in (b.total_steps, t.total_steps, -(-b.total_tasks // size) if b.total_tasks else None) if n is not None]
-    if (b.total_epochs or not limits) and num_batches is not None and not ctx.errors:
+    limits = [n for n in (b.total_steps, -(-b.total_tasks // size) if b.total_tasks else None) if n is not None]
+    by_epochs = b.total_epochs and not limits
+    limits += [] if t.total_steps is None else [t.total_steps]
+    if (by_epochs or not limits) and num_batches is not None and not ctx.errors:
         epochs = b.total_epochs or 1
         with ctx.taking():
             limits.append(whole := num_batches((data.trained.rows,), size, epochs))
@@ -212,29 +213,34 @@ def steps(ctx: Context, data: DataSets, num_batches: NumBatches | None) -> tuple
 
 def look(plan: Plan, problems: Problems) -> tuple[list[TasksetPreview], dict[str, int]]:
     """What the rows look like as tokens, and how many there are in each data set by its name; trained text stands between « and »."""
+    from rft.config.preview import placed
+
     previews, counts = [], {}
-    for settings, is_eval in ((plan.trainer.offline_data, False), (plan.trainer.held_out, True)):
+    for settings, is_eval in ((plan.trainer.offline_data, False), (plan.trainer.held_out, True), (plan.expert, False)):
         if settings is None:
             continue
         try:
             preview = _look(settings, is_eval, problems)
         except ConfigError as e:
-            rest = e.key.removeprefix(f"taskset {settings.rows.name}")
-            problems.error(e.key if rest == e.key else KEY + rest, e.message, given=e.given)
+            problems.take(placed(e, settings.rows))
             continue
-        previews.append(preview)
-        counts[settings.rows.name] = preview.num_rows
+        if settings is not plan.expert:
+            previews.append(preview)
+            counts[settings.rows.name] = preview.num_rows
+        elif plan.mix is not None:
+            with problems.taking():
+                plan.mix.fits(preview.num_rows)
     return previews, counts
 
 
 def _look(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -> TasksetPreview:
     from rft.config.preview import RowPreview, TasksetPreview
     from rft.taskset.chatfiles import open_chat
-    from rft.taskset.offline_data import describe_left_out, open_offline_data, sides
+    from rft.taskset.offline_data import open_offline_data, sides
 
     data, chat = open_offline_data(settings), open_chat(settings.model_path)
     if data.left_out:
-        problems.note(describe_left_out(settings, data.left_out, len(data)))
+        problems.note(f"{settings.rows.name}: {data.left_out}")
     lengths = data.lengths
     rows = [
         RowPreview(

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rft.buffer.settings import BufferSettings, MixSettings
 from rft.disk import read_regular
@@ -67,19 +66,6 @@ class Derived:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotActive:
-    """One written value that does not do what it says yet."""
-
-    key: str
-    value: Any
-    instead: str
-    harmless: bool = False  # the run may start: speed, memory or an extra file, never other weights
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.value!r} is accepted, not active yet: {self.instead}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One run, resolved.  `total_steps` is None only where epochs were asked for and the tasksets were not opened."""
 
@@ -100,6 +86,7 @@ class Plan:
     task_pipeline: TaskPipelineSettings | None = None
     cluster: ClusterSettings
     total_steps: int | None
+    num_runs: int = 0  # of a task: the size of the largest group, also of tasks that clients or another process bring
     log_level: str = "INFO"
     log_by_node: bool = False  # a folder of log files for each machine
     plugin_dirs: tuple[str, ...] = ()
@@ -111,7 +98,6 @@ class Plan:
     derived: tuple[Derived, ...] = ()
     notes: tuple[str, ...] = ()  # worth knowing
     warnings: tuple[str, ...] = ()  # probably not what was meant
-    not_active: tuple[NotActive, ...] = ()  # accepted; a run starts only if all of them are harmless
 
     @property
     def trains(self) -> bool:
@@ -134,7 +120,7 @@ class Plan:
     @property
     def runs_per_step(self) -> int:
         """Experiences of one explore step, where every taskset has the same group size; else the largest it can be."""
-        return self.explorer.batch_size * max((t.num_runs for t in self.explorer.tasksets), default=0)
+        return self.explorer.batch_size * self.num_runs
 
 
 def schedule(sync: SyncSettings) -> Schedule:

@@ -28,6 +28,11 @@ from rft.errors import ConfigError
 from rft.plugins import REGISTRY
 
 REINFORCE = "reinforce"
+_WITHOUT_KL = {  # advantages that a KL in the rewards does not reach
+    **dict.fromkeys(("none", "on_policy_distill", "jsd"), "on an advantage that reads no rewards"),
+    "gigpo": "where rows have rewards of their steps, which gigpo takes from info",
+    "step_wise_grpo": "on steps before the last of a run, whose reward alone is read",
+}
 WRITTEN_KL = "k2"
 
 
@@ -64,6 +69,8 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
         if kind in BUILT or kind == "sample_strategy":
             parts[kind], parts[f"{kind}_args"] = part, args
     loss_agg_mode = _loss_agg_mode(a.loss_agg_mode, base, parts["policy_loss_fn"], ctx)
+    if a.loss_scale_factor is not None and loss_agg_mode != "seq-mean-token-sum-norm":
+        ctx.warn(f"algorithm.loss_scale_factor has no effect: loss_agg_mode is {loss_agg_mode}, not seq-mean-token-sum-norm")
     repeat_times = ctx.chosen("algorithm.repeat_times", a.repeat_times, base.repeat_times, f"of algorithm {base.name}")
     settings = AlgorithmSettings(algorithm_type=base.name, loss_agg_mode=loss_agg_mode, **parts)
     settings = policies(ctx, settings)
@@ -134,6 +141,8 @@ def advantage_inputs(algorithm: AlgorithmSettings, p: Problems) -> None:
             "algorithm.sample_strategy",
             f"draws single rows, but policy loss {algorithm.policy_loss_fn!r} compares pairs; leave it out",
         )
+    if algorithm.kl_penalty_fn != "none" and (why := _WITHOUT_KL.get(name)):
+        p.warn(f"algorithm.kl_penalty_fn has no effect {why}; write kl_loss_fn instead")
     if reads := model.reads:
         p.note(f"algorithm.advantage_fn {name} reads {reads}; its workflow or an operator has to declare that with `gives`")
 
@@ -181,6 +190,12 @@ def _of_the_loss(settings: AlgorithmSettings, p: Problems) -> None:
     elif name == "m2po" and not settings.bypass_old_logprobs:
         p.warn(
             "algorithm.policy_loss_fn: m2po leaves no token out with old log-probs of the trainer: the ratio before the step is 1"
+        )
+    if model.samples == "all" and settings.sample_strategy == "mix":
+        fit = ", ".join(other for other, m in losses().items() if m.samples == "own")
+        p.error(
+            "algorithm.policy_loss_fn",
+            f"{name} reads log-probs of the policy that sampled, which the expert's rows of sample_strategy mix do not have; use {fit}",
         )
     if model.samples == "none" and settings.rollout_correction is not None:
         p.error("algorithm.rollout_correction", f"corrects for the policy that sampled, which {name} does not read; leave it out")

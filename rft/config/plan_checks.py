@@ -21,28 +21,20 @@ from rft.config.plan import Plan
 from rft.config.plan_engines import distinct
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import AuxiliarySettings
-from rft.errors import ConfigError, PluginError
+from rft.errors import ConfigError
 from rft.types import rotary
-from rft.types.row_layout import AskedLayout, Choice, changing_rope, choose
+from rft.types.row_layout import AskedLayout, Choice, changing_rope, choose, text_config
 
 
 def storage(plan: Plan, problems: Problems) -> None:
     from rft.buffer.base import STORAGE_KEY, make_storage
     from rft.buffer.location import ledger_location  # SQLAlchemy takes a quarter of a second
 
-    try:
+    with problems.taking(f"{STORAGE_KEY}.storage_type"):
         make_storage(plan.buffer)  # touches nothing yet
-    except PluginError as e:
-        problems.error(f"{STORAGE_KEY}.storage_type", e.message, given=plan.buffer.storage_type)
-    except ConfigError as e:
-        problems.take(e)
-    try:
-        where = ledger_location(plan.buffer)
-    except ConfigError as e:
-        problems.error(f"{STORAGE_KEY}.path", e.message)
-        return
-    if where.url is not None and importlib.util.find_spec("psycopg") is None:
-        problems.error(f"{STORAGE_KEY}.path", 'needs the package psycopg: pip install "rft-platform[postgres]"')
+    with problems.taking(f"{STORAGE_KEY}.path"):
+        if ledger_location(plan.buffer).url is not None and importlib.util.find_spec("psycopg") is None:
+            problems.error(f"{STORAGE_KEY}.path", 'needs the package psycopg: pip install "rft-platform[postgres]"')
 
 
 def models(config: RunConfig, plan: Plan, policy: ModelFiles, problems: Problems) -> Choice | None:
@@ -62,6 +54,8 @@ def models(config: RunConfig, plan: Plan, policy: ModelFiles, problems: Problems
 
 def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
     problems.warnings.extend(model.warnings)
+    if model_folder.gives_scores(model.config):
+        problems.error("model.model_path", "is a reward model, which gives scores and writes no texts; name a language model")
     wanted, longest = plan.engines[0].max_model_len, None
     with problems.taking():
         longest = rotary.positions(model.config, plan.learner.override_config)
@@ -93,8 +87,8 @@ def _critic_fits(policy: ModelFiles, plan: Plan, problems: Problems) -> None:
         for error in e.errors:
             problems.error(key, error.message, given=path)
         return
-    ours, theirs = policy.config.get("vocab_size"), found.config.get("vocab_size")
-    if ours != theirs:
+    ours, theirs = (text_config(files.config).get("vocab_size") for files in (policy, found))
+    if None not in (ours, theirs) and ours != theirs:
         problems.error(key, f"has a vocabulary of {theirs}, the policy one of {ours}; both read the same tokens", given=path)
 
 
@@ -107,8 +101,7 @@ def _auxiliary_fits(key: str, model: AuxiliarySettings, problems: Problems) -> N
             problems.error(f"{key}.model_path", f"{name}: {one.message}", given=e.model_path)
         return
     kinds = files.config.get("architectures") or []
-    head = any("ForSequenceClassification" in k or "RewardModel" in k for k in kinds)
-    if kinds and head != (e.task == "score"):
+    if kinds and model_folder.gives_scores(files.config) != (e.task == "score"):
         other = "generate" if e.task == "score" else "score"
         text = f"{name}: is {e.task}, but the model is a {', '.join(kinds)}; use task: {other} or another model"
         problems.error(f"{key}.task", text, given=e.task)
@@ -170,12 +163,11 @@ def settled(plan: Plan, choice: Choice | None) -> Plan:
     return replace(plan, learner=replace(plan.learner, row_layout="padded", critic=critic))
 
 
-def advise(plan: Plan, keys: dict[str, str], p: Problems) -> None:
-    """`keys`: name of each taskset → its configuration key."""
+def advise(plan: Plan, p: Problems) -> None:
     _gpus(plan, p)
     _keys_of_servers(plan, p)
     _schedule(plan, p)
-    _evaluation(plan, keys, p)
+    _evaluation(plan, p)
 
 
 def _keys_of_servers(plan: Plan, p: Problems) -> None:
@@ -213,10 +205,10 @@ def _schedule(plan: Plan, p: Problems) -> None:
         )
 
 
-def _evaluation(plan: Plan, keys: dict[str, str], p: Problems) -> None:
+def _evaluation(plan: Plan, p: Problems) -> None:
     training = {t.sampling.temperature for t in plan.explorer.tasksets}
     for t in plan.explorer.eval_tasksets:
-        key, temperature = keys.get(t.name, t.name), t.sampling.temperature
+        key, temperature = t.key, t.sampling.temperature
         if t.num_runs > 1 and (temperature == 0 or t.sampling.seed is not None):
             why, use = ("temperature 0", "a temperature above 0") if temperature == 0 else ("rollout_args.seed", "none")
             p.warn(f"{key}: {why} gives the same answer {t.num_runs} times; use {use}, or one run")

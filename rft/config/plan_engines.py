@@ -23,7 +23,10 @@ from rft.engine.settings import BUILT_IN, AuxiliarySettings, EngineSettings, Ext
 from rft.errors import ConfigError
 
 _NO_POLICY = "a server returns no token ids and takes no new weights, so it cannot be the policy"
-_VLLM_ONLY = {"enable_chunked_prefill": True, "disable_log_stats": True, "enable_log_requests": False}
+_VLLM_ONLY = (
+    "gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill max_num_batched_tokens block_size "
+    "disable_log_stats enable_log_requests"
+).split()
 
 
 def gpus(model: ServedModelConfig) -> int:
@@ -105,16 +108,14 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
             e,
             **shared,
             name=f"{explorer}{e.name or 'engine'}-{i}",
-            model_path=ctx.find(model.model_path),
-            tokenizer_path=None if model.tokenizer_path is None else ctx.find(model.tokenizer_path),
+            model_path=ctx.find_model(model.model_path),
+            tokenizer_path=None if model.tokenizer_path is None else ctx.find_model(model.tokenizer_path),
             max_model_len=lengths[0],
             max_prompt_tokens=lengths[1],
-            enable_prefix_caching=e.enable_prefix_caching and not ctx.config.deterministic,
             seed=(ctx.config.seed if e.seed is None else e.seed) + i,
             trust_remote_code=model.trust_remote_code,
             chat_template=template,
             chat_template_kwargs=_thinking(model.enable_thinking),
-            deterministic=ctx.config.deterministic,
             extra_engine_args=_engine_args(ctx.config, shared["engine_type"]),
         )
         for i in range(copies(e))
@@ -142,7 +143,9 @@ def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
     override, given = overrides(config), dict(config.explorer.rollout_model.extra_engine_args)
     if not override or engine_type not in BUILT_IN:
         return given
-    return {"hf_overrides": dict(override), **given} if engine_type == "vllm" else {**override, **given}
+    if engine_type != "vllm":
+        return {**override, **given}
+    return {**given, "hf_overrides": {**override, **(given.get("hf_overrides") or {})}}
 
 
 # ---------------------------------------------------------------- models beside it
@@ -213,8 +216,8 @@ def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int,
             model,
             **shared,
             name=f"aux-{names[0]}-{j}",
-            model_path=ctx.find(model.model_path),
-            tokenizer_path=None if model.tokenizer_path is None else ctx.find(model.tokenizer_path),
+            model_path=ctx.find_model(model.model_path),
+            tokenizer_path=None if model.tokenizer_path is None else ctx.find_model(model.tokenizer_path),
             max_model_len=length,
             seed=seed + j,
             trust_remote_code=trusted,
@@ -230,12 +233,18 @@ def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int,
 
 def _server(ctx: Context, model: AuxiliaryModelConfig, key: str, name: str, max_model_len: int) -> EngineSettings:
     e = model.external_model_config or ExternalModelConfig()
-    ours = {"engine_type", "name", "model_path", "external_model_config", "max_concurrent", "request_timeout", "task"}
-    if unused := sorted(
-        n
-        for n in model.model_fields_set - ours
-        if getattr(model, n) != type(model).model_fields[n].default and not inert(f"explorer.auxiliary_models[].{n}")
-    ):
+    ours = {
+        "engine_type",
+        "name",
+        "model_path",
+        "external_model_config",
+        "max_concurrent",
+        "request_timeout",
+        "start_timeout",
+        "task",
+    }
+    others = sorted(type(model).model_fields.keys() - ours)
+    if unused := [n for n in others if model.written(n) and not inert(f"explorer.auxiliary_models[].{n}")]:
         ctx.warn(f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect; the server decides this")
     if model.task == "score":
         ctx.error(f"{key}.task", "score: a server that chats gives no scores; use engine_type vllm or transformers")
@@ -285,17 +294,9 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
     if e.data_parallel_size > 1:
         ctx.derive(f"{key}.engine_num", copies(e), f"engine_num {e.engine_num} x data_parallel_size {e.data_parallel_size}")
     if engine_type == "transformers":
-        for name, default in _VLLM_ONLY.items():
-            if getattr(e, name) != default:
-                ctx.warn(f"{key}.{name} has no effect: it is for engine_type vllm")
-    if engine_type == "vllm" and not e.enable_chunked_prefill:
-        ctx.warn(f"{key}.enable_chunked_prefill: vLLM advises against false for models that generate text")
-        if e.max_num_batched_tokens is not None and e.max_num_batched_tokens < max_model_len:
-            ctx.error(
-                f"{key}.max_num_batched_tokens",
-                f"is {e.max_num_batched_tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len "
-                f"{max_model_len}",
-            )
+        e.idle(key, _VLLM_ONLY, "it is for engine_type vllm", ctx)
+    if engine_type == "vllm":
+        _of_vllm(ctx, e, key, max_model_len)
     if engine_type not in BUILT_IN:
         engine_type = ctx.find(engine_type) if ":" in engine_type else engine_type
         _own_engine(ctx, engine_type, e.extra_engine_args, key)
@@ -312,6 +313,8 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
         "engine_type": engine_type,
         "device": device,
         "dtype": dtype,
+        "deterministic": ctx.config.deterministic,
+        "enable_prefix_caching": e.enable_prefix_caching and not ctx.config.deterministic,
         "enforce_eager": device == "cpu" if e.enforce_eager is None else e.enforce_eager,
         "fully_sharded_loras": False,  # with an adapter `lora_plan` decides
         "max_cpu_loras": None,
@@ -323,6 +326,24 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
         "stall_timeout_s": e.stall_timeout,
         "step_timeout_s": e.step_timeout,
     }
+
+
+def _of_vllm(ctx: Context, e: ServedModelConfig, key: str, max_model_len: int) -> None:
+    """What vLLM would refuse when it starts, and arguments that have keys here, which the rest of the run goes by."""
+    tokens = e.max_num_batched_tokens
+    if tokens is not None and tokens < e.max_num_seqs:
+        text = f"is {tokens}, and a step has a token of each of max_num_seqs {e.max_num_seqs}; raise it or lower that"
+        ctx.error(f"{key}.max_num_batched_tokens", text)
+    if not e.enable_chunked_prefill:
+        ctx.warn(f"{key}.enable_chunked_prefill: vLLM advises against false for models that generate text")
+        if tokens is not None and tokens < max_model_len:
+            text = f"is {tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len {max_model_len}"
+            ctx.error(f"{key}.max_num_batched_tokens", text)
+    for name, value in e.extra_engine_args.items():
+        if name in type(e).model_fields and value != getattr(e, name):
+            ctx.error(
+                f"{key}.extra_engine_args.{name}", f"is {value!r}, and has a key here, which the run goes by: write {key}.{name}"
+            )
 
 
 def _own_engine(ctx: Context, name: str, args: dict[str, Any], key: str) -> None:

@@ -130,6 +130,8 @@ def _monitor_args(ctx: Context) -> dict[str, Any]:
     if not given:
         return {}
     if set(given) <= set(kinds):
+        for kind in [k for k, args in given.items() if not isinstance(args, dict | None)]:
+            ctx.error(f"monitor.monitor_args.{kind}", f"must be a mapping of arguments: {{{kind}: {{...}}}}", given[kind])
         return {_tracker(ctx, kind): args for kind, args in given.items()}
     if len(kinds) == 1:
         return {_tracker(ctx, kinds[0]): dict(given)}
@@ -237,17 +239,9 @@ def _max_uses(ctx: Context) -> int:
 
 def _check_args(ctx: Context, args: dict[str, Any]) -> None:
     r = ctx.config.buffer.trainer_input.experience_buffer.replay_buffer
-    known = REGISTRY.names("priority")
     if not ctx.judged("priority", r.priority_fn):
         return
-    if r.priority_fn not in known and ":" not in r.priority_fn:
-        ctx.error(
-            f"{_REPLAY}.priority_fn",
-            f"unknown priority function {r.priority_fn!r}.  Known: {', '.join(known)}; your own is found with --plugin-dir "
-            "DIR, as pkg.module:Name or as path/file.py:Name",
-        )
-        return
-    with ctx.taking():
+    with ctx.taking(f"{_REPLAY}.priority_fn"):
         if (model := REGISTRY.get("priority", r.priority_fn).args) is not None:
             validate(model, args, what=f'priority function "{r.priority_fn}"', key=f"{_REPLAY}.priority_fn_args")
         elif args:
@@ -263,9 +257,10 @@ def pipeline(ctx: Context, algorithm: AlgorithmSettings, batch_rows: int | None)
     )
     operators = written
     threshold = algorithm.advantage_fn_args.get("std_threshold")
-    if algorithm.advantage_fn == "grpo" and threshold is not None:  # stands for an operator; it drops groups, so it comes last
+    if algorithm.advantage_fn in ("grpo", "step_wise_grpo") and threshold is not None:  # stands for an operator, the last
         key = "algorithm.advantage_fn_args.std_threshold"
-        operators += (OperatorSettings(name="reward_std_filter", args={"threshold": threshold}, key=key),)
+        args = {"threshold": threshold} | ({} if algorithm.advantage_fn == "grpo" else {"of_runs": True})
+        operators += (OperatorSettings(name="reward_std_filter", args=args, key=key),)
     if operators:
         _check(operators, (ROLLOUT_MODEL, *auxiliary_names(ctx.config)), ctx.facts.plugins_loaded, ctx)
     if operators and batch_rows is not None:

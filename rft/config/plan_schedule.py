@@ -9,10 +9,9 @@ from typing import Any
 from rft.config import plan_serve
 from rft.config.context import Context, filled
 from rft.config.plan import Tasksets, schedule
-from rft.config.roles import reads_data
+from rft.config.roles import reads_data, samples
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
-from rft.errors import PluginError
 from rft.plugins import REGISTRY
 from rft.sync.settings import SyncSettings
 from rft.taskset.settings import TasksetSettings
@@ -20,16 +19,12 @@ from rft.taskset.settings import TasksetSettings
 NumBatches = Callable[[Tasksets, int, int], int]
 
 
-_FROM_ENGINE = {  # key of explorer.rollout_model → the same of model
-    **{
-        name: name
-        for name in (
-            "max_model_len max_prompt_tokens max_response_tokens min_response_tokens enable_prompt_truncation repetition_penalty "
-            "enable_thinking trust_remote_code"
-        ).split()
-    },
-    "chat_template": "custom_chat_template",
-}
+_SAME_NAME = (
+    "max_model_len max_prompt_tokens max_response_tokens min_response_tokens enable_prompt_truncation repetition_penalty enable_thinking "
+    "trust_remote_code"
+).split()
+_FROM_ENGINE = {**{name: name for name in _SAME_NAME}, "chat_template": "custom_chat_template"}
+"""Key of explorer.rollout_model → the same of model."""
 
 
 def one_place(ctx: Context) -> RunConfig:
@@ -235,7 +230,7 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
     if ctx.config.deterministic and s.sync_offset:
         ctx.error("synchronizer.sync_offset", "must be 0 with deterministic: true")
     nodes = ctx.config.cluster.node_num
-    if s.sync_method == "memory" and nodes > 1:
+    if s.sync_method == "memory" and nodes > 1 and samples(ctx.config):
         ctx.error("synchronizer.sync_method", f"memory works inside one node, and node_num is {nodes}; use nccl or checkpoint")
     return settings
 
@@ -244,11 +239,8 @@ def _transport(ctx: Context, name: str) -> str:
     """A plugin transport, checked once plugins may be imported."""
     key = "synchronizer.sync_method"
     if ctx.facts.plugins_loaded:
-        try:
+        with ctx.taking(key):
             found = REGISTRY.get("transport", name).obj
-        except PluginError as e:
-            ctx.error(key, e.message)
-        else:
             if lacks := [m for m in ("stage", "fetch", "release", "close") if not callable(getattr(found, m, None))]:
                 ctx.error(key, f"lacks {', '.join(lacks)}, see rft.sync.base.OwnTransport")
     return name

@@ -39,6 +39,9 @@ def config(ctx: Context) -> RunConfig:
                 ctx.error(f"{name}.{key}", f"must be {value} where a service samples: {why}")
             ctx.derive(f"{name}.{key}", value, why)
             made = made.model_copy(update={name: part.model_copy(update={key: value})})
+    if made.deterministic:
+        ctx.error("deterministic", "cannot be where a service samples: clients ask when they will; write false")
+        made = made.model_copy(update={"deterministic": False})
     if made.trainer.total_steps is None and made.buffer.total_steps is None and made.buffer.total_tasks is None:
         ctx.note("no trainer.total_steps: the service goes on until it is stopped")
         made = made.model_copy(update={"trainer": made.trainer.model_copy(update={"total_steps": ENDLESS})})

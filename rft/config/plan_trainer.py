@@ -61,8 +61,8 @@ def learner(
         LearnerSettings,
         ctx.config.monitor,
         t,
-        model_path=ctx.find(ctx.config.model.model_path),
-        tokenizer_path=None if ctx.config.model.tokenizer_path is None else ctx.find(ctx.config.model.tokenizer_path),
+        model_path=ctx.find_model(ctx.config.model.model_path),
+        tokenizer_path=None if ctx.config.model.tokenizer_path is None else ctx.find_model(ctx.config.model.tokenizer_path),
         lora=lora_plan.lora(ctx),
         device=device,
         dtype=dtype,
@@ -147,13 +147,15 @@ def _critic(ctx: Context, clip: float, budget: int, longest: int, steps: int | N
     forward = c.forward_max_token_len_per_gpu or tokens
     for name in ("max_token_len_per_gpu", "forward_max_token_len_per_gpu") if dynamic else ():
         _holds(getattr(c, name), longest, f"trainer.critic.{name}", ctx)
+    if steps and t.critic_warmup >= steps:
+        ctx.warn(f"trainer.critic_warmup {t.critic_warmup} is as long as the run ({steps} train steps): no policy is trained")
     rows = c.micro_batch_size_per_gpu or t.micro_batch_size_per_gpu
     if not dynamic and rows is None:
         ctx.error("trainer.critic.micro_batch_size_per_gpu", _BY_ROWS)
     return filled(
         CriticSettings,
         c,
-        model_path=ctx.find(ctx.config.model.critic_model_path or ctx.config.model.model_path),
+        model_path=ctx.find_model(ctx.config.model.critic_model_path or ctx.config.model.model_path),
         optim=_optim(c.optimizer, "trainer.critic.optimizer", c.grad_clip or clip, steps, ctx),
         warmup=t.critic_warmup,
         ppo_epochs=c.ppo_epochs or t.ppo_epochs,
@@ -175,7 +177,11 @@ def _optim(o: OptimizerConfig | CriticOptimizerConfig, key: str, clip: float, st
         p.warn(f"{key}.lr_warmup_steps {o.lr_warmup_steps} is longer than the run ({steps} train steps)")
     if o.warmup_style is not None:
         p.derive(f"{key}.lr_scheduler_type", o.warmup_style, "warmup_style")
-    return filled(OptimSettings, o, lr_scheduler_type=o.warmup_style or o.lr_scheduler_type, clip_grad=clip)
+    kind = o.warmup_style or o.lr_scheduler_type
+    share = "lr_scheduler_type" if kind != "constant" else "lr_warmup_steps_ratio"
+    if steps == plan_serve.ENDLESS and (kind != "constant" or (o.lr_warmup_steps < 0 and o.lr_warmup_steps_ratio > 0)):
+        p.error(f"{key}.{share}", "follows from the number of train steps, and the service has no end; write trainer.total_steps")
+    return filled(OptimSettings, o, lr_scheduler_type=kind, clip_grad=clip)
 
 
 def deterministic(ctx: Context, train: Tasksets) -> None:
@@ -190,7 +196,7 @@ def deterministic(ctx: Context, train: Tasksets) -> None:
 
 
 def micro_batches(ctx: Context, train: Tasksets, learner: LearnerSettings, critic: bool) -> None:
-    """Fixed micro-batches of policy and critic must divide a step."""
+    """Fixed micro-batches of policy and critic must divide a step as it is written; what running leaves out, they take as it comes."""
     b, shares = ctx.config.buffer, learner.world_size // learner.sequence_parallel
     if shares < 1:  # no rank is left; refused before
         return
@@ -364,9 +370,7 @@ def trainer(ctx: Context, device: str, steps: int | None) -> TrainerSettings:
     """The training loop of `steps` train steps, None until that is known; what makes a step is filled in by the mode's builder."""
     t = ctx.config.trainer
     if not t.save_interval and (steps or 0) > _LONG_RUN and trains(ctx.config):
-        ctx.note(
-            f"trainer.save_interval is 0: the only checkpoint is written after step {steps}; a run that is killed before begins again"
-        )
+        ctx.note("trainer.save_interval is 0: the only checkpoint is that of the end; a run that is killed before begins again")
     later = ctx.chosen("trainer.checkpoint.async_save", t.checkpoint.async_save, device == "cuda", f"trainer on {device}")
     always = "hf_model" in t.checkpoint.save_contents
     if always:

@@ -37,12 +37,12 @@ class Need:
         return f"{self.key}: {self.message}"
 
 
-def look(plan: Plan, keys: dict[str, str], facts: Facts) -> tuple[Need, ...]:
-    """`keys`: name of each taskset → its configuration key."""
+def look(plan: Plan, facts: Facts) -> tuple[Need, ...]:
     plugins.load_shipped()
     found: dict[str, Need] = {}
-    for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets):
-        for need in _of_taskset(t, keys[t.name], plan, facts):
+    data = [d.rows for d in (plan.trainer.offline_data, plan.trainer.held_out, plan.expert) if d is not None]
+    for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets, *data):
+        for need in _of_taskset(t, plan, facts):
             found.setdefault(need.message, need)
     for need in operators(plan):
         found.setdefault(need.message, need)
@@ -74,9 +74,10 @@ def _packages(kind: str, name: str, needs: Mapping[str, str], key: str) -> Itera
             yield Need("package", key, f"{kind} {name!r} needs the package {library}: pip install 'rft-platform[{extra}]'")
 
 
-def _of_taskset(t: TasksetSettings, key: str, plan: Plan, facts: Facts) -> Iterator[Need]:
+def _of_taskset(t: TasksetSettings, plan: Plan, facts: Facts) -> Iterator[Need]:
+    key = t.key
     for name, kind, instead in ((t.workflow, "workflow", WORKFLOWS_INSTEAD), (t.reward, "reward", REWARDS_INSTEAD)):
-        if name is not None and (why := _missing(kind, name, instead, plan, facts)):
+        if name and (why := _missing(kind, name, instead, plan, facts)):
             yield Need(kind, f"{key}.default_{'workflow' if kind == 'workflow' else 'reward_fn'}_type", f"{kind} {name!r}: {why}")
     if t.workflow in REGISTRY.names("workflow"):
         needs = workflow_class(REGISTRY.get("workflow", t.workflow)).needs

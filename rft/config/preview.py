@@ -22,8 +22,8 @@ from rft.errors import ConfigError, PluginError
 from rft.reward.base import Reward
 from rft.reward.data_sources import REWARDS
 from rft.taskset.base import Taskset
-from rft.taskset.open_source import open_taskset
-from rft.taskset.task_pipeline import PreparedRows, prepare
+from rft.taskset.settings import TasksetSettings
+from rft.taskset.task_pipeline import PreparedRows, opened, prepare
 from rft.types.task import Task
 from rft.workflow.recipes import Recipes, refuse_group_reward, refuse_unused_reward
 
@@ -62,20 +62,17 @@ class Look:
     opened: list[Taskset] = field(default_factory=list)
 
 
-def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: Problems) -> Look:
-    """Opens every taskset of the plan; `keys` says under which configuration key each was written."""
+def look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
+    """Opens every taskset of the plan."""
     result, recipes = Look(), Recipes()
     hung: set[str] = set()  # rewards that took too long
     prepared = _prepared(plan, problems)
     if plan.task_pipeline is not None and prepared is None:
         return result
     for settings in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets):
-        key = keys[settings.name]
+        key = settings.key
         try:
-            if prepared is not None and plan.task_pipeline is not None and settings.path == plan.task_pipeline.output:
-                taskset = Taskset(settings, prepared.source(plan.task_pipeline))
-            else:
-                taskset = open_taskset(settings)
+            taskset = opened(settings, plan.task_pipeline, prepared)
             tasks = [taskset.task(i) for i in range(min(2, len(taskset)))]
             rewards = [recipes.of(task).reward for task in tasks]
             for task in tasks:
@@ -93,13 +90,13 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
             if settings.feature_keys:
                 taskset.features(settings.feature_keys)
         except ConfigError as e:
-            problems.take(_placed(e, settings.name, key))
+            problems.take(placed(e, settings))
             continue
         if taskset.skipped is not None:
             problems.warn(f"{key}: {taskset.skipped}")
         if taskset.left_out is not None:
             problems.note(f"{key}: {taskset.left_out}")
-        rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, key, model, problems, hung)
+        rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, model, problems, hung)
         _more_golds(taskset, recipes, key, problems, hung)
         preview = TasksetPreview(
             name=settings.name,
@@ -157,12 +154,11 @@ def _rows(
     taskset: Taskset,
     tasks: Sequence[Task],
     rewards: Sequence[Reward | None],
-    key: str,
     model: ModelFiles | None,
     problems: Problems,
     hung: set[str],
 ) -> tuple[list[RowPreview], tuple[float | None, int | None]]:
-    engine, limit = plan.engines[0], plan.engines[0].max_prompt_tokens
+    engine, limit, key = plan.engines[0], plan.engines[0].max_prompt_tokens, taskset.settings.key
     lengths: list[int] = []
     asked: dict[str, str] = {}  # by prompt, without regard to case and white space
     rows = []
@@ -173,7 +169,7 @@ def _rows(
             task = tasks[n] if n < len(tasks) else taskset.task(spread)
             text = json.dumps(task.chat(), ensure_ascii=False) if model is None else rendered(task, model, engine)
         except ConfigError as e:
-            problems.take(_placed(e, taskset.settings.name, key))
+            problems.take(placed(e, taskset.settings))
             break
         except ValueError:
             break  # the workflow makes its own prompt from the row
@@ -186,6 +182,8 @@ def _rows(
             break
         tokens = model.count_tokens(text) if model is not None and model.can_count else None
         lengths += [tokens] if tokens is not None else []
+        if n == 0 and task.messages and task.messages[-1]["role"] == "assistant":
+            problems.warn(f"{key}: the chat of row {task.index} ends with an answer, which the model reads before it answers")
         if n < len(tasks):
             gold = gold_of(task, rewards[n], key, problems, hung)
             rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))
@@ -227,9 +225,8 @@ def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems
         )
 
 
-def _placed(error: ConfigError, name: str, key: str) -> ConfigError:
+def placed(error: ConfigError, settings: TasksetSettings) -> ConfigError:
     """The taskset room knows a taskset by its name; people know it by its key."""
-    prefix = f"taskset {name}"
-    if error.key.startswith(prefix):
-        return ConfigError(error.message, key=key + error.key.removeprefix(prefix), given=error.given)
-    return error if error.key else ConfigError(error.message, key=key, given=error.given)
+    prefix = f"taskset {settings.name}"
+    key = settings.key + error.key.removeprefix(prefix) if error.key.startswith(prefix) else error.key or settings.key
+    return ConfigError(error.message, key=key, given=error.given)

@@ -17,6 +17,7 @@ from rft.config.context import Problems
 from rft.config.plan import Plan
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
+from rft.taskset.settings import TasksetSettings
 from rft.workflow.recipes import GIVES, TEACHER, workflow_class
 
 if TYPE_CHECKING:
@@ -31,18 +32,24 @@ def look(plan: Plan, tasksets: Sequence[Taskset], problems: Problems) -> None:
         return
     operators = _provided("operator", ((o.name, o.args) for o in plan.explorer.pipeline.operators))
     flows = [
-        (t.settings.name, name, t.settings.workflow_args)
+        (t.settings, name)
         for t in tasksets
         if not t.settings.is_eval
         for name in sorted({t.settings.workflow, *t.workflows()} - {""})
     ]
+    if plan.serve is not None:
+        flows = [(TasksetSettings(name="serve", path="", workflow="session"), "session")]  # it writes what clients post, no more
+        if plan.explorer.baseline:
+            name = plan.learner.algorithm.advantage_fn
+            text = f"{name} reads the reward of a greedy run of every task, which no client plays; choose another advantage"
+            problems.error("algorithm.advantage_fn", text, given=name)
     for kind, part, want in _required(plan):
-        for taskset, flow, args in flows:
-            given = _provided("workflow", [(flow, args)])
+        for taskset, flow in flows:
+            given = _provided("workflow", [(flow, taskset.workflow_args)])
             if want not in operators | given:
-                problems.error(f"algorithm.{kind}", _missing(part, want, flow, taskset), given=part)
+                problems.error(f"algorithm.{kind}", _missing(part, want, flow, taskset.name), given=part)
             elif want == TEACHER and want in given:
-                _teacher(plan, flow, args, problems)
+                _teacher(plan, flow, taskset, problems)
 
 
 def _required(plan: Plan) -> list[tuple[str, str, str]]:
@@ -79,9 +86,9 @@ def _missing(part: str, want: str, flow: str, taskset: str) -> str:
     )
 
 
-def _teacher(plan: Plan, flow: str, args: Mapping[str, Any], problems: Problems) -> None:
-    there = [name for m in plan.auxiliary for name in m.names]
-    named = args.get("teacher")
+def _teacher(plan: Plan, flow: str, taskset: TasksetSettings, problems: Problems) -> None:
+    there = {name: m.engines[0].engine_type for m in plan.auxiliary for name in m.names}
+    named, temperature = taskset.workflow_args.get("teacher"), taskset.sampling.temperature
     if not there:
         problems.error("explorer.auxiliary_models", f"{flow} asks a teacher; name one: [{{name: teacher, model_path: ...}}]")
     elif named is not None and named not in there:
@@ -90,3 +97,6 @@ def _teacher(plan: Plan, flow: str, args: Mapping[str, Any], problems: Problems)
             f"no model has the name of workflow_args.teacher; the models are {', '.join(there)}",
             named,
         )
+    elif temperature != 1 and {t for name, t in there.items() if named in (None, name)} == {"vllm"}:
+        text = "has log-probs at temperature 1 only; sample at 1, or write engine_type: transformers for the teacher"
+        problems.error("model.temperature", f"is {temperature:g} for {taskset.name}, and a teacher of engine_type vllm {text}")

@@ -24,10 +24,10 @@ from rft.config import (
 )
 from rft.config.context import Context, filled
 from rft.config.inert import used
-from rft.config.plan import Facts, NotActive, Plan, Tasksets
+from rft.config.plan import Facts, Plan, Tasksets
 from rft.config.plan_schedule import NumBatches
-from rft.config.roles import joins
-from rft.config.schema.base import check_rules
+from rft.config.roles import joins, reads_data
+from rft.config.schema.base import sections
 from rft.config.schema.buffer_section import RolloutArgs
 from rft.config.schema.root import RunConfig
 from rft.config.tasksets import feedback_lag, limit_prompts, num_process, sampling_args, task_pipeline, tasksets
@@ -76,7 +76,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     """The Plan; it is right where `ctx` has no errors afterwards."""
     ctx.config = plan_serve.config(ctx)
     ctx.config = devices.chosen_mode(ctx, plan_schedule.one_place(ctx))
-    check_rules(ctx.config, ctx)
+    _check_rules(ctx)
     lengths = plan_engines.lengths(ctx)
     algorithm, repeat_times, compares = plan_algorithm.algorithm(ctx)
     any_sampling = plan_algorithm.takes_any_sampling(algorithm)
@@ -86,28 +86,27 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     cluster, engine_device, world_size, trainer_device = devices.devices(ctx)
     devices.check_colocated(ctx, (engine_device, trainer_device))
     engines = plan_engines.engines(ctx, lengths, engine_device)
-    auxiliary = plan_engines.auxiliary(ctx, lengths[0], cluster.gpus)
     work = _workload(ctx, train, evals, served, algorithm, repeat_times, compares, engines[0], num_batches)
     devices.check_processes(ctx)
     plan_algorithm.advantage_inputs(algorithm, ctx)
     plan_algorithm.critic(ctx, algorithm)
     learner = plan_trainer.learner(ctx, algorithm, lengths, trainer_device, world_size, work.train_steps)
+    learner = replace(learner, chat_template=engines[0].chat_template)
     engines, learner = devices.in_turns(ctx, *lora_plan.published(ctx, engines, learner), shared=cluster.shared)
     plan_trainer.micro_batches(ctx, work.counted, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts)))
     plan_trainer.deterministic(ctx, work.train)
     sync = plan_schedule.sync(ctx, engines, trainer_device, work.counted)
     explorer = plan_explorer.explorer(ctx, work.train, work.evals, work.explore_steps, plan_algorithm.reads_baseline(algorithm))
-    config = ctx.config
+    _inert_keys(ctx, work.read_anyway)
     return filled(
         Plan,
-        config,
-        joins=joins(config),
-        not_active=_inert_keys(ctx, work.read_anyway),
+        ctx.config,
+        joins=joins(ctx.config),
         run_dir=ctx.run_dir,
         explorer=replace(explorer, feedback_lag=feedback_lag(sync), pipeline=plan_explorer.pipeline(ctx, algorithm, work.rows)),
         serve=plan_serve.serve(ctx, work.counted),
         engines=engines,
-        auxiliary=auxiliary,
+        auxiliary=plan_engines.auxiliary(ctx, lengths[0], cluster.gpus),
         buffer=_buffer(ctx, work),
         mix=work.expert[0] if work.expert else None,
         expert=work.expert[1] if work.expert else None,
@@ -124,23 +123,26 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
         task_pipeline=work.task_pipeline,
         cluster=cluster,
         total_steps=work.train_steps,
-        log_level=config.log.level,
-        log_by_node=config.log.group_by_node,
+        num_runs=max((t.num_runs for t in work.counted), default=0),
+        log_level=ctx.config.log.level,
+        log_by_node=ctx.config.log.group_by_node,
         plugin_dirs=ctx.plugin_dirs,
-        resume_from_path=Path(ctx.find(config.resume_from_path)) if config.resume_from_path else None,
+        resume_from_path=Path(ctx.find(given)) if (given := ctx.config.resume_from_path) else None,
         derived=tuple(ctx.derived),
         notes=tuple(ctx.notes),
         warnings=tuple(ctx.warnings),
     )
 
 
+def _check_rules(ctx: Context) -> None:
+    for key, _, section in sections(ctx.config):
+        section.rules(key, ctx)
+
+
 def _buffer(ctx: Context, work: Workload) -> BufferSettings:
     if work.data is not None:
         return BufferSettings(folder=ctx.run_dir / "buffer")
     return plan_explorer.replayed(ctx, plan_explorer.buffer(ctx))
-
-
-# ---------------------------------------------------------------- one builder for each kind of mode
 
 
 def _workload(
@@ -154,57 +156,54 @@ def _workload(
     engine: EngineSettings,
     num_batches: NumBatches | None,
 ) -> Workload:
+    """What there is to do, by the kind of mode."""
     train, evals = limit_prompts(ctx.config, train, evals, engine, num_process(ctx.config, ctx.facts))
-    prepared, train, evals = task_pipeline(ctx, train, evals)
+    prepared = None
+    if ctx.config.mode == "train" and reads_data(ctx.config):
+        p, why = (
+            ctx.config.data_processor,
+            "it is for tasks and what is sampled; rows that are there already are trained on as they are",
+        )
+        p.idle("data_processor", ("task_pipeline",), why, ctx)
+        p.experience_pipeline.idle("data_processor.experience_pipeline", ("operators", "save_input"), why, ctx)
+    else:
+        prepared, train, evals = task_pipeline(ctx, train, evals)
     data = offline_plan.wanted(ctx, algorithm, ctx.name, engine)
     if data is not None:
-        work = _offline(ctx, data, num_batches)
+        if plan_trainer.replays(ctx):
+            text = f"is for rows that were sampled, and algorithm {algorithm.algorithm_type} reads a data set; leave it out"
+            ctx.error("buffer.trainer_input.replay_run", text)
+        size, train_steps = offline_plan.steps(ctx, data, num_batches)
+        work = Workload(data=data, groups=size, train_steps=train_steps)
     elif plan_trainer.replays(ctx):
         work = Workload(groups=1, train_steps=ctx.config.trainer.total_steps)
     elif ctx.config.mode == "bench":
         work = Workload(evals=evals, explore_steps=0, train_steps=0, groups=1)
-    else:
-        whole = plan_algorithm.needs_whole_groups(algorithm, compares)
-        work = _sampled(ctx, train, evals, served, repeat_times, (compares, whole), num_batches)
+    else:  # what engines sample, in this process or in another
+        counted = train or served or plan_schedule.elsewhere(ctx, repeat_times)
+        groups, rows = plan_schedule.batch(ctx, counted, compares, plan_algorithm.needs_whole_groups(algorithm, compares))
+        explore_steps, train_steps = plan_schedule.steps(ctx, counted, rows, num_batches if train else None)
+        work = Workload(
+            train=train,
+            counted=counted,
+            evals=evals,
+            explore_steps=explore_steps,
+            train_steps=train_steps,
+            groups=groups,
+            rows=rows,
+        )
     own_rows = work.rows or (work.groups or 1) * max((t.num_runs for t in work.counted), default=1)
     return replace(work, task_pipeline=prepared, expert=offline_plan.expert(ctx, algorithm, own_rows, engine))
 
 
-def _offline(ctx: Context, data: offline_plan.DataSets, num_batches: NumBatches | None) -> Workload:
-    groups, train_steps = offline_plan.steps(ctx, data, num_batches)
-    return Workload(data=data, groups=groups, train_steps=train_steps)
-
-
-def _sampled(
-    ctx: Context,
-    train: Tasksets,
-    evals: Tasksets,
-    served: Tasksets,
-    repeat_times: int,
-    of_groups: tuple[bool, bool],
-    num_batches: NumBatches | None,
-) -> Workload:
-    """Modes that train on what engines sample, in this process or in another.  `of_groups` as in `plan_schedule.batch`."""
-    counted = train or served or plan_schedule.elsewhere(ctx, repeat_times)
-    groups, rows = plan_schedule.batch(ctx, counted, *of_groups)
-    explore_steps, train_steps = plan_schedule.steps(ctx, counted, rows, num_batches if train else None)
-    return Workload(
-        train=train, counted=counted, evals=evals, explore_steps=explore_steps, train_steps=train_steps, groups=groups, rows=rows
-    )
-
-
-def _inert_keys(ctx: Context, read: tuple[str, ...]) -> tuple[NotActive, ...]:
-    """Refuses, warns of or notes what is written and does nothing; returns what is not implemented yet.  `read`: keys this run reads."""
-    later = []
+def _inert_keys(ctx: Context, read: tuple[str, ...]) -> None:
+    """Refuses, warns of or notes what is written and does nothing.  `read`: keys this run reads."""
     for key, value, entry in used(ctx.config):
         if f"{key}.".startswith(read):  # also a section that is refused whole
             continue
-        if entry.level == "later":
-            later.append(NotActive(key=key, value=value, instead=entry.why, harmless=entry.harmless))
-        elif entry.level == "refused":
+        if entry.level == "refused":
             ctx.error(key, f"has no meaning here: {entry.why}")
         elif entry.level == "warned":
             ctx.warn(f"{key} {value!r} has no effect: {entry.why}")
         else:
             ctx.note(f"{key} {str(value).lower() if isinstance(value, bool) else value} has no effect: {entry.why}")
-    return tuple(later)

@@ -21,11 +21,12 @@ from pydantic_core import to_jsonable_python
 from rft.config import yamlfile
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, dotted, hidden, is_secret, plain, undotted
-from rft.config.schema.walk import field_at
+from rft.config.schema.walk import extra, field_at
 from rft.disk import read_regular, write_whole
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
 
+RESOLVED = "config.resolved.yaml"
 _MOST_BYTES = 16 << 20  # of a config.json
 LIBRARIES = ("rft-platform", "torch", "transformers", "vllm", "ray", "peft", "datasets", "numpy", "sqlalchemy")
 
@@ -61,14 +62,14 @@ def save(config: RunConfig, run_dir: Path) -> None:
         "sha256": source.files[0][1] if source.files else None,
         "files": dict(source.files),
         "stage": source.stage,
-        "path": str(source.path) if source.path else None,
+        "path": str(source.path.absolute()) if source.path else None,
         "overrides": overrides,
         "versions": versions(),
         "tree": tree,
     }
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "config.yaml", redact(head + said) + written)
-    write_whole(run_dir / "config.resolved.yaml", yamlfile.dump(tree))
+    write_whole(run_dir / RESOLVED, yamlfile.dump(config.shown(again=True)))
     write_whole(run_dir / "config.json", json.dumps(record, indent=1))
 
 
@@ -82,6 +83,14 @@ def saved(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise ConfigError(f"{file} cannot be read: {e}", key="RUN", given=str(run_dir)) from None
     raise ConfigError(f"{file} holds no configuration", key="RUN", given=str(run_dir))
+
+
+def home(path: Path) -> Path:
+    """The folder beside which a configuration's relative paths are looked for: of a run's own one that of the file it was made from."""
+    with suppress(ConfigError):
+        if path.name == RESOLVED and (made_from := saved(path.parent).get("path")):
+            return Path(made_from).parent
+    return path.absolute().parent
 
 
 def changes(config: RunConfig, run_dir: Path) -> list[Change]:
@@ -167,12 +176,7 @@ def _default(loc: Loc) -> Any:
 
 def _safe(loc: Loc) -> bool:
     """A key may change if it, or a section around it, says so."""
-    for end in range(len(loc), 0, -1):
-        field = field_at(loc[:end])
-        extra = field.json_schema_extra if field else None
-        if isinstance(extra, dict) and extra.get("on_resume") == "safe":
-            return True
-    return False
+    return any(extra(field_at(loc[:end]), "on_resume") == "safe" for end in range(1, len(loc) + 1))
 
 
 _REMARK = re.compile(r"(#.*?\b)([\w-]+)(\s*[:=]\s*)(\S+)")

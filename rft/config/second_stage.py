@@ -21,6 +21,7 @@ from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, dotted, hidden, leaves
 from rft.errors import ConfigError
 from rft.logs import REDACTED, redact
+from rft.trainer.manifest import committed
 
 
 def checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Report:
@@ -31,9 +32,9 @@ def checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Re
         return Report(errors=tuple(ctx.errors), config=config, schema_only=True)
     if schema_only:
         problems = Problems()
-        plan_checks.advise(plan, _keys(config, plan), problems)
+        plan_checks.advise(plan, problems)
         roles = _memory(plan, model_folder.sizes(plan.learner.model_path), None, facts, problems)
-        needs = playable.look(plan, _keys(config, plan), facts)
+        needs = playable.look(plan, facts)
         return _report(config, plan, problems, schema_only=True, memory=roles, needs=needs)
     try:
         plugins.load_all(plan.plugin_dirs)
@@ -44,11 +45,11 @@ def checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Re
     if alone and not ctx.errors:  # what is wrong without plugins stays wrong where the look with them finds nothing
         return Report(errors=tuple(alone), config=config)
     if ctx.errors:
-        return Report(errors=(*ctx.errors, *_other_errors(config, plan, ctx.errors)), config=config)
+        return Report(errors=(*ctx.errors, *_other_errors(plan, ctx.errors)), config=config)
     return _second_stage(config, plan, ctx.facts, name)
 
 
-def _other_errors(config: RunConfig, plan: Plan, known: list[ConfigError]) -> list[ConfigError]:
+def _other_errors(plan: Plan, known: list[ConfigError]) -> list[ConfigError]:
     """What is wrong with the model and the tasksets whose keys are right; `plan` holds where no error says otherwise."""
     from rft.config import preview
 
@@ -58,9 +59,9 @@ def _other_errors(config: RunConfig, plan: Plan, known: list[ConfigError]) -> li
     problems = Problems()
     model = _model(plan, problems) if right("model.") else None
     if right("buffer.explorer_input.default") and right("data_processor.task_pipeline"):
-        keys, x = _keys(config, plan), plan.explorer
-        train, evals = (tuple(t for t in ts if right(keys[t.name])) for ts in (x.tasksets, x.eval_tasksets))
-        preview.look(replace(plan, explorer=replace(x, tasksets=train, eval_tasksets=evals)), keys, model, problems)
+        x = plan.explorer
+        train, evals = (tuple(t for t in ts if right(t.key)) for ts in (x.tasksets, x.eval_tasksets))
+        preview.look(replace(plan, explorer=replace(x, tasksets=train, eval_tasksets=evals)), model, problems)
     return problems.errors
 
 
@@ -82,10 +83,11 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         problems.error(need.key, need.message)
     model = _model(plan, problems)
     rows = plan_checks.models(config, plan, model, problems) if model is not None else None
-    seen = preview.look(plan, _keys(config, plan), model, problems)
+    seen = preview.look(plan, model, problems)
     found, counts = offline_plan.look(plan, problems) if not problems.errors else ([], {})
     required_fields.look(plan, seen.opened, problems)
-    if plan.resume_from_path is not None and not plan.resume_from_path.is_dir():
+    own = plan.mode != "bench" and committed(plan.run_dir / "checkpoints")  # it goes on from those
+    if plan.resume_from_path is not None and not own and not plan.resume_from_path.is_dir():
         problems.error("resume_from_path", "is not a folder", given=str(plan.resume_from_path))
     if not problems.errors:
         opened = {t.settings.name: t for t in seen.opened}
@@ -100,7 +102,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         with problems.taking():
             plan = resolve(config, facts, num_batches=num_batches if known else None, name=name)
     plan = plan_checks.settled(plan, rows)
-    plan_checks.advise(plan, _keys(config, plan), problems)
+    plan_checks.advise(plan, problems)
     longest = max((t.max_prompt_tokens for t in seen.tasksets if t.max_prompt_tokens is not None), default=None)
     roles = _memory(plan, (model.config, model.tensors) if model is not None else None, longest, facts, problems)
     about: dict[str, Any] = {}
@@ -163,18 +165,6 @@ def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> R
         plan=plan,
         **more,
     )
-
-
-def _keys(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """Name of each taskset → its configuration key, in the order in which `resolve` makes them."""
-    if not (plan.explorer.tasksets or plan.explorer.eval_tasksets):
-        return {}  # clients bring the tasks, or nothing is played
-    given, base = config.buffer.explorer_input, "buffer.explorer_input"
-    train = [f"{base}.taskset"] if given.taskset is not None else [f"{base}.tasksets[{i}]" for i in range(len(given.tasksets))]
-    if config.mode == "bench":
-        train = []  # they are not played
-    keys = [*train, *(f"{base}.eval_tasksets[{i}]" for i in range(len(given.eval_tasksets)))]
-    return dict(zip((t.name for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)), keys, strict=True))
 
 
 def _inline_secrets(config: RunConfig) -> list[str]:

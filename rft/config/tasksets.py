@@ -65,6 +65,7 @@ def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int, any_s
                     TasksetSettings,
                     t,
                     name=name,
+                    key=key,
                     path=ctx.find(t.path),
                     storage_type=ctx.find(t.storage_type) if ":" in t.storage_type else t.storage_type.lower(),
                     reader_path=_found(t.reader_path, ctx.find),
@@ -179,7 +180,7 @@ def _name(t: TasksetConfig, is_eval: bool, names: dict[str, str], key: str, prob
         names[name] = key
         return name
     stem = t.path.split("://")[-1].split("?")[0].rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
-    base = re.sub(r"\.(jsonl?|parquet|csv)$", "", stem) or "taskset"
+    base = re.sub(r"\.(jsonl?|ndjson|parquet|csv)$", "", stem) or "taskset"
     base = re.sub(r"[^\w.+-]", "_", base).lstrip("._") or "taskset"
     base = f"{base}_eval" if is_eval and not base.endswith("_eval") else base
     name, n = base, 1

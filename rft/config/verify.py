@@ -37,12 +37,7 @@ def load_plan(
     if report.errors:
         raise ConfigErrors(list(report.errors))
     assert report.config is not None and report.plan is not None
-    if waiting := [n for n in report.not_active if not n.harmless]:
-        raise ConfigErrors(
-            [ConfigError(f"accepted by `rft check`, not active yet: {n.instead}", key=n.key, given=n.value) for n in waiting]
-        )
-    idle = tuple(f"{n.key} has no effect yet: {n.instead}" for n in report.not_active)
-    return report.config, replace(report.plan, warnings=(*report.warnings, *idle), notes=report.notes)
+    return report.config, replace(report.plan, warnings=report.warnings, notes=report.notes)
 
 
 def check(

@@ -45,29 +45,25 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, rx) for tag, rx in rules if tag.rsplit(":", 1)[1] not in ("timestamp", "int", "float")]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*)$"), list("-+0123456789")
+_DIGITS = r"(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)"  # 1_000 is a number; 1_5 and 0.5_2 are texts, e.g. two bounds
+_INT = re.compile(rf"^[-+]?(?:0|(?!0){_DIGITS}|0x[0-9a-fA-F_]*[0-9a-fA-F])$")
+_FLOAT = re.compile(
+    rf"^[-+]?(?:(?:{_DIGITS}\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|{_DIGITS}[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
 )
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
-        r"|^\.(?:nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Quotes every text that `_Loader` would read as something else."""
 
 
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump(value: Any) -> str:
     """YAML text that `parse` reads as `value` again."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
@@ -99,6 +95,10 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         raise ConfigError(f"{name}: not valid YAML: {e}") from None
     finally:
         loader.dispose()
+
+
+def is_number(text: str) -> bool:
+    return bool(_INT.match(text) or _FLOAT.match(text))
 
 
 def scalar(text: str, name: str = "value") -> Any:

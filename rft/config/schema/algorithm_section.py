@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from rft.algorithm.args import AggMode, Rejection
 from rft.algorithm.settings import AlgorithmSettings
+from rft.config.schema import units
 from rft.config.schema.base import Args, IgnoreCase, Section, Told, key, renamed, safe_key, section
 from rft.trainer.settings import OptimSettings
 
@@ -25,11 +27,8 @@ class ScheduleConfig(Section):
     min_lr_ratio: float = key(
         OptimSettings.min_lr_ratio, "Floor of the linear, cosine and wsd schedules as a share of lr.", ge=0, le=1
     )
-    num_cycles: float = key(
-        OptimSettings.num_cycles,
-        "Periods of the cosine from the warm-up to the end; 0.5: from lr down to the floor.",
-        unit="periods",
-        gt=0,
+    num_cycles: units.Periods = key(
+        OptimSettings.num_cycles, "Periods of the cosine from the warm-up to the end; 0.5: from lr down to the floor."
     )
     lr_scheduler_type: Schedule = key(
         OptimSettings.lr_scheduler_type,
@@ -66,27 +65,7 @@ class OptimizerConfig(ScheduleConfig):
     """AdamW and its learning-rate schedule."""
 
     lr: float = safe_key(OptimSettings.lr, "Peak learning rate.", gt=0)
-    clip_grad: float | None = key(None, "Same as trainer.grad_clip; different values are an error.", unit="gradient norm", gt=0)
-
-
-Rejection = Annotated[
-    Literal[
-        "none",
-        "token_k1",
-        "token_k2",
-        "token_k3",
-        "seq_sum_k1",
-        "seq_sum_k2",
-        "seq_sum_k3",
-        "seq_mean_k1",
-        "seq_mean_k2",
-        "seq_mean_k3",
-        "seq_max_k1",
-        "seq_max_k2",
-        "seq_max_k3",
-    ],
-    IgnoreCase,
-]
+    clip_grad: units.GradientNorm | None = key(None, "Same as trainer.grad_clip; different values are an error.")
 
 
 class RolloutCorrectionConfig(Section):
@@ -97,7 +76,9 @@ class RolloutCorrectionConfig(Section):
     )
     rollout_is_threshold: float = key(2.0, "Largest weight; larger ones are cut to it.", gt=0)
     rollout_is_batch_normalize: bool = key(False, "Divide weights by their mean.")
-    rollout_rs: Rejection | None = key(None, "Statistic by which tokens or sequences are rejected.  Null or none: nothing is.")
+    rollout_rs: Annotated[Rejection, IgnoreCase] | None = key(
+        None, "Statistic by which tokens or sequences are rejected.  Null or none: nothing is."
+    )
     rollout_rs_threshold: float | str | None = key(
         None,
         "Largest value that is kept; for k1 the largest ratio of the engine's probability to the trainer's, or \"lower_upper\"; the lower "
@@ -114,13 +95,13 @@ class RolloutCorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """The algorithm by name, and those of its parts that should differ from what the name implies."""
 
+    implied = ("bypass_old_logprobs",)
+
     algorithm_type: Annotated[str, IgnoreCase] = key(
         AlgorithmSettings.algorithm_type,
         "Supplies the parts below that are not written; the pages on algorithms list all of them, `rft plugins` those that are installed.",
     )
-    repeat_times: int | None = key(
-        None, "Runs of each task, the size of a group.  Null: what the algorithm recommends.", unit="runs", ge=1
-    )
+    repeat_times: units.Runs | None = key(None, "Runs of each task, the size of a group.  Null: what the algorithm recommends.")
     optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule.")
     sample_strategy: str | None = key(
         None,
@@ -144,17 +125,14 @@ class AlgorithmConfig(Section):
     kl_penalty_fn_args: Args = key({}, "Single arguments of kl_penalty_fn that differ from its defaults.")
     entropy_loss_fn: str | None = key(None, "Entropy bonus.  Null: the algorithm's own.")
     entropy_loss_fn_args: Args = key({}, "Single arguments of entropy_loss_fn that differ from its defaults.")
-    loss_agg_mode: (
-        Annotated[Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"], IgnoreCase]
-        | None
-    ) = key(None, "How token losses become one number.  Null: the algorithm's own.")
+    loss_agg_mode: Annotated[AggMode, IgnoreCase] | None = key(
+        None, "How token losses become one number.  Null: the algorithm's own."
+    )
     bypass_old_logprobs: bool = key(
         AlgorithmSettings.bypass_old_logprobs,
         "True: old log-probs are the engine's.  False: the trainer computes them again before the update.",
     )
-    loss_scale_factor: int | None = key(
-        None, "Divisor of seq-mean-token-sum-norm.  Null: max_response_tokens.", unit="tokens", ge=1
-    )
+    loss_scale_factor: units.Tokens | None = key(None, "Divisor of seq-mean-token-sum-norm.  Null: max_response_tokens.")
     compute_prox_logprobs: bool = key(
         False,
         "Old log-probs are those of the weights that the engines got last (three policies): between two versions the ratio is taken "

@@ -7,11 +7,19 @@ its `rules`; what they need of other sections and of the machine is decided by `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 
 class Told(Protocol):
@@ -19,13 +27,20 @@ class Told(Protocol):
 
     def error(self, key: str, message: str) -> None: ...
     def warn(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 class Section(BaseModel):
     """One mapping of the YAML file.  Unknown keys are errors, values are never changed afterwards."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    implied: ClassVar[tuple[str, ...]] = ()
+    """Keys that count as written where they have their default, too: without them other keys decide the value."""
+
+    @model_serializer(mode="wrap")
+    def _dumped(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """With any context: without what is implied, so that what is read again means the same."""
+        left_out = set(self.implied) - self.model_fields_set if info.context else set()
+        return {name: value for name, value in handler(self).items() if name not in left_out}
 
     def rules(self, at: str, told: Told) -> None:
         """What the keys of this section need of each other, and which of them do nothing beside others; `at` is the section's key."""
@@ -41,17 +56,20 @@ class Section(BaseModel):
                 told.warn(f"{at}.{name} has no effect: {why}")
 
 
-def check_rules(section: Section, told: Told, at: str = "") -> None:
-    """The rules of a section and of all below it."""
-    section.rules(at, told)
+def sections(section: Section, key: str = "", path: str = "") -> Iterator[tuple[str, str, Section]]:
+    """(key, path of the schema, section) of a section and all below it: tasksets[0].format has the path tasksets[].format."""
+    yield key, path, section
     for name in type(section).model_fields:
-        value, key = getattr(section, name), f"{at}.{name}".lstrip(".")
-        inner = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {}
-        if isinstance(value, Section):
-            check_rules(value, told, key)
-        for i, item in inner.items():
-            if isinstance(item, Section):
-                check_rules(item, told, f"{key}[{i}]" if isinstance(value, tuple) else f"{key}.{i}")
+        value = getattr(section, name)
+        here, of = f"{key}.{name}".lstrip("."), f"{path}.{name}".lstrip(".")
+        inner = [(here, of, value)]
+        if isinstance(value, tuple):
+            inner = [(f"{here}[{i}]", f"{of}[]", x) for i, x in enumerate(value)]
+        elif isinstance(value, dict):
+            inner = [(f"{here}.{k}", f"{of}.*", x) for k, x in value.items()]
+        for at, kind, x in inner:
+            if isinstance(x, Section):
+                yield from sections(x, at, kind)
 
 
 def key(default: Any, doc: str, *, unit: str = "", on_resume: str = "refuse", **constraints: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices
 
 from rft.buffer.settings import STORAGES, BufferSettings, ReplaySettings
+from rft.config.schema import units
 from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section, shipped
 from rft.taskset.settings import FILES, FormatSettings, OfflineDataSettings, TaskPipelineSettings, TasksetSettings
 
@@ -71,12 +72,12 @@ class RolloutArgs(Section):
     presence_penalty: float | None = key(None, "OpenAI's presence penalty; 0 = off.", ge=-2, le=2)
     frequency_penalty: float | None = key(None, "OpenAI's frequency penalty; 0 = off.", ge=-2, le=2)
     repetition_penalty: float | None = key(None, "Penalty on tokens already seen; 1 = off.", gt=0)
-    max_tokens: int | None = key(None, "Longest response.", unit="tokens", ge=1)
-    min_tokens: int | None = key(None, "No end before this many tokens.", unit="tokens", ge=0)
+    max_tokens: units.Tokens | None = key(None, "Longest response.")
+    min_tokens: units.TokensOr0 | None = key(None, "No end before this many tokens.")
     stop: tuple[str, ...] = key((), "Texts that end a response.")
     seed: int | None = key(None, "Seed of every request.  Null: derived from the run's place.")
-    n: int | None = key(None, "Runs of each task; same as the taskset's repeat_times.", unit="runs", ge=1)
-    logprobs: int = key(0, "How many likely tokens besides the generated one have their log-prob kept.", unit="tokens", ge=0)
+    n: units.Runs | None = key(None, "Runs of each task; same as the taskset's repeat_times.")
+    logprobs: units.TokensOr0 = key(0, "How many likely tokens besides the generated one have their log-prob kept.")
 
 
 class DataSelectorConfig(Section):
@@ -113,17 +114,14 @@ class TasksetConfig(Section):
         "sql: a table or query, see args; or your own task source: its name, pkg.module:Name or path/file.py:Name.",
     )
     reader_path: str | None = key(
-        None,
-        "File or module with your own class that reads `path`: __len__ and __getitem__(i), which gives row i as a mapping.",
+        None, "File or module with your own class that reads `path`: __len__ and __getitem__(i), which gives row i as a mapping."
     )
     reader_name: str | None = key(None, "Name of that class.")
     subset_name: str | None = key(None, "Subset (configuration) of a hub dataset.")
     split: str = key(TasksetSettings.split, "Split of the dataset.")
-    max_rows: int | None = key(
+    max_rows: units.DataRows | None = key(
         None,
         "Use only the first rows (max_samples is another name); needed for generators.",
-        unit="rows",
-        ge=1,
         validation_alias=AliasChoices("max_rows", "max_samples"),
     )
     filter_overlong_prompts: bool = key(
@@ -145,8 +143,8 @@ class TasksetConfig(Section):
     default_reward_fn_type: str | None = key(None, "Reward of the rows.  Null: explorer_input.default_reward_fn_type.")
     reward_fn_args: Args = key({}, "Arguments of the reward.")
     rollout_args: RolloutArgs = section(RolloutArgs, "Sampling of this taskset; wins over `model`.")
-    repeat_times: int | None = key(
-        None, "Runs of each task.  Null: algorithm.repeat_times for training, 1 for evaluation.", unit="runs", ge=1
+    repeat_times: units.Runs | None = key(
+        None, "Runs of each task.  Null: algorithm.repeat_times for training, 1 for evaluation."
     )
     data_selector: DataSelectorConfig = section(
         DataSelectorConfig,
@@ -154,8 +152,8 @@ class TasksetConfig(Section):
         validation_alias=AliasChoices("data_selector", "task_selector"),
     )
     weight: float | None = key(None, "Share of this taskset in the mixture.  Null: proportional to its length.", gt=0)
-    max_retry_times: int = key(3, "Tries to read a row.", unit="tries", ge=0)
-    max_retry_interval: float = key(1.0, "Pause between them.", unit="s", ge=0)
+    max_retry_times: units.Tries = key(3, "Tries to read a row.")
+    max_retry_interval: units.Pause = key(1.0, "Pause between them.")
     enable_progress_bar: bool = key(False, "Show how far reading is.")
 
     def rules(self, at: str, told: Told) -> None:
@@ -185,6 +183,8 @@ class ExplorerInputConfig(Section):
 class ReplayBufferConfig(Section):
     """Reading by priority, and training on experiences more than once."""
 
+    implied = ("priority_fn_args",)
+
     enable: bool = key(False, "Read the groups of highest priority first.  False: the oldest first, each once.")
     priority_fn: str = key(
         ReplaySettings.priority_fn,
@@ -192,25 +192,23 @@ class ReplayBufferConfig(Section):
         "version is that of the oldest weights.",
     )
     priority_fn_args: Args = key({"decay": 2.0}, "Single arguments of priority_fn that differ from its defaults.")
-    reuse_cooldown_time: float | None = key(
-        None, "How long an experience must wait before it may be used again.  Null: it is used once.", unit="s", gt=0
+    reuse_cooldown_time: units.Seconds | None = key(
+        None, "How long an experience must wait before it may be used again.  Null: it is used once."
     )
-    max_uses: int | None = key(
+    max_uses: units.TrainSteps | None = key(
         None,
         "Train steps that may use an experience.  Null: use_count_limit of priority_fn, else no limit; without reuse_cooldown_time 1.",
-        unit="train steps",
-        ge=1,
     )
 
     def rules(self, at: str, told: Told) -> None:
-        for name in type(self).model_fields if not self.enable else ():
-            if self.written(name):
-                text = "has no effect without replay_buffer.enable: each experience is trained once, oldest first"
-                told.warn(f"{at}.{name} {text}")
+        if not self.enable:
+            self.idle(at, type(self).model_fields, "enable is false: each experience is trained once, oldest first", told)
 
 
 class ExperienceBufferConfig(Section):
     """The store between explorer and trainer."""
+
+    implied = ("storage_type",)
 
     name: Name = key(BufferSettings.name, "Name of the buffer.")
     storage_type: Annotated[Literal["sql", "queue", "file"] | str, shipped(*STORAGES)] = key(
@@ -225,16 +223,13 @@ class ExperienceBufferConfig(Section):
         "own in PostgreSQL.  Else sql: an SQLite file; queue, file: folder (none: queue in memory only).  Null: all in the run folder.  "
         "Mode train: the data set, a file (jsonl, json, csv, parquet), a folder with one for each split, or a hub id.",
     )
-    capacity: int = safe_key(
-        BufferSettings.capacity, "Groups that may wait in the buffer before the explorer is paused.", unit="groups", ge=1
+    capacity: units.Groups = safe_key(
+        BufferSettings.capacity, "Groups that may wait in the buffer before the explorer is paused."
     )
-    capacity_bytes: int = safe_key(
-        BufferSettings.capacity_bytes,
-        "Payload that may wait in the buffer before the explorer is paused.",
-        unit="bytes",
-        ge=1 << 20,
+    capacity_bytes: units.Bytes = safe_key(
+        BufferSettings.capacity_bytes, "Payload that may wait in the buffer before the explorer is paused."
     )
-    max_read_timeout: float = safe_key(1800.0, "How long the trainer waits for a batch.", unit="s", gt=0)
+    max_read_timeout: units.Seconds = safe_key(1800.0, "How long the trainer waits for a batch.")
     durability: Annotated[Literal["process", "power"], IgnoreCase] = safe_key(
         BufferSettings.durability, "What an acknowledged experience survives: a crash of every process, or of the machine too."
     )
@@ -244,17 +239,11 @@ class ExperienceBufferConfig(Section):
         "payload_damaged.  At startup their tasks are explored again; later on, the train batch is smaller by that much.",
     )
     replay_buffer: ReplayBufferConfig = section(ReplayBufferConfig, "Training on experiences more than once.")
-    max_retry_times: int = safe_key(
-        BufferSettings.max_retry_times,
-        "How often a lost or locked database is retried, after one immediate retry.  0: never.",
-        unit="tries",
-        ge=0,
+    max_retry_times: units.Tries = safe_key(
+        BufferSettings.max_retry_times, "How often a lost or locked database is retried, after one immediate retry.  0: never."
     )
-    max_retry_interval: float = safe_key(
-        BufferSettings.max_retry_interval_s,
-        "Pause before the first of these retries; it doubles each time, up to 10 s.",
-        unit="s",
-        ge=0,
+    max_retry_interval: units.Pause = safe_key(
+        BufferSettings.max_retry_interval_s, "Pause before the first of these retries; it doubles each time, up to 10 s."
     )
     split: str | None = key(None, "Mode train: split of the data set that is trained on.  Null: train.")
     eval_split: str | None = safe_key(
@@ -291,20 +280,15 @@ class TrainerInputConfig(Section):
 class BufferConfig(Section):
     """Tasks, experiences and the size of a step."""
 
-    batch_size: int = key(1, "Tasks per explore step; each becomes a group of repeat_times runs.", unit="tasks", ge=1)
+    batch_size: units.Tasks = key(1, "Tasks per explore step; each becomes a group of repeat_times runs.")
     train_batch_size: int | None = key(
         None, "Experiences per train step.  Null or 0: all of batch_size accepted groups.", unit="experiences", ge=0
     )
-    total_epochs: int | None = safe_key(
-        None,
-        "Passes over the training tasksets.  Null: as many as total_steps or trainer.total_steps need, else 1.",
-        unit="epochs",
-        ge=1,
+    total_epochs: units.Epochs | None = safe_key(
+        None, "Passes over the training tasksets.  Null: as many as total_steps or trainer.total_steps need, else 1."
     )
-    total_steps: int | None = safe_key(None, "Explore steps; wins over total_epochs.", unit="explore steps", ge=1)
-    total_tasks: int | None = safe_key(
-        None, "Tasks in all: total_steps is this divided by batch_size, rounded up.", unit="tasks", ge=1
-    )
+    total_steps: units.ExploreSteps | None = safe_key(None, "Explore steps; wins over total_epochs.")
+    total_tasks: units.Tasks | None = safe_key(None, "Tasks in all: total_steps is this divided by batch_size, rounded up.")
     explorer_input: ExplorerInputConfig = section(ExplorerInputConfig, "Tasksets.")
     trainer_input: TrainerInputConfig = section(TrainerInputConfig, "The experience buffer.")
     on_short_batch: OnShortBatch = key(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
+from rft.config.schema import units
 from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section
 from rft.config.schema.model_section import ExternalModelConfig
 from rft.config.schema.serve_section import ServeConfig
@@ -44,26 +45,19 @@ class ServedModelConfig(Section):
         "path/file.py:Name.",
     )
     engine_num: int = safe_key(1, "Engines side by side.", unit="engines", ge=1)
-    tensor_parallel_size: int = safe_key(
-        EngineSettings.tensor_parallel_size, "GPUs (on CPU: processes) of one engine.", unit="GPUs", ge=1
-    )
-    data_parallel_size: int = safe_key(
+    tensor_parallel_size: units.Gpus = safe_key(EngineSettings.tensor_parallel_size, "GPUs (on CPU: processes) of one engine.")
+    data_parallel_size: units.Copies = safe_key(
         1,
         "Copies of the model in one engine.  Each becomes a separate engine, which is loaded, verified and restarted on its own.",
-        unit="copies",
-        ge=1,
     )
-    pipeline_parallel_size: int = safe_key(
-        EngineSettings.pipeline_parallel_size,
-        "vllm: stages into which one engine's layers are cut, each on its own GPUs.",
-        unit="stages",
-        ge=1,
+    pipeline_parallel_size: units.Stages = safe_key(
+        EngineSettings.pipeline_parallel_size, "vllm: stages into which one engine's layers are cut, each on its own GPUs."
     )
     device: Device = safe_key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], IgnoreCase] = key(
         "auto", "Type of the weights in the engine; auto: bfloat16 on GPUs, float32 on CPU."
     )
-    seed: int | None = key(None, "Seed of the first engine; the others count up from it.  Null: the run's seed.", ge=0)
+    seed: units.Seed | None = key(None, "Seed of the first engine; the others count up from it.  Null: the run's seed.")
     gpu_memory_utilization: float = safe_key(
         EngineSettings.gpu_memory_utilization, "Fraction of a GPU's memory that an engine takes.", gt=0, le=1
     )
@@ -73,23 +67,16 @@ class ServedModelConfig(Section):
         EngineSettings.enable_chunked_prefill, "vllm: cut long prompts over several engine steps."
     )
     max_num_seqs: int = safe_key(EngineSettings.max_num_seqs, "Sequences decoded at the same time.", unit="sequences", ge=1)
-    max_num_batched_tokens: int | None = safe_key(
-        None, "Token budget of one engine step.  Null: the engine's own.", unit="tokens", ge=1
+    max_num_batched_tokens: units.Tokens | None = safe_key(None, "Token budget of one engine step.  Null: the engine's own.")
+    block_size: units.Tokens | None = safe_key(None, "Tokens of one KV-cache block.  Null: chosen for the device.")
+    kv_cache_bytes: units.Bytes | None = safe_key(
+        None, "Cache of an engine on CPU for keys, values and states of layers.  Null: 1 GiB with vllm, 2 GiB with transformers."
     )
-    block_size: int | None = safe_key(None, "Tokens of one KV-cache block.  Null: chosen for the device.", unit="tokens", ge=1)
-    kv_cache_bytes: int | None = safe_key(
-        None,
-        "Cache of an engine on CPU for keys, values and states of layers.  Null: 1 GiB with vllm, 2 GiB with transformers.",
-        unit="bytes",
-        ge=1 << 20,
-    )
-    cpu_threads: int | None = safe_key(None, "Threads of an engine on CPU.  Null: the machine's cores.", unit="threads", ge=1)
+    cpu_threads: units.Threads | None = safe_key(None, "Threads of an engine on CPU.  Null: the machine's cores.")
     max_model_len: int | None = key(None, "Prompt and response together.  Null: model.max_model_len.", unit="tokens", ge=2)
-    max_prompt_tokens: int | None = key(None, "Longest prompt.  Null: model.max_prompt_tokens.", unit="tokens", ge=1)
-    max_response_tokens: int | None = key(None, "Longest response.  Null: model.max_response_tokens.", unit="tokens", ge=1)
-    min_response_tokens: int | None = key(
-        None, "No end before this many tokens.  Null: model.min_response_tokens.", unit="tokens", ge=0
-    )
+    max_prompt_tokens: units.Tokens | None = key(None, "Longest prompt.  Null: model.max_prompt_tokens.")
+    max_response_tokens: units.Tokens | None = key(None, "Longest response.  Null: model.max_response_tokens.")
+    min_response_tokens: units.TokensOr0 | None = key(None, "No end before this many tokens.  Null: model.min_response_tokens.")
     enable_prompt_truncation: bool | None = key(
         None, "What happens to a prompt that is too long.  Null: model.enable_prompt_truncation."
     )
@@ -129,28 +116,21 @@ class ServedModelConfig(Section):
         EngineSettings.fully_sharded_loras,
         "vllm, with model.lora_configs: its own LoRA layers, with both matrices sharded over the engine's GPUs; false shards one of them.",
     )
-    max_cpu_loras: int | None = safe_key(
-        None,
-        "vllm, where its own LoRA layers are used: how many adapters fit in host memory.  A run has one.",
-        unit="adapters",
-        ge=1,
+    max_cpu_loras: units.Adapters | None = safe_key(
+        None, "vllm, where its own LoRA layers are used: how many adapters fit in host memory.  A run has one."
     )
     external_model_config: ExternalModelConfig | None = safe_key(None, "What engine_type external asks; auxiliary models only.")
-    start_timeout: float = safe_key(EngineSettings.start_timeout_s, "How long an engine may take to start.", unit="s", gt=0)
-    stall_timeout: float | None = safe_key(
+    start_timeout: units.Seconds = safe_key(EngineSettings.start_timeout_s, "How long an engine may take to start.")
+    stall_timeout: units.Patience | None = safe_key(
         EngineSettings.stall_timeout_s,
         "An engine that has work, and for this long neither finished a step (vllm) or answered at all (every engine) nor used its "
         "processors, counts as hung: its processes are killed, it is restarted with the current weights, its requests are asked again.  "
         "However slow an engine is, it uses its processors.  Null: never.",
-        unit="s",
-        ge=1,
     )
-    step_timeout: float | None = safe_key(
+    step_timeout: units.Patience | None = safe_key(
         EngineSettings.step_timeout_s,
         "How long one step may take of an engine that uses its processors, before it counts as hung all the same (waiting in circles).  "
         "Null: never.",
-        unit="s",
-        ge=1,
     )
     extra_engine_args: Args = safe_key({}, "Further arguments, passed to the engine unchanged.")
 
@@ -161,6 +141,8 @@ class ServedModelConfig(Section):
 
 class InferenceModelConfig(ServedModelConfig):
     """The engines of the policy.  Null values are chosen for the device or taken from `model`."""
+
+    implied = ("gpu_memory_utilization",)
 
     tokenization_check: Annotated[Literal["strict", "warn", "off"], IgnoreCase] = safe_key(
         EngineSettings.tokenization_check,
@@ -181,32 +163,29 @@ class AuxiliaryModelConfig(ServedModelConfig):
     """
 
     name: Name | None = safe_key(
-        None,
-        "Its name in workflows, rewards, logs and metrics.  Null: auxiliary_model_ and its place in the list, from 0.",
+        None, "Its name in workflows, rewards, logs and metrics.  Null: auxiliary_model_ and its place in the list, from 0."
     )
     model_path: str = key(..., "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
     tokenizer_path: str | None = key(None, "Folder with another tokenizer and chat template.  Null: model_path.")
     task: Annotated[Literal["generate", "score"], IgnoreCase] = key(
         EngineSettings.task, "generate: it answers; score: it is a classifier that returns raw numbers (logits) for a chat."
     )
-    max_prompt_tokens: int | None = key(None, "Longest prompt.  Null: as long as max_model_len allows.", unit="tokens", ge=1)
+    max_prompt_tokens: units.Tokens | None = key(None, "Longest prompt.  Null: as long as max_model_len allows.")
     chat_template: str | None = key(None, "Chat template (Jinja text, or a file).  Null: the model's own.")
     enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
-    max_concurrent: int = safe_key(
-        EngineSettings.max_concurrent, "Concurrent requests; further ones wait.", unit="requests", ge=1
-    )
-    request_timeout: float = safe_key(600.0, "How long one request may take.", unit="s", gt=0)
+    max_concurrent: units.Requests = safe_key(EngineSettings.max_concurrent, "Concurrent requests; further ones wait.")
+    request_timeout: units.Seconds = safe_key(600.0, "How long one request may take.")
 
 
 class OverRolloutConfig(Section):
     """Stop waiting for the slowest tasks of a step: they are cancelled and counted, and the step has fewer groups.
 
-    With sync_style fixed buffer.on_short_batch must be train or carry.
+    buffer.on_short_batch must be train or carry.
     """
 
     ratio: float = safe_key(0.0, "Fraction of a step's tasks that need not finish; 0 = off.", ge=0, lt=1)
-    wait_after_min: float = safe_key(
-        ExplorerSettings.wait_after_s, "How much longer the others may run once enough tasks are done.", unit="s", ge=0
+    wait_after_min: units.Pause = safe_key(
+        ExplorerSettings.wait_after_s, "How much longer the others may run once enough tasks are done."
     )
     return_partial_tasks: bool = safe_key(
         ExplorerSettings.keep_partial,
@@ -222,11 +201,8 @@ class DynamicTimeoutConfig(Section):
     """A time limit derived from how long recent runs took."""
 
     enable: bool = safe_key(False, "Use this limit, with max_timeout as its upper bound.")
-    warmup_min_steps: int = safe_key(
-        ExplorerSettings.timeout_warmup,
-        "Steps that are measured before the limit applies; counted anew after a resume.",
-        unit="explore steps",
-        ge=0,
+    warmup_min_steps: units.ExploreStepsOr0 = safe_key(
+        ExplorerSettings.timeout_warmup, "Steps that are measured before the limit applies; counted anew after a resume."
     )
     ratio: float = safe_key(3.0, "Limit as a multiple of a run's mean time, up to max_timeout.", gt=0)
 
@@ -246,9 +222,7 @@ class ExplorerConfig(Section):
     auxiliary_models: tuple[AuxiliaryModelConfig, ...] = safe_key(
         (), "Judges, teachers and reward models.  Their GPUs are counted."
     )
-    eval_interval: int = safe_key(
-        100, "Evaluate every so many explore steps; 0 = not during training.", unit="explore steps", ge=0
-    )
+    eval_interval: units.ExploreStepsOr0 = safe_key(100, "Evaluate every so many explore steps; 0 = not during training.")
     eval_on_startup: bool = safe_key(ExplorerSettings.eval_on_startup, "Evaluate the untrained model.")
     eval_at_end: bool = safe_key(ExplorerSettings.eval_at_end, "Evaluate the final model.")
     eval_in_background: bool = safe_key(
@@ -259,12 +233,9 @@ class ExplorerConfig(Section):
     bench_on_latest_checkpoint: bool = safe_key(
         False, "bench: only the last checkpoint instead of all.  The base model is evaluated too where eval_on_startup is true."
     )
-    max_timeout: float = safe_key(ExplorerSettings.max_timeout_s, "How long one run of a task may take.", unit="s", gt=0)
-    max_group_timeout: float | None = safe_key(
-        None,
-        "How long all runs of a task together may take, from the start of the first.  Null: no separate limit.",
-        unit="s",
-        gt=0,
+    max_timeout: units.Seconds = safe_key(ExplorerSettings.max_timeout_s, "How long one run of a task may take.")
+    max_group_timeout: units.Seconds | None = safe_key(
+        None, "How long all runs of a task together may take, from the start of the first.  Null: no separate limit."
     )
     group_policy: Annotated[Literal["partial", "drop"], IgnoreCase] = safe_key(
         "partial",
@@ -275,28 +246,25 @@ class ExplorerConfig(Section):
         True,
         "Cancel the other runs of a group once so many have failed that it will not be trained.  Has no effect with deterministic: true.",
     )
-    max_retry_times: int = safe_key(ExplorerSettings.max_retry_times, "How often a failed run is retried.", unit="retries", ge=0)
+    max_retry_times: units.Retries = safe_key(ExplorerSettings.max_retry_times, "How often a failed run is retried.")
     dynamic_timeout: DynamicTimeoutConfig = section(DynamicTimeoutConfig, "A time limit derived from how long recent runs took.")
     over_rollout: OverRolloutConfig = section(OverRolloutConfig, "Not waiting for the slowest tasks of a step.")
-    max_concurrent_runs: int = safe_key(ExplorerSettings.max_concurrent_runs, "Concurrent runs.", unit="runs", ge=1)
-    max_inflight_batches: int = safe_key(2, "fully_async: concurrent explore steps.", unit="explore steps", ge=1)
-    max_failed_groups: int = safe_key(
-        ExplorerSettings.breaker, "Stop after this many groups in a row in which every run failed.", unit="groups", ge=1
+    max_concurrent_runs: units.Runs = safe_key(ExplorerSettings.max_concurrent_runs, "Concurrent runs.")
+    max_inflight_batches: units.ExploreSteps = safe_key(2, "fully_async: concurrent explore steps.")
+    max_failed_groups: units.Groups = safe_key(
+        ExplorerSettings.breaker, "Stop after this many groups in a row in which every run failed."
     )
     env_vars: dict[str, str] = safe_key({}, "Environment variables for the explorer's process.")
     runner_per_model: int | None = safe_key(None, "Runners of each model.", ge=1)
     runner_num: int | None = safe_key(None, "Runners in all.", unit="runners", ge=1)
     runner_prepare_concurrency: int | None = safe_key(None, "Runners that start at the same time.", ge=1)
-    runner_prepare_max_retries: int | None = safe_key(None, "How often a failed start of a runner is retried.", ge=0)
+    runner_prepare_max_retries: units.Retries | None = safe_key(None, "How often a failed start of a runner is retried.")
     max_repeat_times_per_runner: int | None = safe_key(None, "Runs of a task that one runner plays.", ge=1)
     concurrent_mode: Annotated[Literal["sequential", "asynchronous", "multi-threading"], IgnoreCase] = safe_key(
         "asynchronous", "How the runs of a group are executed: always concurrently; blocking workflows get a thread."
     )
-    runner_state_report_interval: float = safe_key(
-        ExplorerSettings.report_interval_s,
-        "How often the explorer logs the state of every step in progress; 0 = never.",
-        unit="s",
-        ge=0,
+    runner_state_report_interval: units.Pause = safe_key(
+        ExplorerSettings.report_interval_s, "How often the explorer logs the state of every step in progress; 0 = never."
     )
     proxy_port: int = safe_key(ServeSettings.port, "serve: port of the service; 0 = a free one, see serve.json.", ge=0, le=65535)
     listen_address: str = safe_key(
@@ -305,12 +273,10 @@ class ExplorerConfig(Section):
         "speaks TLS.",
     )
     serve: ServeConfig = section(ServeConfig, "serve: who may ask, how much, and how long a session waits.")
-    service_status_check_interval: float = safe_key(60.0, "serve: how often to look for new weights.", unit="s", gt=0)
-    min_running_model_num: int | None = safe_key(
+    service_status_check_interval: units.Seconds = safe_key(60.0, "serve: how often to look for new weights.")
+    min_running_model_num: units.EnginesOr0 | None = safe_key(
         None,
         "serve: engines that keep answering while the others load new weights.  Null: all but one, so that weights roll one engine at a "
         "time.  0: all load at the same time, and requests wait.  A single engine always pauses its requests; none fails.",
-        unit="engines",
-        ge=0,
     )
     db_url: str | None = safe_key(None, "serve: database of the recorded calls.  Null: in the run folder.")

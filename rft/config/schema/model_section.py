@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rft.config.schema import units
 from rft.config.schema.base import IgnoreCase, Name, Section, Told, key, safe_key, section
 from rft.engine.settings import ExternalSettings
 from rft.trainer.settings import LoraSettings
@@ -13,6 +14,8 @@ from rft.trainer.settings import LoraSettings
 
 class LoraConfig(Section):
     """Low-rank adapters trained instead of the whole model (arXiv:2106.09685)."""
+
+    implied = ("lora_rank", "lora_alpha", "target_modules")
 
     name: Name = key(LoraSettings.name, "Name of the adapter, and of its folder in every checkpoint.")
     path: str | None = key(
@@ -57,11 +60,9 @@ class ExternalModelConfig(Section):
     requests_per_minute: float | None = safe_key(
         None, "Most requests started per minute.  Null: no limit but max_concurrent.", unit="requests/min", gt=0
     )
-    max_retries: int = safe_key(
+    max_retries: units.Retries = safe_key(
         ExternalSettings.max_retries,
         "How often a request is repeated after 429, 5xx or a broken connection, with growing pauses.",
-        unit="retries",
-        ge=0,
     )
     extra_body: dict[str, Any] = safe_key({}, "Further entries of every request, e.g. a server's own sampling options.")
 
@@ -70,19 +71,13 @@ class ExternalPolicyConfig(ExternalModelConfig):
     """A model behind somebody else's OpenAI-compatible server in the policy's place, in mode: bench."""
 
     enable: bool = safe_key(False, "mode: bench: evaluate that model, instead of model_path and of checkpoints.")
-    max_concurrent: int = safe_key(64, "Requests under way at the same time; others wait.", unit="requests", ge=1)
-    request_timeout: float = safe_key(600.0, "How long one request may take.", unit="s", gt=0)
-    price_per_1k_prompt_tokens: float = safe_key(
-        ExternalSettings.price_per_1k_prompt_tokens,
-        "What a thousand tokens of prompts cost; for bench/cost_usd.",
-        unit="USD",
-        ge=0,
+    max_concurrent: units.Requests = safe_key(64, "Requests under way at the same time; others wait.")
+    request_timeout: units.Seconds = safe_key(600.0, "How long one request may take.")
+    price_per_1k_prompt_tokens: units.Dollars = safe_key(
+        ExternalSettings.price_per_1k_prompt_tokens, "What a thousand tokens of prompts cost; for bench/cost_usd."
     )
-    price_per_1k_completion_tokens: float = safe_key(
-        ExternalSettings.price_per_1k_completion_tokens,
-        "What a thousand tokens of answers cost; for bench/cost_usd.",
-        unit="USD",
-        ge=0,
+    price_per_1k_completion_tokens: units.Dollars = safe_key(
+        ExternalSettings.price_per_1k_completion_tokens, "What a thousand tokens of answers cost; for bench/cost_usd."
     )
 
     def rules(self, at: str, told: Told) -> None:
@@ -111,15 +106,11 @@ class ModelConfig(Section):
     top_p: float = key(1.0, "Nucleus sampling; 1 = off.  Training needs 1.", gt=0, le=1)
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1 = off.  Training needs -1.", ge=-1)
     repetition_penalty: float = key(1.0, "Penalty on tokens already seen; 1 = off.  Training needs 1.", gt=0)
-    logprobs: int = safe_key(0, "How many likely tokens besides the generated one have their log-prob kept.", unit="tokens", ge=0)
+    logprobs: units.TokensOr0 = safe_key(0, "How many likely tokens besides the generated one have their log-prob kept.")
     max_model_len: int | None = key(None, "Prompt and response together.  Null: the sum of the two below.", unit="tokens", ge=2)
-    max_prompt_tokens: int | None = key(
-        None, "Longest prompt.  Null: the rest of max_model_len, or half of it.", unit="tokens", ge=1
-    )
-    max_response_tokens: int | None = key(
-        None, "Longest response.  Null: the rest of max_model_len, or half of it.", unit="tokens", ge=1
-    )
-    min_response_tokens: int = key(0, "No end before this many tokens; 0 = off.  Training needs 0.", unit="tokens", ge=0)
+    max_prompt_tokens: units.Tokens | None = key(None, "Longest prompt.  Null: the rest of max_model_len, or half of it.")
+    max_response_tokens: units.Tokens | None = key(None, "Longest response.  Null: the rest of max_model_len, or half of it.")
+    min_response_tokens: units.TokensOr0 = key(0, "No end before this many tokens; 0 = off.  Training needs 0.")
     enable_prompt_truncation: bool = key(
         True,
         "True: a run whose prompt exceeds max_prompt_tokens fails, and nothing of it is trained.  "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from rft.config.schema import units
 from rft.config.schema.algorithm_section import AlgorithmConfig
 from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section
 from rft.config.schema.buffer_section import BufferConfig, DataProcessorConfig
@@ -14,7 +16,7 @@ from rft.config.schema.model_section import ModelConfig
 from rft.config.schema.source import Source, plain
 from rft.config.schema.synchronizer_section import SynchronizerConfig
 from rft.config.schema.trainer_section import TrainerConfig
-from rft.monitor.settings import LEVELS, Level, MonitorSettings
+from rft.monitor.settings import ALARM, Level, MonitorSettings
 from rft.trainer.settings import LearnerSettings
 from rft.types.ids import SEED
 
@@ -22,11 +24,8 @@ from rft.types.ids import SEED
 class RayInitConfig(Section):
     """How a local Ray is started."""
 
-    num_cpus: int | None = safe_key(
-        None,
-        "CPUs that a local Ray is told of; a fixed number helps under SLURM.  Null: the machine's, at least 8.",
-        unit="CPUs",
-        ge=1,
+    num_cpus: units.Cpus | None = safe_key(
+        None, "CPUs that a local Ray is told of; a fixed number helps under SLURM.  Null: the machine's, at least 8."
     )
 
 
@@ -40,13 +39,11 @@ class ClusterConfig(Section):
     )
     node_num: int = safe_key(0, "Machines; 0 = found when the run starts (one for a local Ray).", unit="nodes", ge=0)
     gpu_per_node: int = safe_key(0, "GPUs on each machine; 0 = found when the run starts.", unit="GPUs", ge=0)
-    actor_start_timeout: float = safe_key(900, "How long one process of the run may take to get ready.", unit="s", gt=0)
-    stall_timeout: float | None = safe_key(
+    actor_start_timeout: units.Seconds = safe_key(900, "How long one process of the run may take to get ready.")
+    stall_timeout: units.Patience | None = safe_key(
         15.0,
         "A process of the run that for this long neither answers nor uses its processors (trainer, explorer, buffer, coordinator; "
         "engines have a separate key) counts as hung and ends the run.  Null: never.",
-        unit="s",
-        ge=1,
     )
     ray_init: RayInitConfig = section(RayInitConfig, "Starting a local Ray.")
 
@@ -68,32 +65,25 @@ def _listed(value: Any) -> Any:
 AlarmLevel = Annotated[Level, BeforeValidator(lambda v: "off" if v is False else v.strip().lower() if isinstance(v, str) else v)]
 
 
-def _alarm(name: str, doc: str) -> Any:
-    return safe_key(LEVELS[name], doc)
+_alarm = partial(safe_key, ALARM)
 
 
 class AlarmsConfig(Section):
     """What the run says by itself: off, warn (log, terminal, trackers, `alarm/NAME`), or stop (also ends the run; it can be resumed)."""
 
-    reward_divergence: AlarmLevel = _alarm(
-        "reward_divergence", "The training reward rose while an evaluation, or a part of the reward, fell."
-    )
+    reward_divergence: AlarmLevel = _alarm("The training reward rose while an evaluation, or a part of the reward, fell.")
     length_drift: AlarmLevel = _alarm(
-        "length_drift", "Answers got much longer or shorter than at the start: 1.5 times where length is paid, 3 times where not."
+        "Answers got much longer or shorter than at the start: 1.5 times where length is paid, 3 times where not."
     )
-    entropy_collapse: AlarmLevel = _alarm(
-        "entropy_collapse", "The entropy of sampled tokens lost nine tenths and the tasks are not solved."
-    )
-    no_spread: AlarmLevel = _alarm(
-        "no_spread", "Ten steps in which all rewards inside groups were equal, and the tasks are not solved."
-    )
-    identical_answers: AlarmLevel = _alarm("identical_answers", "Half of the tasks get an answer that another task got too.")
-    judge: AlarmLevel = _alarm("judge", "A judge cannot be read, gives no verdicts, or gives everything the same score.")
-    kl_jump: AlarmLevel = _alarm("kl_jump", "A KL of the policy jumped to 5 times what it was, and above 0.1 nats.")
+    entropy_collapse: AlarmLevel = _alarm("The entropy of sampled tokens lost nine tenths and the tasks are not solved.")
+    no_spread: AlarmLevel = _alarm("Ten steps in which all rewards inside groups were equal, and the tasks are not solved.")
+    identical_answers: AlarmLevel = _alarm("Half of the tasks get an answer that another task got too.")
+    judge: AlarmLevel = _alarm("A judge cannot be read, gives no verdicts, or gives everything the same score.")
+    kl_jump: AlarmLevel = _alarm("A KL of the policy jumped to 5 times what it was, and above 0.1 nats.")
     mismatch_jump: AlarmLevel = _alarm(
-        "mismatch_jump", "Engine and trainer disagree 5 times as much as before, or half of the effective samples are lost."
+        "Engine and trainer disagree 5 times as much as before, or half of the effective samples are lost."
     )
-    starving: AlarmLevel = _alarm("starving", "Trainer or explorer waited 95 % of the time for ten steps.")
+    starving: AlarmLevel = _alarm("Trainer or explorer waited 95 % of the time for ten steps.")
 
 
 class MonitorConfig(Section):
@@ -109,11 +99,8 @@ class MonitorConfig(Section):
         "path/file.py:Name; none = metrics.jsonl alone.",
     )
     monitor_args: Args | None = safe_key(None, "Arguments of the tracker; with several, one mapping per tracker: {wandb: {...}}.")
-    log_eval_samples: int = safe_key(
-        MonitorSettings.num_samples,
-        "Answers of each evaluation that are shown in the trackers and kept in samples/; 0 = none.",
-        unit="runs",
-        ge=0,
+    log_eval_samples: units.RunsOr0 = safe_key(
+        MonitorSettings.num_samples, "Answers of each evaluation that are shown in the trackers and kept in samples/; 0 = none."
     )
     eval_dump_dir: str | None = safe_key(
         None, "Folder for every answer of every evaluation, one jsonl file per evaluation.  Null: none."
@@ -178,7 +165,7 @@ class RunConfig(Section):
         "folder.",
     )
     ignore_validator_suggestions: bool = safe_key(False, "Start even if a suggestion is not followed.")
-    seed: int = key(SEED, "Seed of everything random.", ge=0, lt=2**32)
+    seed: units.Seed = key(SEED, "Seed of everything random.")
     deterministic: bool = key(False, "Same answers, same order and same weights every time; slower.")
     plugin_dirs: tuple[str, ...] = safe_key((), "Folders whose *.py files hold plugins.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become gradients.")
@@ -198,6 +185,6 @@ class RunConfig(Section):
     def source(self) -> Source:
         return self._source
 
-    def shown(self) -> dict[str, Any]:
-        """All keys with plain values, secrets replaced by ***."""
-        return {name: plain(value, (name,)) for name, value in self.model_dump(mode="json").items()}
+    def shown(self, *, again: bool = False) -> dict[str, Any]:
+        """All keys with plain values, secrets replaced by ***; `again`: to be read again."""
+        return {name: plain(value, (name,)) for name, value in self.model_dump(mode="json", context=again or None).items()}

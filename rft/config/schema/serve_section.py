@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rft.config.schema import units
 from rft.config.schema.base import Section, key, safe_key
 from rft.serve.settings import LimitSettings, ServeSettings
 from rft.sync.settings import SyncSettings
@@ -20,29 +21,23 @@ class ServeConfig(Section):
         "Keys of clients: lines of a name and the SHA-256 of its key, which `rft serve --new-key NAME` makes.  Null: the key in the "
         "environment variable RFT_SERVE_KEY alone; it counts beside a file, too.",
     )
-    session_ttl: float = safe_key(
+    session_ttl: units.Seconds = safe_key(
         ServeSettings.session_ttl_s,
         "How long a session waits for its reward; then it is explained as unrewarded and never trained.  A session may ask for less.",
-        unit="s",
-        gt=0,
     )
-    group_deadline: float = safe_key(
+    group_deadline: units.Seconds = safe_key(
         ServeSettings.group_deadline_s,
         "Where runs of one task_id are compared: a group closes when algorithm.repeat_times of them are rewarded, or so long after its "
         "first reward.",
-        unit="s",
-        gt=0,
     )
-    drain_timeout: float = safe_key(
+    drain_timeout: units.Pause = safe_key(
         SyncSettings.drain_s,
         "Before one of several engines loads new weights: how long its requests may take to end, while new ones go to the others.  "
         "Then they are paused, and go on under the new weights.",
-        unit="s",
-        ge=0,
     )
-    requests_per_minute: int = safe_key(LimitSettings.requests_per_minute, "Of each key.", unit="requests", ge=1)
-    tokens_per_minute: int = safe_key(
-        LimitSettings.tokens_per_minute, "Of each key: prompts and answers, counted when an answer is there.", unit="tokens", ge=1
+    requests_per_minute: units.Requests = safe_key(LimitSettings.requests_per_minute, "Of each key.")
+    tokens_per_minute: units.Tokens = safe_key(
+        LimitSettings.tokens_per_minute, "Of each key: prompts and answers, counted when an answer is there."
     )
-    max_concurrent: int = safe_key(LimitSettings.max_concurrent, "Requests of one key at the same time.", unit="requests", ge=1)
+    max_concurrent: units.Requests = safe_key(LimitSettings.max_concurrent, "Requests of one key at the same time.")
     max_sessions: int = safe_key(LimitSettings.max_sessions, "Sessions of one client that wait.", unit="sessions", ge=1)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
+from rft.config.schema import units
 from rft.config.schema.base import IgnoreCase, Section, Told, renamed, safe_key
 from rft.sync.settings import SyncSettings
 from rft.trainer.settings import TrainerSettings
@@ -48,42 +49,27 @@ class SynchronizerConfig(Section):
         "fixed: both sides count steps; explorer_driven: when the explorer asks; trainer_driven: after every sync_interval steps, and "
         "neither side waits; fully_async: the same, with a quota of tasks for each window.  max_staleness limits all of them.",
     )
-    sync_interval: int = safe_key(
+    sync_interval: units.TrainSteps = safe_key(
         SyncSettings.interval,
         "Train steps between two versions; explorer_driven: explore steps after which the explorer asks for one.",
-        unit="train steps",
-        ge=1,
     )
-    explorer_sync_interval: int | None = safe_key(
-        None,
-        "Interval of explorer_driven.  Null: sync_interval; with fixed both sides have the same.",
-        unit="explore steps",
-        ge=1,
+    explorer_sync_interval: units.ExploreSteps | None = safe_key(
+        None, "Interval of explorer_driven.  Null: sync_interval; with fixed both sides have the same."
     )
-    trainer_sync_interval: int | None = safe_key(
-        None,
-        "Interval of trainer_driven and fully_async.  Null: sync_interval; with fixed both sides have the same.",
-        unit="train steps",
-        ge=1,
+    trainer_sync_interval: units.TrainSteps | None = safe_key(
+        None, "Interval of trainer_driven and fully_async.  Null: sync_interval; with fixed both sides have the same."
     )
-    sync_offset: int = safe_key(
+    sync_offset: units.ExploreStepsOr0 = safe_key(
         SyncSettings.offset,
         "fixed: how many steps the explorer may run ahead; explorer_driven: how many it runs before it first asks.",
-        unit="explore steps",
-        ge=0,
     )
-    sync_timeout: float = safe_key(SyncSettings.timeout_s, "How long one side waits for the other.", unit="s", gt=0)
-    max_staleness: int | None = safe_key(
-        None,
-        "Oldest experience that is trained, in train steps since its weights were published; null = no separate bound.",
-        unit="train steps",
-        ge=0,
+    sync_timeout: units.Seconds = safe_key(SyncSettings.timeout_s, "How long one side waits for the other.")
+    max_staleness: units.TrainStepsOr0 | None = safe_key(
+        None, "Oldest experience that is trained, in train steps since its weights were published; null = no separate bound."
     )
-    require_batches: int = safe_key(
+    require_batches: units.Batches = safe_key(
         TrainerSettings.require_batches,
         "fully_async: batches that must have arrived before the trainer takes the first of them; a divisor of sync_interval.",
-        unit="batches",
-        ge=1,
     )
     staleness_threshold: float | None = safe_key(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from rft.config.schema import units
 from rft.config.schema.algorithm_section import ScheduleConfig
 from rft.config.schema.base import IgnoreCase, Name, Section, Told, key, renamed, safe_key, section
 from rft.config.schema.explorer_section import Device
@@ -24,27 +25,22 @@ class CriticConfig(Section):
     """The value model of algorithms that have one.  Null values are the policy's."""
 
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, "Optimizer and learning-rate schedule.")
-    micro_batch_size_per_gpu: int | None = safe_key(None, "Rows of one micro-batch.", unit="experiences", ge=1)
-    max_token_len_per_gpu: int | None = safe_key(None, "Token budget of one micro-batch.", unit="tokens", ge=1)
-    forward_micro_batch_size_per_gpu: int | None = safe_key(
-        None, "The same where values are computed without training.", unit="experiences", ge=1
-    )
-    forward_max_token_len_per_gpu: int | None = safe_key(
-        None, "The same where values are computed without training.", unit="tokens", ge=1
-    )
+    micro_batch_size_per_gpu: units.Rows | None = safe_key(None, "Rows of one micro-batch.")
+    max_token_len_per_gpu: units.Tokens | None = safe_key(None, "Token budget of one micro-batch.")
+    forward_micro_batch_size_per_gpu: units.Rows | None = safe_key(None, "The same where values are computed without training.")
+    forward_max_token_len_per_gpu: units.Tokens | None = safe_key(None, "The same where values are computed without training.")
     use_dynamic_bsz: bool | None = safe_key(None, "Micro-batches by token budget instead of by rows.")
     use_remove_padding: bool = safe_key(
-        True,
-        "Pack its batches without padding, like the policy's.  False: a row for each sequence, padded to the longest.",
+        True, "Pack its batches without padding, like the policy's.  False: a row for each sequence, padded to the longest."
     )
     enable_gradient_checkpointing: bool | None = safe_key(None, "Recompute activations in the backward pass.")
     param_offload: bool = safe_key(False, f"Keep parameters on the host.  {_TOGETHER}")
     optimizer_offload: bool = safe_key(False, f"Keep optimizer state on the host.  {_TOGETHER}")
-    grad_clip: float | None = key(None, "Largest gradient norm.  Null: trainer.grad_clip.", unit="gradient norm", gt=0)
+    grad_clip: units.GradientNorm | None = key(None, "Largest gradient norm.  Null: trainer.grad_clip.")
     cliprange_value: float = key(
         CriticSettings.cliprange_value, "New values are clipped to within this distance of the old ones.", gt=0
     )
-    ppo_epochs: int | None = key(None, "Passes over a batch.  Null: trainer.ppo_epochs.", unit="passes", ge=1)
+    ppo_epochs: units.Passes | None = key(None, "Passes over a batch.  Null: trainer.ppo_epochs.")
 
 
 class RefConfig(Section):
@@ -52,11 +48,9 @@ class RefConfig(Section):
 
     param_offload: bool = safe_key(False, "Keep its parameters on the host and fetch them for each layer.")
     reshard_after_forward: bool | None = safe_key(None, "Free gathered parameters after the forward pass.")
-    log_prob_micro_batch_size_per_gpu: int | None = safe_key(
-        None, "Rows of one micro-batch, with use_dynamic_bsz: false.", unit="experiences", ge=1
-    )
+    log_prob_micro_batch_size_per_gpu: units.Rows | None = safe_key(None, "Rows of one micro-batch, with use_dynamic_bsz: false.")
     use_dynamic_bsz: bool | None = safe_key(None, "Micro-batches by token budget instead of by rows.")
-    max_token_len_per_gpu: int | None = safe_key(None, "Token budget of one micro-batch.", unit="tokens", ge=1)
+    max_token_len_per_gpu: units.Tokens | None = safe_key(None, "Token budget of one micro-batch.")
 
 
 class CheckpointConfig(Section):
@@ -92,7 +86,7 @@ class CheckpointConfig(Section):
 class ProfilerConfig(Section):
     """Traces of single train steps."""
 
-    steps: tuple[int, ...] | None = safe_key(None, "Train steps that are traced.  Null: none.", unit="train steps")
+    steps: tuple[units.TrainSteps, ...] | None = safe_key(None, "Train steps that are traced.  Null: none.")
     discrete: bool = safe_key(ProfilerSettings.discrete, "One trace for each phase of a step instead of one for the step.")
     all_ranks: bool = safe_key(False, "Trace every rank.")
     ranks: tuple[int, ...] | None = safe_key(None, "Ranks that are traced.  Null: rank 0.", unit="ranks")
@@ -114,16 +108,14 @@ class TrainerConfig(Section):
     trainer_strategy: Annotated[Literal["fsdp2", "fsdp"], IgnoreCase] = key(
         "fsdp2", "How the model is sharded over ranks; fsdp is taken as fsdp2, with a warning."
     )
-    total_steps: int | None = safe_key(None, "Stop after this many train steps.", unit="train steps", ge=1)
-    eval_interval: int = safe_key(
+    total_steps: units.TrainSteps | None = safe_key(None, "Stop after this many train steps.")
+    eval_interval: units.TrainStepsOr0 = safe_key(
         TrainerSettings.eval_interval,
         "Mode train: compute the loss on experience_buffer.eval_split every so many train steps; 0 = only before the first and after the "
         "last.",
-        unit="train steps",
-        ge=0,
     )
-    save_interval: int = safe_key(
-        TrainerSettings.save_interval, "Checkpoint every so many train steps; 0 = only at the end.", unit="train steps", ge=0
+    save_interval: units.TrainStepsOr0 = safe_key(
+        TrainerSettings.save_interval, "Checkpoint every so many train steps; 0 = only at the end."
     )
     save_hf_checkpoint: Annotated[Literal["always", "never", "last"], IgnoreCase] = safe_key(
         TrainerSettings.save_hf_checkpoint, "Which checkpoints also hold a Hugging Face model folder."
@@ -135,21 +127,15 @@ class TrainerConfig(Section):
     max_checkpoints_to_keep: int = safe_key(
         TrainerSettings.max_checkpoints_to_keep, "Older checkpoints are removed; 0 = keep all.", unit="checkpoints", ge=0
     )
-    grad_clip: float | None = key(
-        None, "Largest gradient norm.  Null: optimizer.clip_grad, else 1.0.", unit="gradient norm", gt=0
-    )
+    grad_clip: units.GradientNorm | None = key(None, "Largest gradient norm.  Null: optimizer.clip_grad, else 1.0.")
     use_dynamic_bsz: bool = safe_key(LearnerSettings.use_dynamic_bsz, "Micro-batches by token budget instead of by rows.")
-    max_token_len_per_gpu: int | None = safe_key(
-        None, "Token budget of one micro-batch.  Null: 2 x max_model_len, at least 2048.", unit="tokens", ge=1
+    max_token_len_per_gpu: units.Tokens | None = safe_key(
+        None, "Token budget of one micro-batch.  Null: 2 x max_model_len, at least 2048."
     )
-    micro_batch_size_per_gpu: int | None = safe_key(
-        None, "Rows of one micro-batch, with use_dynamic_bsz: false.", unit="experiences", ge=1
-    )
+    micro_batch_size_per_gpu: units.Rows | None = safe_key(None, "Rows of one micro-batch, with use_dynamic_bsz: false.")
     device: Device = safe_key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
-    world_size: int | None = safe_key(
-        None, "Training ranks.  Null: the GPUs left over by the engines, 1 on CPU.", unit="ranks", ge=1
-    )
-    cpu_threads: int | None = safe_key(None, "Threads of each rank.  Null: the machine's cores / ranks.", unit="threads", ge=1)
+    world_size: units.Ranks | None = safe_key(None, "Training ranks.  Null: the GPUs left over by the engines, 1 on CPU.")
+    cpu_threads: units.Threads | None = safe_key(None, "Threads of each rank.  Null: the machine's cores / ranks.")
     param_dtype: Annotated[Literal["auto", "float32", "bfloat16"], IgnoreCase] = key(
         "auto", "Type used in forward and backward; master weights are float32.  auto: bfloat16 on GPUs, float32 on CPU."
     )
@@ -172,35 +158,27 @@ class TrainerConfig(Section):
         "compared with plain rows of transformers when the model is loaded, and a layout that is not exact is not used.",
     )
     share_prompts: bool = safe_key(True, "False is an alias of row_layout: padded.")
-    logprob_chunk_tokens: int = safe_key(
+    logprob_chunk_tokens: units.Tokens = safe_key(
         LearnerSettings.logprob_chunk_tokens,
         "Tokens of a tile of logits; it has as many entries of the vocabulary as make 4 MiB on CPU, 256 MiB on a GPU.",
-        unit="tokens",
-        ge=1,
     )
     attn_implementation: Annotated[Literal["auto", "sdpa", "eager", "flash_attention_2"], IgnoreCase] = safe_key(
         LearnerSettings.attn_implementation,
         "Attention kernel; shared and packed rows need another than eager.  auto: flash attention where it is installed and can be used, "
         "else sdpa.",
     )
-    max_nonfinite_steps: int = safe_key(
-        TrainerSettings.max_nonfinite_steps,
-        "Stop after this many steps in a row whose gradient is not finite (each is skipped).",
-        unit="train steps",
-        ge=1,
+    max_nonfinite_steps: units.TrainSteps = safe_key(
+        TrainerSettings.max_nonfinite_steps, "Stop after this many steps in a row whose gradient is not finite (each is skipped)."
     )
-    ppo_epochs: int = key(
-        LearnerSettings.ppo_epochs,
-        "Passes over a batch, each with its own update; old log-probs are those before the first.",
-        unit="passes",
-        ge=1,
+    ppo_epochs: units.Passes = key(
+        LearnerSettings.ppo_epochs, "Passes over a batch, each with its own update; old log-probs are those before the first."
     )
     shuffle_minibatches: bool = safe_key(
         LearnerSettings.shuffle_minibatches,
         "Take the micro-batches in another order in every pass; apart from rounding, this changes nothing.",
     )
     data_seed: int | None = safe_key(None, "Seed of that order.  Null: seed.", ge=0)
-    critic_warmup: int = key(0, "First train steps in which only the critic is trained.", unit="train steps", ge=0)
+    critic_warmup: units.TrainStepsOr0 = key(0, "First train steps in which only the critic is trained.")
     use_remove_padding: bool = safe_key(True, "False is an alias of row_layout: padded; the critic has its own.")
     balance_batch: bool = safe_key(
         LearnerSettings.balance_batch,
@@ -216,23 +194,15 @@ class TrainerConfig(Section):
         LearnerSettings.entropy_checkpointing,
         "With an entropy loss: the backward pass computes tiles of logits again, but for 160 MiB of them.  False: all are kept.",
     )
-    log_prob_micro_batch_size_per_gpu: int | None = safe_key(
+    log_prob_micro_batch_size_per_gpu: units.Rows | None = safe_key(
         None,
         "Rows of one micro-batch when log-probs are only computed, with use_dynamic_bsz: false.  Null: micro_batch_size_per_gpu.",
-        unit="experiences",
-        ge=1,
     )
-    log_prob_max_token_len_per_gpu: int | None = safe_key(
-        None,
-        "Token budget of one micro-batch when log-probs are only computed.  Null: max_token_len_per_gpu.",
-        unit="tokens",
-        ge=1,
+    log_prob_max_token_len_per_gpu: units.Tokens | None = safe_key(
+        None, "Token budget of one micro-batch when log-probs are only computed.  Null: max_token_len_per_gpu."
     )
-    ulysses_sequence_parallel_size: int = safe_key(
-        LearnerSettings.sequence_parallel,
-        "Ranks that share each micro-batch, an equal slice of its positions each.",
-        unit="ranks",
-        ge=1,
+    ulysses_sequence_parallel_size: units.Ranks = safe_key(
+        LearnerSettings.sequence_parallel, "Ranks that share each micro-batch, an equal slice of its positions each."
     )
     fsdp_size: int = safe_key(LearnerSettings.fsdp_size, "Ranks that share one copy of the model; -1 = all.", unit="ranks", ge=-1)
     forward_prefetch: bool = safe_key(
@@ -256,8 +226,7 @@ class TrainerConfig(Section):
     use_liger: bool = safe_key(LearnerSettings.use_liger, "Liger's fused layers, on GPUs where liger-kernel is installed.")
     use_fused_kernels: bool = safe_key(False, "Fused kernels for log-probs and entropies.")
     fused_kernel_backend: Annotated[Literal["torch", "triton"], IgnoreCase] = safe_key(
-        "torch",
-        "torch: tiles of logits, always available; triton: the work on a tile compiled into few kernels, on GPUs.",
+        "torch", "torch: tiles of logits, always available; triton: the work on a tile compiled into few kernels, on GPUs."
     )
     enable_preview: bool = safe_key(False, "Log the best and the worst experience of every step.")
     critic: CriticConfig = section(CriticConfig, "The critic, where the algorithm has one.")

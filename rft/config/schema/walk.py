@@ -33,33 +33,51 @@ def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
         yield annotation, ""
 
 
-def fields_at(loc: Loc) -> dict[str, FieldInfo]:
-    """The keys below `loc`; none if it is a value or does not exist."""
-    model: type[BaseModel] | None = RunConfig
-    named = False
+def place(loc: Loc) -> tuple[str, FieldInfo | None, type[BaseModel] | None]:
+    """Our spelling of a key, lists written as name[], mappings as name.*; its field; the section below it.  Nothing for what is no key."""
+    below: type[BaseModel] | None = RunConfig
+    key, mark, field, named = "", "", None, False
     for part in loc:
         if isinstance(part, int):
             continue
-        field = _field(model, part)
-        if field is None and named:
-            named = False  # a name that the user chose
+        name = next((n for n, f in (below.model_fields if below else {}).items() if n == part or part in aliases(f)), None)
+        if below is None or (name is None and not named):
+            return "", None, None
+        if name is None:
+            named = False  # it was one that the user chose
             continue
-        model, mark = next(models(field.annotation), (None, "")) if field else (None, "")
+        field, key = below.model_fields[name], f"{key}{mark}.{name}".lstrip(".")
+        below, mark = next(models(field.annotation), (None, ""))
         named = mark == ".*"
-        if model is None:
-            return {}
-    return dict(model.model_fields) if model else {}
+    return key, field, below
+
+
+def fields_at(loc: Loc) -> dict[str, FieldInfo]:
+    """The keys below `loc`; none if it is a value or does not exist."""
+    below = place(loc)[2] if loc else RunConfig
+    return dict(below.model_fields) if below else {}
 
 
 def field_at(loc: Loc) -> FieldInfo | None:
-    names = [p for p in loc if isinstance(p, str)]
-    return fields_at(tuple(names[:-1])).get(names[-1]) if names else None
+    return place(loc)[1]
 
 
-def _field(model: type[BaseModel] | None, name: str) -> FieldInfo | None:
-    if model is None:
-        return None
-    return model.model_fields.get(name) or next((f for f in model.model_fields.values() if name in aliases(f)), None)
+def declared(field: FieldInfo) -> Iterator[FieldInfo]:
+    """`field`, and what is declared inside its type: `Tokens | None` has its bounds and its unit there."""
+    yield field
+    parts: list[Any] = [field.annotation]
+    while parts:
+        parts += get_args(part := parts.pop())
+        if get_origin(part) is Annotated:
+            yield from (m for m in part.__metadata__ if isinstance(m, FieldInfo))
+
+
+def extra(field: FieldInfo | None, name: str) -> str:
+    """What a key says of itself besides its type ("unit", "on_resume"); "" for nothing."""
+    for part in declared(field) if field else ():
+        if isinstance(said := part.json_schema_extra, dict) and name in said:
+            return str(said[name])
+    return ""
 
 
 def aliases(field: FieldInfo) -> list[str]:

@@ -148,6 +148,18 @@ def test_what_trinity_reads_of_other_groups_is_moved() -> None:
     assert c.algorithm.rollout_correction is not None and not c.algorithm.rollout_correction.bypass_mode
 
 
+def test_a_whole_critic_of_older_files_is_read() -> None:
+    """As examples of Trinity-RFT write it, with the keys that veRL's file fills in itself."""
+    fsdp = {"param_offload": True, "optimizer_offload": False, "wrap_policy": {"min_num_params": 0}, "fsdp_size": -1}
+    optim = {"lr": 1e-5, "lr_warmup_steps_ratio": 0.0, "min_lr_ratio": 0.1, "warmup_style": "cosine", "total_training_steps": -1}
+    model = {"external_lib": None, "override_config": {}, "use_remove_padding": False, "fsdp_config": fsdp}
+    contents = ["model", "optimizer", "extra"]
+    given = {"strategy": "fsdp", "optim": optim, "model": model, "shuffle": False, "checkpoint": {"contents": contents}}
+    c = config({"critic": given, "actor": {"checkpoint": {"contents": contents}}})
+    assert (c.trainer.critic.optimizer.lr_scheduler_type, c.trainer.critic.optimizer.min_lr_ratio) == ("cosine", 0.1)
+    assert c.trainer.critic.param_offload and list(c.trainer.checkpoint.save_contents) == contents
+
+
 def test_megatron_is_one_error() -> None:
     section = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "override_transformer_config": {"a": 1}}
     both = {"actor": {"strategy": "megatron", "megatron": section}, "critic": {"strategy": "megatron", "megatron": section}}

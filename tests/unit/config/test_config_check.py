@@ -269,6 +269,34 @@ def test_own_and_tied_head_is_warned_about(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert any("own lm_head.weight" in w for w in look(str(folder)).warnings)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"head.weight": tensors.pop("lm_head.weight")}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert look(str(folder)).warnings == (), "DeepSeek-V4 has it under this name"
+
+
+def test_a_reward_model_has_no_output_layer(model: Path) -> None:
+    """As a judge or the beginning of a critic it is whole; it is no policy."""
+    config = json.loads((model / "config.json").read_text())
+    kind = {"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddings": False}
+    (model / "config.json").write_text(json.dumps(config | kind))
+    assert look(str(model)).warnings == ()
+    assert "is a reward model" in errors(run(model))
+
+
+def test_a_hub_id_is_the_folder_in_the_cache(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "models--Some--Model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    (repo / "snapshots").mkdir()
+    folder = str(model.rename(repo / "snapshots" / "abc"))
+    report = run("Some/Model", "model.tokenizer_path=Some/Model", "model.critic_model_path=Some/Model")
+    assert report.plan is not None, errors(report)
+    learner, engine = report.plan.learner, report.plan.engines[0]
+    named = {learner.model_path, learner.tokenizer_path, learner.critic.model_path, engine.model_path, engine.tokenizer_path}
+    assert named == {folder}
+    assert "neither a folder nor a model in the local hub cache" in errors(run("Some/Other"))
 
 
 def test_header(model: Path) -> None:
@@ -280,6 +308,7 @@ def test_no_chat_template(model: Path) -> None:
     assert "has no chat template" in errors(run(model))
     report = run(model, "model.custom_chat_template='{{ messages[0].content }}!'")
     assert report.tasksets[0].rows[0].prompt == "0+0?!"
+    assert report.plan is not None and report.plan.learner.chat_template == "{{ messages[0].content }}!", "exports have it"
     assert "the chat template does not work" in errors(run(model, "model.custom_chat_template='{{ messages[0'"))
 
 
@@ -335,7 +364,7 @@ def test_command_on_a_good_file(model: Path) -> None:
         assert f" {heavy}\n" not in err, f"{heavy} was imported"
     assert seconds < 6
     code, out, _, _ = command(*given, "--json")
-    assert code == 0 and set(json.loads(out)) >= {"ok", "errors", "warnings", "not_active", "plan"}
+    assert code == 0 and set(json.loads(out)) >= {"ok", "errors", "warnings", "plan"}
 
 
 def test_command_gives_errors_as_json() -> None:
@@ -474,6 +503,12 @@ def test_keys_of_other_sources_do_nothing_to_a_file(model: Path) -> None:
     for name in ("split", "subset_name", "args"):
         assert any(w.startswith(f"{TASKSET}.{name} has no effect: ") for w in report.warnings), report.warnings
     assert not any("has no effect" in w for w in run(model, f"{TASKSET}.split=train").warnings)
+
+
+def test_a_buffer_that_cannot_be_called_so_is_told_by_its_key(model: Path) -> None:
+    buffer = "buffer.trainer_input.experience_buffer"
+    (error,) = run(model, f"{buffer}.name=my-buffer").errors
+    assert error.key == f"{buffer}.name" and "is no name for a buffer" in error.message
 
 
 def test_a_seed_makes_the_runs_of_a_task_the_same(model: Path) -> None:

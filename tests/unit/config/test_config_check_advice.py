@@ -132,7 +132,7 @@ def test_json_has_the_promised_keys(tiny_model: Path) -> None:
     found = json.loads(out)
     assert code == 0 and list(found)[:3] == ["ok", "outcome", "errors"]
     assert set(found) == {
-        "ok", "outcome", "errors", "warnings", "notes", "not_active", "needs", "plan",
+        "ok", "outcome", "errors", "warnings", "notes", "needs", "plan",
         "tasksets", "model", "values", "step", "memory", "placement",
     }  # fmt: skip
     assert found["placement"] == [{"role": "engine 0", "place": "node 0, CPU"}, {"role": "trainer 0", "place": "node 0, CPU"}]

@@ -12,7 +12,7 @@ from rft.config.memory_shared import phases
 from rft.config.model_folder import ModelShape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.errors import ConfigErrors
+from rft.errors import ConfigError, ConfigErrors
 from rft.launch.cluster import placement
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
@@ -22,13 +22,19 @@ def plan(*overrides: str, gpus: int = 0) -> Plan:
     return resolve(load(FILE, ["mode=colocate", *overrides]), Facts(cpus=4, gpus=gpus))
 
 
+def test_one_gpu_is_named_where_the_mode_was_not_chosen() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(load(FILE, ["synchronizer.sync_offset=1"]), Facts(cpus=4, gpus=1))
+    assert "with one GPU" in str(caught.value) and "mode: both" not in str(caught.value)
+    assert resolve(load(FILE, ["synchronizer.sync_offset=1", "trainer.device=cpu"]), Facts(cpus=4, gpus=1)).mode == "both"
+
+
 def test_both_sides_have_all_cores_and_never_at_the_same_time() -> None:
     made = plan()
     assert (made.engines[0].cpu_threads, made.learner.cpu_threads) == (4, 4)
     assert (made.sync.style, made.sync.interval, made.sync.offset, made.staleness_bound) == ("fixed", 1, 0, 0)
     two = plan("explorer.rollout_model.engine_num=2")
     assert [e.cpu_threads for e in two.engines] == [2, 2], "engines take their turn together"
-    assert not made.not_active
 
 
 @pytest.mark.parametrize(

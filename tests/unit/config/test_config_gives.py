@@ -12,6 +12,7 @@ from rft.config.verify import check
 TINY = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
 TASKSET = "buffer.explorer_input.taskset"
 TEACHER = "explorer.auxiliary_models=[{name: teacher, model_path: MODEL, engine_type: transformers}]"
+WARM = "model.temperature=0.7"
 MINE = """
 from rft.workflow.base import Workflow
 
@@ -46,6 +47,16 @@ def errors(tiny_model: Path, *more: str) -> list[str]:
             "no model has the name of workflow_args.teacher; the models are teacher",
         ),
         ("jsd", (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow", TEACHER), ""),
+        ("jsd", (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow", TEACHER, WARM), ""),
+        (
+            "jsd",
+            (
+                f"{TASKSET}.default_workflow_type=on_policy_distill_workflow",
+                TEACHER.replace("transformers", "vllm"),
+                "model.temperature=0.7",
+            ),
+            "model.temperature: is 0.7 for copy, and a teacher of engine_type vllm has log-probs at temperature 1 only",
+        ),
         ("gigpo", (), 'gigpo reads info["env_state_hash"] of every experience'),
         ("gigpo", ("algorithm.advantage_fn_args.omega=0",), ""),
         ("gigpo", (f"{TASKSET}.default_workflow_type=taxi_workflow",), "layout: steps"),
@@ -68,3 +79,16 @@ def test_what_a_workflow_has_to_give(
 def test_names_that_are_not_offered_are_told_what_to_do(tiny_model: Path) -> None:
     (error,) = errors(tiny_model, f"{TASKSET}.default_workflow_type=webshop_workflow")
     assert "derive from EnvWorkflow" in error and TASKSET in error
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        ("remax", "a greedy run of every task, which no client plays"),
+        ("on_policy_distill", "reads teacher_logprobs"),
+        ("grpo", ""),
+    ],
+)
+def test_a_service_has_what_clients_post(algorithm: str, says: str, tiny_model: Path) -> None:
+    found = errors(tiny_model, "mode=serve", f"algorithm.algorithm_type={algorithm}", "algorithm.repeat_times=2")
+    assert len(found) == bool(says) and all(says in e for e in found), found

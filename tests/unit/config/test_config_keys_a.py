@@ -21,10 +21,6 @@ def plan(*overrides: str) -> Plan:
     return resolve(load(FILE, overrides), Facts(cpus=4, gpus=0))
 
 
-def waiting(*overrides: str) -> dict[str, tuple[object, bool]]:
-    return {n.key: (n.value, n.harmless) for n in plan(*overrides).not_active}
-
-
 ALWAYS = ("use_remove_padding", "balance_batch", "entropy_chunking", "entropy_checkpointing")
 ACTIVE, REFUSED, IDLE = "active", "refused: it has no meaning", "a run warns that it has none"
 KEYS = [  # key, good value, bad value, what a run does with the good one
@@ -111,15 +107,10 @@ def test_keys(key: str, good: str, bad: str, state: str) -> None:
         with pytest.raises(ConfigError, match=rf"{key}: has no meaning here".replace(".", r"\.")):
             plan(f"{key}={good}")
     else:
-        assert not waiting(f"{key}={good}")
         told = [w for w in plan(f"{key}={good}").warnings if w.startswith(key) and "has no effect: " in w]
         assert state == ACTIVE or len(told) == 1
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         plan(f"{key}={bad}")
-
-
-def test_defaults_use_nothing_that_is_not_active() -> None:
-    assert not plan().not_active
 
 
 # ---------------------------------------------------------------- algorithms and their parts
@@ -156,7 +147,6 @@ def test_arguments_without_meaning_on_parts_that_are_active() -> None:
     assert [e.key for e in caught.value.errors] == ["algorithm.advantage_fn_args.duplicate_experiences"]
     told = plan("algorithm.algorithm_type=jsd", "algorithm.advantage_fn_args.chunk_size=8").warnings
     assert any(w.startswith("algorithm.advantage_fn_args.chunk_size 8 has no effect") for w in told)
-    assert not waiting("algorithm.advantage_fn_args={std_threshold: 0.1, std_cal_level: group}", "algorithm.kl_loss_fn=none")
 
 
 def test_arguments_of_an_algorithm_reach_the_plan() -> None:
@@ -214,7 +204,7 @@ def test_losses_and_policies_that_do_not_go_together() -> None:
 
 def test_older_names_are_taken_with_a_warning() -> None:
     p = plan("algorithm.algorithm_type=grpo_verl", "algorithm.kl_loss_fn=mse", "algorithm.sample_strategy=warmup")
-    assert not p.not_active and p.learner.algorithm.kl_loss_fn == "k2"
+    assert p.learner.algorithm.kl_loss_fn == "k2"
     assert sum("name of" in w for w in p.warnings) == 3
     assert plan("algorithm.kl_penalty_fn=kl").learner.algorithm.kl_penalty_fn == "k1"
 

@@ -82,6 +82,15 @@ def test_overrides(override: str, get: Any, value: Any, monkeypatch: pytest.Monk
         ("trainer.total_steps=[1", "override trainer.total_steps, line 1"),
         ("trainer.total_step=3", "Did you mean trainer.total_steps"),
         ("trainer.total_steps=many", "given 'many'; must be a whole number (train steps)  (override)"),
+        ("name=null", "given null; must be a text, or left out"),
+        ("synchronizer.sync_timeout=inf", "must be a number (s)  (override)"),
+        ("trainer.checkpoint.save_contents=[]", "must have at least 1 of them"),
+        ("model.lora_configs=[{}, {}]", "must have at most 1 of them"),
+        (
+            "trainer.eval_interval=${trainer.max_nonfinite_steps}",
+            "references see what is written, no defaults: write that key, too",
+        ),
+        ("name=a${b}", "'b' not found; a text that is no reference is written \\${...}"),
     ],
 )
 def test_bad_overrides(override: str, message: str) -> None:
@@ -116,7 +125,7 @@ def test_where_values_come_from() -> None:
     ("text", "value"),
     [
         ("1e-6", 1e-6), ("1E6", 1e6), ("-.5", -0.5), ("1_000", 1000), ("0x1F", 31), ("010", "010"), ("1:30", "1:30"),
-        ("2020-01-01", "2020-01-01"),
+        ("2020-01-01", "2020-01-01"), ("1_5", "1_5"), ("0.5_2", "0.5_2"), ("1_000.5", 1000.5),
         ("true", True), ("off", False), ("~", None), ("null", None), ("'1e-6'", "1e-6"), ("1e", "1e"), ("e5", "e5"), (".inf", float("inf")),
         ("[1, 2e3]", [1, 2000.0]), ("{a: {b: 1}}", {"a": {"b": 1}}), ("", None), ("a: b: c", ConfigError),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rft.config import memory_estimate as memory
-from rft.config.check_report import Report
+from rft.config.check_report import Report, step
 from rft.config.load import load
 from rft.config.memory_estimate import GIB, MIB, RoleMemory, estimate, micro_batch, too_much, trainer
 from rft.config.model_folder import ModelShape, shape
@@ -70,6 +70,7 @@ def test_other_families() -> None:
     experts = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
     assert shape(experts).parameters == 3 * (LAYER - 3 * 128 + 4 * 3 * 8 * 6) + 8 + 800 and shape(experts).mlp == 12
     assert shape({"model_type": "vlm", "text_config": LLAMA}).layers == 3
+    assert shape({**LLAMA, "intermediate_size": [6, 9, 6]}).mlp == 9, "Gemma 3n has one for each layer"
     with pytest.raises(ValueError, match="hidden_size, vocab_size"):
         shape({k: v for k, v in LLAMA.items() if k not in ("hidden_size", "vocab_size")})
 
@@ -270,6 +271,19 @@ def test_schema_only_needs_config_json_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     report = check(GOOD / "short.yaml", given, facts=CPU, schema_only=True)
     assert report.ok and any("config.json does not give hidden_size" in n for n in report.notes)
+
+
+def test_groups_that_clients_or_another_process_bring_count_as_they_are() -> None:
+    """They counted as single runs: a step of a service had 0 experiences, and a checkpoint of each of 1,000,000,000 steps."""
+    endless = ["trainer.total_steps=null", "trainer.save_interval=10", "trainer.max_checkpoints_to_keep=0"]
+    service = resolve(load(GOOD.parents[3].parent / "examples" / "serve" / "config.yaml", endless), CPU)
+    assert service.runs_per_step == 64 * 8 and micro_batch(service, 63).rows >= 8
+    told = step(service)
+    assert (told["experiences"], told["max_generated_tokens"], told["train_steps"]) == (512, 512, None)
+    (weights, _) = memory.checkpoints(service, shape(LLAMA), shape(LLAMA), None).terms
+    assert weights.name.startswith("1 x") and weights.how == "the number of steps is not known"
+    apart = ("mode=train", "cluster.ray_address=auto", "buffer.explorer_input.taskset=null", "algorithm.repeat_times=4")
+    assert plan(*apart, "trainer.total_steps=3").runs_per_step == 4 * plan().explorer.batch_size
 
 
 def test_what_lives_on_the_host_takes_no_memory_of_a_gpu() -> None:

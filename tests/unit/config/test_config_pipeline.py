@@ -69,10 +69,13 @@ def test_another_order_is_refused_with_the_right_one() -> None:
     assert "Write them so: pass_rate_calculator, reward_filter" in found[f"{KEY}.operators[1]"]
 
 
-def test_the_threshold_of_grpo_is_an_operator() -> None:
-    p = plan("algorithm.advantage_fn_args.std_threshold=0.1", f"{KEY}.operators=[{{name: pass_rate_calculator}}]")
-    last = OperatorSettings(name="reward_std_filter", args={"threshold": 0.1}, key="algorithm.advantage_fn_args.std_threshold")
-    assert p.explorer.pipeline.operators[1:] == (last,) and not p.not_active
+@pytest.mark.parametrize("name", ["grpo", "multi_step_grpo"])
+def test_the_threshold_of_grpo_is_an_operator(name: str) -> None:
+    given = (f"algorithm.algorithm_type={name}", "algorithm.advantage_fn_args.std_threshold=0.1")
+    p = plan(*given, f"{KEY}.operators=[{{name: pass_rate_calculator}}]")
+    args = {"threshold": 0.1} if name == "grpo" else {"threshold": 0.1, "of_runs": True}
+    last = OperatorSettings(name="reward_std_filter", args=args, key="algorithm.advantage_fn_args.std_threshold")
+    assert p.explorer.pipeline.operators[1:] == (last,)
 
 
 @pytest.mark.parametrize(

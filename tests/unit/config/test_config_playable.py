@@ -117,3 +117,9 @@ def test_a_file_with_a_folder_is_no_hub_id(tmp_path: Path) -> None:
     found = report(tmp_path, path="no_such_data/train.jsonl")
     assert "data 'no_such_data/train.jsonl': no such file or folder" in needed(found)[0]
     assert needed(report(tmp_path, path="somebody/data")) == []
+
+
+def test_data_to_train_on_that_is_not_here(tmp_path: Path) -> None:
+    key = "buffer.trainer_input.experience_buffer.path"
+    data = ("mode=train", "algorithm.algorithm_type=sft", f"{key}={tmp_path}/none.jsonl")
+    assert needed(report(tmp_path, *data)) == [f"{key}: data '{tmp_path}/none.jsonl': no such file or folder"]

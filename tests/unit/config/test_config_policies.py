@@ -19,6 +19,7 @@ from rft.errors import ConfigError
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 PPO = "algorithm.algorithm_type=ppo"
 RC = "algorithm.rollout_correction"
+MIX = "algorithm.sample_strategy=mix"
 
 
 def plan(*overrides: str) -> Plan:
@@ -58,6 +59,13 @@ def test_which_policy_is_the_old_one(overrides: tuple[str, ...], bypass: bool, w
             (f"{RC}.loss_type=reinforce", f"{RC}.bypass_mode=true", "algorithm.policy_loss_fn=gspo"),
             "policy_loss_fn: is gspo, but .*loss_type means reinforce",
         ),
+        ((MIX, "algorithm.policy_loss_fn=gspo"), "gspo reads log-probs of the policy that sampled, .* use mix, mix_chord"),
+        ((MIX, "algorithm.algorithm_type=grpo"), "policy_loss_fn: ppo reads log-probs"),
+        (
+            ("mode=serve", "buffer.total_steps=null", "algorithm.optimizer.lr_warmup_steps_ratio=0.1"),
+            "lr_warmup_steps_ratio: follows from the number of train steps, and the service has no end",
+        ),
+        (("mode=serve", "buffer.total_steps=null", "algorithm.optimizer.warmup_style=cosine"), "lr_scheduler_type: follows from"),
         (("trainer.critic_warmup=3",), "trainer.critic_warmup: is 3, but advantage grpo has no critic"),
         (("trainer.critic.use_dynamic_bsz=false", PPO), "trainer.critic.micro_batch_size_per_gpu: is required"),
     ],
@@ -74,7 +82,14 @@ def test_reinforce_is_the_loss_of_a_bypass_correction() -> None:
     assert a.rollout_correction is not None and a.rollout_correction["rollout_is"] == "sequence"
     told = plan(f"{RC}.rollout_is=token", f"{RC}.bypass_mode=true").warnings
     assert any("rollout_is has no effect with bypass_mode" in w for w in told)
-    assert any("rollout_rs_threshold has no effect" in w for w in plan(f"{RC}.rollout_rs_threshold=2").warnings)
+    for given, says in (
+        ((f"{RC}.rollout_rs_threshold=2",), "rollout_rs_threshold has no effect"),
+        (("algorithm.loss_scale_factor=9",), "loss_scale_factor has no effect: loss_agg_mode is token-mean"),
+        ((PPO, "trainer.critic_warmup=2"), "critic_warmup 2 is as long as the run (2 train steps): no policy is trained"),
+    ):
+        assert any(says in w for w in plan(*given).warnings), says
+    dr_grpo = ("algorithm.algorithm_type=dr_grpo", "algorithm.loss_scale_factor=9")
+    assert not any("has no effect" in w for w in (*plan(*dr_grpo).warnings, *plan(PPO, "trainer.critic_warmup=1").warnings))
 
 
 def test_kl_terms_and_their_controllers() -> None:
@@ -90,6 +105,12 @@ def test_kl_terms_and_their_controllers() -> None:
     assert controllers(plan().learner.algorithm) == {}
     ppo = ("algorithm.kl_penalty_fn=k1", PPO, "algorithm.repeat_times=4", "buffer.batch_size=3", "buffer.train_batch_size=6")
     assert plan(*ppo).trainer.batch_rows == 6, "nothing is compared in groups"
+
+
+@pytest.mark.parametrize("name", ["raft", "on_policy_distill", "jsd", "gigpo", "multi_step_grpo", "grpo"])
+def test_a_kl_in_rewards_that_nothing_reads_is_told(name: str) -> None:
+    told = plan(f"algorithm.algorithm_type={name}", "algorithm.kl_penalty_fn=k1").warnings
+    assert any("kl_penalty_fn has no effect" in w for w in told) == (name != "grpo")
 
 
 def test_a_kl_in_the_reward_takes_whole_groups() -> None:

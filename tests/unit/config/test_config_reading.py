@@ -33,7 +33,7 @@ def errors(*overrides: str) -> dict[str, str]:
 def test_without_it_each_experience_is_read_once_oldest_first() -> None:
     p = plan()
     assert (p.buffer.replay, p.buffer.max_uses, p.staleness_bound) == (None, 1, 0)
-    assert any(f"{REPLAY}.reuse_cooldown_time has no effect without replay_buffer.enable" in w for w in plan(AGAIN).warnings)
+    assert any(f"{REPLAY}.reuse_cooldown_time has no effect: enable is false" in w for w in plan(AGAIN).warnings)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_is_refused(overrides: tuple[str, ...], key: str, message: str) -> 
 def test_staleness_control_is_max_staleness() -> None:
     control = "algorithm.sample_strategy=staleness_control"
     p = plan(control, "algorithm.sample_strategy_args={max_staleness: 3}")
-    assert (p.trainer.max_staleness, p.sync.max_staleness, p.not_active) == (3, 3, ())
+    assert (p.trainer.max_staleness, p.sync.max_staleness) == (3, 3)
     assert plan(control).trainer.max_staleness is None
     assert plan(control, "algorithm.sample_strategy_args={max_staleness: .inf}").trainer.max_staleness is None
     key = "algorithm.sample_strategy_args.max_staleness"

@@ -13,7 +13,7 @@ from configuration_page import json_schema, markdown
 
 from rft.compat.keys.not_offered import INSTEAD, VALUES
 from rft.config.foreign import advice
-from rft.config.schema.walk import all_keys, field_at, literals
+from rft.config.schema.walk import all_keys, extra, field_at, literals
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,10 +42,9 @@ def test_numbers_have_a_unit_or_a_reason() -> None:
     for key in all_keys():
         field = field_at(tuple(re.sub(r"\[\]", "", key).split(".")))
         assert field is not None
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         is_number = "int" in str(field.annotation) or "float" in str(field.annotation)
         if is_number and re.search(r"(timeout|_tokens|_len|_steps|_interval|_times|_bytes|_num|_size|_rows|_threads)$", key):
-            assert extra.get("unit"), key
+            assert extra(field, "unit"), key
 
 
 @pytest.mark.parametrize("pattern", INSTEAD)

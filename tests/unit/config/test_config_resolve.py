@@ -108,6 +108,17 @@ def test_steps_from_epochs() -> None:
     assert plan("buffer.total_steps=null", "trainer.total_steps=15", num_batches=num_batches).total_steps == 15
 
 
+def test_steps_of_a_data_set() -> None:
+    data = ("mode=train", "algorithm.algorithm_type=sft", "buffer.trainer_input.experience_buffer.path=rows.jsonl")
+
+    def total(*more: str) -> int | None:
+        return plan(*data, "buffer.train_batch_size=2", *more, num_batches=lambda *_: 7).total_steps
+
+    assert total("buffer.total_steps=40", "buffer.total_epochs=1") == 40, "total_steps wins, as everywhere"
+    assert total("buffer.total_steps=null", "buffer.total_epochs=1", "trainer.total_steps=40") == 7
+    assert total("buffer.total_steps=null") == 7
+
+
 def test_train_batch_size_in_rows() -> None:
     whole = plan("buffer.train_batch_size=32")
     assert whole.trainer.batch_groups == 4 and whole.trainer.batch_rows is None
@@ -132,6 +143,8 @@ def test_paths_beside_the_file() -> None:
     exists = replace(CPU, exists=lambda p: p == str(GOOD.absolute() / "rows.jsonl"))
     assert plan(facts=exists).explorer.tasksets[0].path == str(GOOD.absolute() / "rows.jsonl")
     assert plan(f"{IN}.taskset.path=reasoning_gym://chain_sum").explorer.tasksets[0].path == "reasoning_gym://chain_sum"
+    with pytest.raises(ConfigErrors, match=r"checkpoint_root_dir: has a \$"):  # else the runs would be in a folder of this name
+        plan("checkpoint_root_dir=$HOME/runs")
 
 
 def test_taskset_names_are_made_unique() -> None:
@@ -263,6 +276,7 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "group": "g",
     "algorithm.loss_agg_mode": "seq-mean-token-sum",
     "explorer.rollout_model.dtype": "bfloat16",
+    "explorer.rollout_model.max_num_batched_tokens": "512",
     "explorer.rollout_model.enforce_eager": "false",
     "trainer.total_steps": "1",
     **dict.fromkeys(

@@ -67,6 +67,8 @@ def test_overrides_of_the_model_hold_for_engines_too() -> None:
     kinds = {"vllm": {"hf_overrides": {"attention_bias": True}}, "transformers": {"attention_bias": True}}
     for kind, expected in kinds.items():
         assert plan(override, f"explorer.rollout_model.engine_type={kind}").engines[0].extra_engine_args == expected
+    own = "explorer.rollout_model.extra_engine_args={hf_overrides: {rope_theta: 5.0}}"
+    assert plan(override, own).engines[0].extra_engine_args == {"hf_overrides": {"attention_bias": True, "rope_theta": 5.0}}
 
 
 def test_rotary_embeddings_hold_for_trainer_and_engines() -> None:

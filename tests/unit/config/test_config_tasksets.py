@@ -18,6 +18,7 @@ from rft.launch.execute import execute
 from rft.testing import tiny
 
 IN = "buffer.explorer_input"
+OFFLINE = "buffer.trainer_input.experience_buffer"
 PIPE = "data_processor.task_pipeline"
 ROWS = [{"prompt": f"{i}+1?", "response": str(i + 1), "weak": i / 20, "strong": i / 10, "pass_rate": i / 10} for i in range(10)]
 
@@ -126,6 +127,16 @@ def test_bad_rows(here):
     assert made.ok and any("1 of 11 rows are left out (skip_bad_rows)" in w for w in made.warnings)
 
 
+def test_a_chat_that_ends_with_an_answer_is_told(here):
+    told = "the chat of row 0 ends with an answer, which the model reads before it answers"
+    asked = [{"role": "user", "content": "1+1?"}]
+    (here / "rows.jsonl").write_text(json.dumps({"message": asked, "response": "2"}) + "\n")
+    assert not any(told in w for w in report(f"{IN}.taskset.format.prompt_type=messages").warnings)
+    asked.append({"role": "assistant", "content": "2"})
+    (here / "rows.jsonl").write_text(json.dumps({"message": asked, "response": "2"}) + "\n")
+    assert any(told in w for w in report(f"{IN}.taskset.format.prompt_type=messages").warnings)
+
+
 def test_rows_that_name_workflows(here):
     lines = [{**r, "flow": "simple_workflow" if i else "simple_workflo"} for i, r in enumerate(ROWS)]
     (here / "rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines[1:]))
@@ -155,6 +166,11 @@ def test_another_tokenizer(here, tmp_path):
     assert {plan.engines[0].tokenizer_path, plan.learner.tokenizer_path, plan.explorer.tasksets[0].prompt_limit.model_path} == {
         str(other)
     }
+    given = "{path: rows.jsonl, format: {response_key: response}}"
+    made = report(f"model.tokenizer_path={other}", "mode=train", "algorithm={algorithm_type: sft}", f"{OFFLINE}={given}")
+    assert made.plan is not None and made.plan.trainer.offline_data.model_path == str(other), (
+        "what is trained is written by it, too"
+    )
     file = other / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 99_999, "content": "<far>"})

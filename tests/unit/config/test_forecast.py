@@ -108,7 +108,8 @@ def test_planted_speeds_are_found_again(tmp_path: Path) -> None:
     c, found = ClusterFile(), {}
     for tasks in (2, 4, 16):
         p = plan(c, f"buffer.batch_size={tasks}", "algorithm.repeat_times=4")
-        records = []
+        failed = {"rollout/runs": tasks * 4.0, "rollout/failed": tasks * 4.0, "rollout/time/batch": 99.0}
+        records = [MetricRecord(role="explorer", step=1, time=0.0, values=failed)]  # no run of it has an answer
         for step in range(1, 9):
             mean, longest, rows = given.uniform(50, 60), given.uniform(80, 120), tasks * 4
             v: dict[str, float] = {

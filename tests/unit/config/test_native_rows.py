@@ -12,17 +12,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from rft.compat.keys.verl_keys import rows
-from rft.config.inert import listed
 from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]
 with (Path(__file__).parent / "data" / "native_rows.tsv").open(newline="", encoding="utf-8") as table:
     LINES = {line["target"]: line for line in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)}
 NATIVE = [row for row in rows() if row.kind == "native"]
-LATER = {key for key, entry in listed() if entry.level == "later"}
 
 
 @cache
@@ -41,8 +37,6 @@ def test_a_row_names_a_test(row) -> None:
 
 @for_each("target", LINES)
 def test_the_test_is_there_and_knows_the_key(target: str) -> None:
-    if target in LATER:
-        pytest.skip("comes later")
     file, _, name = LINES[target]["test"].partition("::")
     text, names = source(file)
     function, _, case = name.rstrip("]").partition("[")
