@@ -70,7 +70,7 @@ def _of_verl(row: Row, asked: str) -> list[Description]:
             said = Description(key=target, meaning=f"a {kind}", type=kind, default="", verl=(row.name,))
         found.append(replace(said, asked=asked, note=row.note))
     if not found:
-        words = {"derived": "follows from other keys", "n/a": "is not taken over", "native": "has no key"}
+        words = {"derived": "follows from other keys", "n/a": "is not taken over", "refused": "is not offered"}
         meaning = f"{words[row.kind]}: {row.note}"
         found = [Description(key="none", asked=asked, meaning=meaning, type="", default="", verl=(row.name,))]
     return found

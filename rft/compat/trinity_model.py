@@ -204,7 +204,7 @@ class ModelWrapper:
         if self._name is not None:
             request = msgspec.structs.replace(request, prefix_tokens=None, prefix_messages=0)
         completions = await self._model.generate(request)
-        turns = [Turn(messages=request.messages, completion=c) for c in completions]
+        turns = [Turn(messages=request.messages, tools=request.tools, completion=c) for c in completions]
         if self._name is None:
             for i, turn in enumerate(turns):
                 (contexts[i % len(contexts)] if n > 1 else asker).record(turn)

@@ -13,9 +13,10 @@ from functools import cache
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import torch
 
-from rft.buffer.operators.base import GroupView, Operator, Result, Stage, untrained
+from rft.buffer.operators.base import GroupView, Operator, Result, Stage
 from rft.compat.trinity_experience import EID, TrinityExperience, plain
 from rft.types import experience as ours
 from rft.types.metrics import Metric
@@ -121,11 +122,11 @@ def _back(cls: Any, rows: Sequence[ours.Experience], given: Sequence[TrinityExpe
 
 
 def _row(cls: Any, row: ours.Experience, x: TrinityExperience) -> ours.Experience:
-    if x.reward != row.reward:
-        if cls.stage != "reward":
-            raise ValueError(f'{cls.__name__} changes rewards: write `stage = "reward"` into the class')
-        return msgspec.structs.replace(row, reward=None if x.reward is None else float(x.reward))
-    if cls.stage == "statistics":
-        added = {k: v for k, v in x.info.items() if k != "task_index"}
-        return msgspec.structs.replace(row, info=plain(added))
-    return untrained(row) if cls.stage == "drop" and not bool(x.action_mask.any()) else row
+    if x.reward != row.reward and cls.stage != "reward":
+        raise ValueError(f'{cls.__name__} changes rewards: write `stage = "reward"` into the class')
+    if cls.stage == "drop":
+        mask = row.loss_mask.copy()
+        mask[len(mask) - len(x.action_mask) :] &= x.action_mask.numpy()
+        return msgspec.structs.replace(row, loss_mask=mask, logprobs=np.where(mask, row.logprobs, np.float32(0)))
+    added = plain({k: v for k, v in x.info.items() if k != "task_index"})
+    return msgspec.structs.replace(row, reward=None if x.reward is None else float(x.reward), info=added)

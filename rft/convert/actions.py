@@ -13,11 +13,9 @@ from rft.convert.names import (
     DTYPES,
     ENGINE,
     ESTIMATORS,
-    FULL_KL,
     KL,
     LORA,
     MODEL,
-    NO_CRITIC,
     NO_LORA,
     OPTIM,
     PASSED,
@@ -25,18 +23,18 @@ from rft.convert.names import (
     TRACKERS,
     estimator_name,
 )
-from rft.convert.rule import Rule, below, choice, expand, only_if, rule, to, via, write
+from rft.convert.rule import Rule, among, below, choice, derived, expand, only_if, rule, switch, to, via, write
 from rft.convert.sizes import colocated, has_critic, micro_batch, verl_ranks
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
 
 
-@rule("algorithm.algorithm_type", "algorithm.advantage_fn")
-def estimator(d: Draft, a: Argument) -> ArgumentOutcome:
-    if str(a.value) not in ESTIMATORS:
-        return ArgumentOutcome("refused", f"unknown estimator; known: {', '.join(ESTIMATORS)}")
-    return ArgumentOutcome("mapped", "", ("algorithm.algorithm_type", "algorithm.advantage_fn"))
+estimator = among(
+    ESTIMATORS,
+    via("", "algorithm.algorithm_type", "algorithm.advantage_fn"),
+    f"unknown estimator; known: {', '.join(ESTIMATORS)}",
+)
 
 
 def advantage_arg(name: str, *estimators: str) -> Rule:
@@ -47,23 +45,26 @@ def advantage_arg(name: str, *estimators: str) -> Rule:
     )
 
 
-def kl_name(fn: str, switch: str) -> Rule:
+def kl_name(fn: str, on: str) -> Rule:
     @rule(f"algorithm.{fn}")
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         name = str(a.value).removesuffix("+")
+        if name == "full":
+            return ArgumentOutcome(
+                "refused", "needs both models' probabilities of all tokens (nor does veRL have it); use low_var_kl"
+            )
         if name not in KL:
-            reason = FULL_KL if name == "full" else f"unknown estimator; known: {', '.join(KL)}"
-            return ArgumentOutcome("refused", reason)
+            return ArgumentOutcome("refused", f"unknown estimator; known: {', '.join(KL)}")
         return ArgumentOutcome("mapped", "veRL clamps k3 and low_var_kl alike" if name == "k3" else "", act.targets)
 
-    return only_if(lambda d: d.flag(switch), f"{switch} is off", act)
+    return switch(on, f"{on} is off", act)
 
 
-def kl_arg(target: str, switch: str, adaptive: bool = False) -> Rule:
+def kl_arg(target: str, on: str, adaptive: bool = False) -> Rule:
     written = via("", target)
     if adaptive:
         written = only_if(lambda d: d.text("algorithm.kl_ctrl.type") == "adaptive", "the coefficient is fixed", written)
-    return only_if(lambda d: d.flag(switch), f"{switch} is off", written)
+    return switch(on, f"{on} is off", written)
 
 
 @rule("trainer.trainer_strategy")
@@ -76,11 +77,11 @@ def strategy(d: Draft, a: Argument) -> ArgumentOutcome:
     return ArgumentOutcome("refused", f"{a.value} is not offered: use fsdp2")
 
 
-@rule("trainer.trainer_strategy")
-def same_strategy(d: Draft, a: Argument) -> ArgumentOutcome:
-    if a.value in ("fsdp", "fsdp2"):
-        return ArgumentOutcome("derived", "all models are trained with trainer.trainer_strategy", ("trainer.trainer_strategy",))
-    return ArgumentOutcome("refused", f"{a.value} is not offered: use fsdp2")
+same_strategy = among(
+    ("fsdp", "fsdp2"),
+    derived("all models are trained with trainer.trainer_strategy", "trainer.trainer_strategy"),
+    "{} is not offered: use fsdp2",
+)
 
 
 def micro(role: str, key: str, target: str) -> Rule:
@@ -130,7 +131,8 @@ def alike(limit: str, target: str, otherwise: str = "there is one limit here, se
     """One key here for two of veRL's, which must say the same."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        if (isinstance(a.value, str) and "${" in a.value) or str(a.value).lower() == d.text(limit).lower():
+        written = d.given[limit].text if limit in d.given else ""
+        if str(a.value).lower() == d.text(limit).lower() or a.text == written:
             return ArgumentOutcome("derived", f"is {limit}", (target,))
         return ArgumentOutcome("refused", f"differs from {limit} {d.get(limit)}; {otherwise}")
 
@@ -297,12 +299,7 @@ def logger(d: Draft, a: Argument) -> ArgumentOutcome:
     return ArgumentOutcome("mapped", "console is always on" if "console" in named else "", ("monitor.monitor_type",))
 
 
-@rule("mode")
-def val_only(d: Draft, a: Argument) -> ArgumentOutcome:
-    if not d.flag(a.key):
-        return ArgumentOutcome("ignored", "it trains")
-    d.put("mode", "bench", a.key)
-    return ArgumentOutcome("derived", "evaluate and stop", ("mode",))
+val_only = switch("trainer.val_only", "it trains", to("mode", by=lambda v: "bench", reason="evaluate and stop"))
 
 
 @rule("continue_from_checkpoint", "resume_from_path")
@@ -314,29 +311,20 @@ def resume(d: Draft, a: Argument) -> ArgumentOutcome:
     return ArgumentOutcome("derived", "trainer.resume_from_path says which", ("resume_from_path",))
 
 
-@rule("resume_from_path")
-def resume_path(d: Draft, a: Argument) -> ArgumentOutcome:
-    if d.text("trainer.resume_mode") != "resume_path" or a.value is False:
-        return ArgumentOutcome("ignored", "resume_mode is not resume_path")
-    return write(d, a, ("resume_from_path",), a.value)
-
-
-@rule("trainer.max_checkpoints_to_keep")
-def keep(d: Draft, a: Argument) -> ArgumentOutcome:
-    if a.key.endswith("_in_save"):
-        if not d.flag(a.key):
-            return ArgumentOutcome("ignored", "all checkpoints are kept")
-        d.fill("trainer.max_checkpoints_to_keep", 1, a.key)
-        return ArgumentOutcome("derived", "deprecated in veRL", ("trainer.max_checkpoints_to_keep",))
-    return write(d, a, ("trainer.max_checkpoints_to_keep",), d.whole(a.key))
-
-
-@rule("trainer.max_checkpoints_to_keep")
-def critic_keep(d: Draft, a: Argument) -> ArgumentOutcome:
-    actor = d.get("trainer.max_actor_ckpt_to_keep")
-    if a.value == actor:
-        return ArgumentOutcome("derived", "actor and critic are one checkpoint", ("trainer.max_checkpoints_to_keep",))
-    return ArgumentOutcome("ignored", "actor and critic are one checkpoint; the actor's number holds")
+resume_path = only_if(
+    lambda d: d.text("trainer.resume_mode") == "resume_path" and d.get("trainer.resume_from_path") is not False,
+    "resume_mode is not resume_path",
+    to("resume_from_path"),
+)
+keep_last = switch(
+    "trainer.remove_previous_ckpt_in_save",
+    "all checkpoints are kept",
+    only_if(
+        lambda d: not d.stated("trainer.max_actor_ckpt_to_keep"),
+        "max_actor_ckpt_to_keep is given and wins",
+        to("trainer.max_checkpoints_to_keep", by=lambda v: 1, reason="deprecated in veRL"),
+    ),
+)
 
 
 @rule(*(f"data_processor.experience_pipeline.{name}" for name in ("save_input", "input_save_path")))
@@ -357,7 +345,7 @@ def profile(d: Draft, a: Argument) -> ArgumentOutcome:
 
 
 def critic(rule: Rule) -> Rule:
-    return only_if(has_critic, NO_CRITIC, rule)
+    return only_if(has_critic, "there is no critic with this advantage estimator", rule)
 
 
 @rule("trainer.critic_warmup")
@@ -369,10 +357,18 @@ def critic_warmup(d: Draft, a: Argument) -> ArgumentOutcome:
     return critic(to("trainer.critic_warmup", by=lambda _: before * d.interval, reason=reason)).act(d, a)
 
 
+VERLS_OWN = ("_trainer", "_trainer_engine", "generation", "evaluation")  # how veRL's own configurations are called
+
+
 @rule()
 def config_name(d: Draft, a: Argument) -> ArgumentOutcome:
     if "megatron" in str(a.value):
         return ArgumentOutcome("refused", "Megatron is not offered: use the FSDP configuration with actor.strategy fsdp2")
+    if not str(a.value).removesuffix(".yaml").endswith(VERLS_OWN):
+        d.questions.append(
+            f"line {a.line}: --config-name {a.value} is a file that is not read here.  Does it set more than veRL's own?  Then write that "
+            "into the script, or convert the resolved YAML file"
+        )
     return ArgumentOutcome("ignored", "the defaults of veRL's own configuration are assumed")
 
 
@@ -381,12 +377,18 @@ def positive_k(value: Any) -> Any:
 
 
 def max_samples(sets: str) -> Rule:
-    """-1 means all rows."""
+    """-1 means all rows.  veRL counts the rows of all files together."""
     target = f"{sets}[i].max_samples"
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        count = d.whole(a.key)
-        return write(d, a, (target,), count) if count > 0 else ArgumentOutcome("equal", "all rows")
+        count, files = d.whole(a.key), len(d.expand(target))
+        if count <= 0:
+            return ArgumentOutcome("equal", "all rows")
+        if files > 1:
+            return ArgumentOutcome(
+                "refused", f"counts rows of {files} files together; here each has max_samples of its own, by --set"
+            )
+        return write(d, a, (target,), count, "the first rows; veRL draws them at random where data.shuffle is on")
 
     return Rule(act, (target,))
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from rft.convert.values import assumed_empty
 
-MAX_DEPTH = 40
 MAX_TEXT = 200
 _REGEX = re.compile(r"\^?(?:[\w/ .:-]|\[[\w-]+\])*(?:(?:[\w/ .:-]|\[[\w-]+\])[+*]?)?\$?")  # at most one repetition, at its end
 
@@ -84,7 +83,7 @@ def decide(items: Sequence[Item], *, patterns: bool = True) -> Decision:
 
 class _TestReader:
     def __init__(self, items: Sequence[Item], patterns: bool) -> None:
-        self.items, self.patterns, self.pos, self.depth = items, patterns, 0, 0
+        self.items, self.patterns, self.pos = items, patterns, 0
 
     def peek(self, ahead: int = 0) -> Item:
         at = self.pos + ahead
@@ -105,21 +104,14 @@ class _TestReader:
         return answer
 
     def primary(self) -> Decision:
-        self.depth += 1
         item = self.peek()
-        if self.depth > MAX_DEPTH:
-            self.pos = len(self.items) + 1
+        if isinstance(item, Operand):
+            return self.operand(item)
+        self.pos += 1
+        if item != "(":
             return OPEN
-        answer = OPEN
-        if item == "(":
-            self.pos += 1
-            answer = self.disjunction()
-            self.pos += 1
-        elif isinstance(item, Operand):
-            answer = self.operand(item)
-        else:
-            self.pos += 1
-        self.depth -= 1
+        answer = self.disjunction()
+        self.pos += 1
         return answer
 
     def operand(self, item: Operand) -> Decision:

@@ -5,10 +5,9 @@ Invariant: a value is written only where nothing else has written it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rft.compat.keys import verl_keys as table
 from rft.convert.actions import lora
 from rft.convert.draft import Draft
 from rft.convert.names import (
@@ -19,16 +18,17 @@ from rft.convert.names import (
     LORA_ALPHA,
     OPTIM,
     ROLLOUT,
-    by_tokens,
+    aggregates,
     estimator_name,
     policy_loss,
 )
 from rft.convert.sizes import has_critic, is_async, micro_batch
 
 Condition = Callable[[Draft], bool]
+Default = tuple[str, Any, Condition]  # target, veRL's key (its default is written) or (value,), condition
 
 
-def _always(d: Draft) -> bool:
+def any_run(d: Draft) -> bool:
     return True
 
 
@@ -44,12 +44,11 @@ def _dynamic(d: Draft) -> bool:
     return d.flag(f"{ACTOR}.use_dynamic_bsz")
 
 
-def _warms_up(section: str) -> Condition:
+def warms_up(section: str) -> Condition:
     return lambda d: bool(d.read(f"{section}.lr_warmup_steps_ratio")) or (d.read(f"{section}.lr_warmup_steps") or 0) > 0
 
 
-# target, veRL's key (its default is written) or a value, condition
-DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
+DEFAULTS: tuple[Default, ...] = (
     ("algorithm.advantage_fn_args.gamma", "algorithm.gamma", _of(*CRITIC_ESTIMATORS, "reinforce_plus_plus")),
     ("algorithm.advantage_fn_args.lam", "algorithm.lam", _of(*CRITIC_ESTIMATORS)),
     (
@@ -60,40 +59,42 @@ DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
     ("algorithm.policy_loss_fn", ("ppo",), _vanilla),
     ("algorithm.policy_loss_fn_args.clip_ratio_c", f"{ACTOR}.clip_ratio_c", _vanilla),
     ("algorithm.policy_loss_fn_args.ppo_kl_coef", (0.1,), lambda d: policy_loss(d) == "kl_cov"),
-    ("algorithm.entropy_loss_fn", ("default",), _always),
-    ("algorithm.entropy_loss_fn_args.entropy_coef", f"{ACTOR}.entropy_coeff", _always),
-    ("algorithm.loss_agg_mode", f"{ACTOR}.loss_agg_mode", by_tokens),
-    (f"{OPTIM}.lr", f"{ACTOR}.optim.lr", _always),
+    ("algorithm.entropy_loss_fn", ("default",), any_run),
+    ("algorithm.entropy_loss_fn_args.entropy_coef", f"{ACTOR}.entropy_coeff", any_run),
+    ("algorithm.loss_agg_mode", f"{ACTOR}.loss_agg_mode", aggregates),
+    (f"{OPTIM}.lr", f"{ACTOR}.optim.lr", any_run),
     (f"{OPTIM}.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda d: not d.has(f"{OPTIM}.lr_warmup_steps")),
-    (f"{OPTIM}.lr_warmup_from_zero", (True,), _warms_up(OPTIM)),
-    (f"{OPTIM}.min_lr_ratio", f"{ACTOR}.optim.min_lr_ratio", _always),
-    (f"{OPTIM}.lr_scheduler_type", f"{ACTOR}.optim.warmup_style", _always),
-    (f"{OPTIM}.weight_decay", f"{ACTOR}.optim.weight_decay", _always),
-    (f"{OPTIM}.betas", ([0.9, 0.999],), _always),
-    ("model.model_path", "actor_rollout_ref.model.path", _always),
+    (f"{OPTIM}.lr_warmup_from_zero", (True,), warms_up(OPTIM)),
+    (f"{OPTIM}.min_lr_ratio", f"{ACTOR}.optim.min_lr_ratio", any_run),
+    (f"{OPTIM}.lr_scheduler_type", f"{ACTOR}.optim.warmup_style", any_run),
+    (f"{OPTIM}.weight_decay", f"{ACTOR}.optim.weight_decay", any_run),
+    (f"{OPTIM}.betas", ([0.9, 0.999],), any_run),
+    ("model.model_path", "actor_rollout_ref.model.path", any_run),
     (f"{LORA}.lora_alpha", (LORA_ALPHA,), lora),
-    ("model.max_prompt_tokens", "data.max_prompt_length", _always),
-    ("model.max_response_tokens", "data.max_response_length", _always),
-    ("model.temperature", f"{ROLLOUT}.temperature", _always),
-    ("model.enable_prompt_truncation", (False,), _always),
+    ("model.max_prompt_tokens", "data.max_prompt_length", any_run),
+    ("model.max_response_tokens", "data.max_response_length", any_run),
+    ("model.temperature", f"{ROLLOUT}.temperature", any_run),
+    ("model.enable_prompt_truncation", (False,), any_run),
     ("buffer.total_epochs", "trainer.total_epochs", lambda d: not d.has("buffer.total_steps") and not is_async(d)),
-    ("buffer.explorer_input.tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", _always),
-    ("buffer.explorer_input.eval_tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", _always),
+    ("buffer.explorer_input.tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", any_run),
+    ("buffer.explorer_input.eval_tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", any_run),
+    ("buffer.total_tasks", "rollout.total_rollout_steps", lambda d: is_async(d) and not d.has("buffer.total_steps")),
+    ("synchronizer.staleness_threshold", "async_training.staleness_threshold", is_async),
     ("explorer.eval_interval", (0,), lambda d: not is_async(d)),
-    (f"{ENGINE}.engine_type", f"{ROLLOUT}.name", _always),
-    (f"{ENGINE}.tensor_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size", _always),
-    (f"{ENGINE}.gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization", _always),
-    (f"{ENGINE}.max_num_batched_tokens", f"{ROLLOUT}.max_num_batched_tokens", _always),
-    ("trainer.trainer_strategy", ("fsdp2",), _always),
-    ("trainer.max_checkpoints_to_keep", (0,), _always),
-    ("trainer.grad_clip", f"{ACTOR}.grad_clip", _always),
-    ("trainer.use_dynamic_bsz", f"{ACTOR}.use_dynamic_bsz", _always),
+    (f"{ENGINE}.engine_type", f"{ROLLOUT}.name", any_run),
+    (f"{ENGINE}.tensor_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size", any_run),
+    (f"{ENGINE}.gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization", any_run),
+    (f"{ENGINE}.max_num_batched_tokens", f"{ROLLOUT}.max_num_batched_tokens", any_run),
+    ("trainer.trainer_strategy", ("fsdp2",), any_run),
+    ("trainer.max_checkpoints_to_keep", (0,), any_run),
+    ("trainer.grad_clip", f"{ACTOR}.grad_clip", any_run),
+    ("trainer.use_dynamic_bsz", f"{ACTOR}.use_dynamic_bsz", any_run),
     ("trainer.max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu", _dynamic),
-    ("trainer.enable_gradient_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing", _always),
+    ("trainer.enable_gradient_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing", any_run),
     ("model.critic_model_path", "critic.model.path", has_critic),
     ("trainer.critic.optimizer.lr", "critic.optim.lr", has_critic),
     ("trainer.critic.optimizer.lr_warmup_steps_ratio", "critic.optim.lr_warmup_steps_ratio", has_critic),
-    ("trainer.critic.optimizer.lr_warmup_from_zero", (True,), _warms_up("trainer.critic.optimizer")),
+    ("trainer.critic.optimizer.lr_warmup_from_zero", (True,), warms_up("trainer.critic.optimizer")),
     ("trainer.critic.optimizer.min_lr_ratio", (0.0,), has_critic),
     ("trainer.critic.optimizer.weight_decay", "critic.optim.weight_decay", has_critic),
     ("trainer.critic.grad_clip", "critic.grad_clip", has_critic),
@@ -104,14 +105,20 @@ NEEDED = ("model.model_path", "model.max_prompt_tokens", "model.max_response_tok
 """Without these a configuration does not say enough; the guide's profile writes them too."""
 
 
-def write(d: Draft) -> None:
-    """Fills the exact profile; the guide's profile leaves what nobody states to our defaults."""
-    for target, source, condition in DEFAULTS:
+def fill(d: Draft, rows: Sequence[Default]) -> None:
+    """Writes what nothing has written yet; in the guide's profile only what is needed, the rest is left to our defaults."""
+    for target, source, condition in rows:
         if condition(d) and (d.exact or target in NEEDED):
-            value = source[0] if isinstance(source, tuple) else table.default(source)
+            value = source[0] if isinstance(source, tuple) else d.default(source)
             d.fill(target, value, "veRL's default" + ("" if isinstance(source, tuple) else f" of {source}"))
+
+
+def write(d: Draft) -> None:
+    """The defaults of the trainers."""
+    fill(d, DEFAULTS)
     if not d.exact:
         return
+    d.fill("explorer.eval_interval", d.interval * d.whole("rollout.test_freq", 1), "veRL's default of rollout.test_freq")
     if d.read("explorer.eval_interval") == 0 and d.evals:
         d.fill("explorer.eval_at_end", False, "trainer.test_freq is off: veRL evaluates no last step")
     _micro_batch(d)

@@ -72,6 +72,7 @@ class Draft:
     evals: int = 0
     trainer_ranks: int = 1  # known once the GPUs are split
     colocate: bool = False  # --set mode=colocate
+    own: dict[str, Any] = field(default_factory=dict)  # defaults of this program that are not those of veRL's trainer
     given: dict[str, Argument] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,8 +96,12 @@ class Draft:
         """The stated value, else veRL's default, else `default`."""
         if self.stated(key):
             return self.given[key].value
-        known = table.default(key)
+        known = self.default(key)
         return known if known is not None else default
+
+    def default(self, key: str) -> Any:
+        """veRL's default of a key; None if it has none."""
+        return self.own.get(key, table.default(key))
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
@@ -160,14 +165,6 @@ class Draft:
                 return default
         return place
 
-    def drop(self, path: str) -> None:
-        above, _, last = path.rpartition(".")
-        place = self.read(above) if above else self.values
-        if isinstance(place, dict):
-            place.pop(last, None)
-        for key in [k for k in self.why if k == path or k.startswith((f"{path}.", f"{path}["))]:
-            del self.why[key]
-
     def _set(self, path: str, value: Any, why: str) -> None:
         steps = undotted(path)
         place: Any = self.values
@@ -191,10 +188,6 @@ class Draft:
     def warn(self, text: str) -> None:
         if text not in self.warnings:
             self.warnings.append(text)
-
-    def ask(self, text: str) -> None:
-        if text not in self.questions:
-            self.questions.append(text)
 
     def written(self) -> list[WrittenValue]:
         """Every leaf of the result, in its order, with its reason."""

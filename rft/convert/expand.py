@@ -19,7 +19,6 @@ from rft.errors import ConfigError
 
 MAX_FIELDS = 5_000
 MAX_PATTERN_TEXT = 1_000
-MAX_GLOBBED = 100  # replacing by a pattern takes time with the third power
 _BRACE = re.compile(r"\{([^{}]*,[^{}]*|-?\d{1,6}\.\.-?\d{1,6})\}")
 _UNKNOWABLE = {"RANDOM", "SECONDS", "LINENO", "EPOCHSECONDS", "$", "!", "?", "-", "_"}
 
@@ -40,7 +39,7 @@ class Scope:
     """Variables and positional arguments; `shifted` counts the script's own arguments that `shift` has dropped."""
 
     path: str
-    variables: dict[str, Text | Array] = field(default_factory=dict)
+    variables: dict[str, Array] = field(default_factory=dict)
     positional: list[Text] = field(default_factory=lambda: [Text(PASSED, 0)])
     shifted: int = 0
 
@@ -125,7 +124,9 @@ class Expander:
         found = self.parameter(part)
         if isinstance(found, str):
             held = self.get(part.name)
-            line = held.line if isinstance(held, Text) and alone else 0  # several arguments in one variable keep their lines
+            line = (
+                held.first.line if held and alone and part.index is None else 0
+            )  # several arguments in one variable keep their lines
             yield WordPiece(found, quoted, line, split=not quoted)
         elif isinstance(found, Word):
             for inner in self.tilde(found).parts:
@@ -139,8 +140,8 @@ class Expander:
                 yield WordPiece(entry.text, quoted, entry.line, not quoted and entry.text != PASSED, between if i else None)
 
     def ifs(self) -> str:
-        value = self.scope.variables.get("IFS")
-        return value.text if isinstance(value, Text) and not marked(value.text) else " \t\n"
+        value = self.get("IFS")
+        return value.first.text if value and not marked(value.first.text) else " \t\n"
 
     def tilde(self, word: Word) -> Word:
         first, rest = word.parts[:1], word.parts[1:]
@@ -169,18 +170,13 @@ class Expander:
 
     # -- variables
 
-    def get(self, name: str) -> Text | Array | None:
+    def get(self, name: str) -> Array | None:
         return self.scope.variables.get(name)
 
-    def set(self, name: str, text: str, line: int, key: str | None = None) -> None:
+    def set(self, name: str, text: str, line: int, key: str = "0") -> None:
         self.marks.spend(text, line)
-        held = self.get(name)
-        if key is None and not isinstance(held, Array):
-            self.scope.variables[name] = Text(text, line)
-            return
-        if not isinstance(held, Array):
-            held = self.scope.variables[name] = Array({"0": held} if held else {})
-        held.entries["0" if key is None else key] = Text(text, line)
+        held = self.get(name) or Array()
+        self.scope.variables[name] = Array({**held.entries, key: Text(text, line)}, held.named)
 
     def key(self, array: Array | None, index: Word) -> str:
         text = self.string(index)
@@ -207,24 +203,18 @@ class Expander:
         if name in _UNKNOWABLE and value is None:
             return Text(self.marks.new(f"${name}", "it differs from run to run", param.line), param.line)
         if isinstance(param.index, str):
-            return value.values() if isinstance(value, Array) else [value] if value else []
-        if param.index is not None:
-            key = self.key(value if isinstance(value, Array) else None, param.index)
-            if marked(key):
-                return Text(self.marks.new(f"${{{name}[…]}}", "its index is not known", param.line), param.line)
-            entries = value.entries if isinstance(value, Array) else {"0": value} if value else {}
-            return entries.get(key) or (None if value is None else Text("", param.line))
-        if isinstance(value, Array):
-            return value.entries.get("0", Text("", param.line))
-        return value
+            return value.values() if value else []
+        key = "0" if param.index is None else self.key(value, param.index)
+        if marked(key):
+            return Text(self.marks.new(f"${{{name}[…]}}", "its index is not known", param.line), param.line)
+        return value.entries.get(key, Text("", param.line)) if value else None
 
     def parameter(self, param: Param) -> str | list[Text] | Word:
         """A text, the entries of a list, or the word that stands in for it (a default)."""
         op = param.op
         if op == "keys":
             value = self.get(param.name)
-            keys = [] if value is None else list(value.entries) if isinstance(value, Array) else ["0"]
-            return [Text(k, param.line) for k in keys]
+            return [Text(k, param.line) for k in value.entries] if value else []
         if op == "indirect":
             inner = self.held(replace(param, op=""))
             if isinstance(inner, Text) and re.fullmatch(r"[A-Za-z_]\w*", inner.text):
@@ -304,7 +294,6 @@ class Expander:
             if op in ("#", "##", "%", "%%"):
                 result = _trim(text, self.pattern(arg), op)
             elif op[0] == "/" and not marked(text):
-                self.marks.work(min(len(text), MAX_GLOBBED) ** 3 // 10, param.line)
                 result = _substitute(text, self.pattern(arg), self.string(param.second) if param.second else "", op)
             elif op[0] in "^," and not marked(text) and not arg.parts:
                 change = str.upper if op[0] == "^" else str.lower
@@ -392,25 +381,8 @@ def _whole(text: str, cut: int) -> bool:
     return sum(text.count(s, 0, cut) for s in "\ue000\ue002") == sum(text.count(s, 0, cut) for s in "\ue001\ue003")
 
 
-def _substitute(text: str, pattern: str, new: str, op: str) -> str | None:
-    """${x/p/new} and its forms //, /#, /%; None where that would take long."""
-    matches = re.compile(fnmatch.translate(pattern)).match
-    out, pos = "", 0
-    if not pattern:
-        return text
-    if op in ("/", "//") and not re.search(r"[*?\[]", pattern):
-        return text.replace(pattern, new, -1 if op == "//" else 1)
-    if len(text) > MAX_GLOBBED:
-        return None
-    while pos <= len(text):
-        ends = (end for end in range(len(text), pos, -1) if (not op.endswith("%") or end == len(text)) and matches(text[pos:end]))
-        end = next(ends, None)
-        if end is not None:
-            out, pos = out + new, end
-            if not op.startswith("//"):
-                break
-        elif op.endswith("#") and pos == 0:
-            break
-        else:
-            out, pos = out + text[pos : pos + 1], pos + 1
-    return out + text[pos:]
+def _substitute(text: str, pattern: str, new: str, op: str) -> str:
+    """${x/p/new} and its forms //, /#, /%: the longest match from each place; what is empty is not replaced."""
+    regex = fnmatch.translate(pattern)[:-2] if pattern else "(?!)"
+    regex = rf"\A{regex}" if op.endswith("#") else rf"{regex}\Z" if op.endswith("%") else regex
+    return re.sub(regex, lambda m: new if m[0] else "", text, count=0 if op.startswith("//") else 1)

@@ -12,7 +12,6 @@ from typing import Any
 
 from rft.errors import ConfigError
 
-MAX_DEPTH = 50
 _KEY = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w.\-/@:\[\]]*)(?:(=)|$)")
 _INT = re.compile(r"[+-]?(?:0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[+-]?(?:(?:[0-9][0-9_]*)?\.[0-9][0-9_]*(?:[eE][+-]?[0-9]+)?|[0-9][0-9_]*\.?(?:[eE][+-]?[0-9]+)?)")
@@ -67,7 +66,7 @@ class _ValueReader:
     """`pos` is the next character to read."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.pos, self.depth = text, 0, 0
+        self.text, self.pos = text, 0
 
     def peek(self) -> str:
         return self.text[self.pos : self.pos + 1]
@@ -77,9 +76,6 @@ class _ValueReader:
             self.pos += 1
 
     def element(self, stops: str) -> Any:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise ConfigError(f"nested too deeply; at most {MAX_DEPTH} levels are read")
         self.blanks()
         sign = self.peek()
         result: Any
@@ -94,7 +90,6 @@ class _ValueReader:
         else:
             result = self.plain(stops)
         self.blanks()
-        self.depth -= 1
         return result
 
     def quoted_to(self, stops: str) -> str | None:

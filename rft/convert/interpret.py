@@ -280,7 +280,7 @@ class Interpreter(ShellState):
 
         with self.nested(line, "scripts inside scripts,"):
             self.marks.work(10 * len(text), line)
-            commands = parse(text, self.name, line=line, depth=self.nesting, marked=True)
+            commands = parse(text, self.name, line=line, marked=True)
             return self.all(commands) if positional is None else self.apart(run)
 
     def external(self, command: SimpleCommand, words: list[Text]) -> Decision:

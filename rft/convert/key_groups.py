@@ -195,9 +195,9 @@ def _clip_range(d: Draft) -> None:
             d.put(f"{ARGS}.clip_range_{side}", d.get(key), f"veRL's default of {key}")
 
 
-def names(d: Draft, project: str = "", name: str = "") -> None:
+def names(d: Draft) -> None:
     """R17 and R18, and who the run is."""
-    project, name = project or d.text("trainer.project_name"), name or d.text("trainer.experiment_name")
+    project, name = d.text("trainer.project_name"), d.text("trainer.experiment_name")
     d.put("project", _folder(project), said_by(d, "trainer.project_name"))
     d.put("name", _folder(name), said_by(d, "trainer.experiment_name"))
     root, key = "./checkpoints", "trainer.default_local_dir"
@@ -246,7 +246,7 @@ def reward(d: Draft) -> None:
     if len(lengths) == 2:
         d.put(f"{AUXILIARY}[0].max_model_len", sum(lengths), f"{RM}.rollout.prompt_length + response_length")
     if d.stated("custom_reward_function.path"):
-        d.ask(
+        d.questions.append(
             f"{d.text('custom_reward_function.path')} may ask the reward model itself, as a generative one; here the model scores and is "
             "not asked by functions.  For a generative one write a judge (`rft new judge NAME`) and name it as the reward"
         )
@@ -338,6 +338,10 @@ def explain(d: Draft) -> None:
             "rates of their own"
         )
         d.note("batches: veRL permutes a whole iteration before it cuts mini batches; here a mini batch is an explorer batch")
+        if d.whole(f"{ACTOR}.ppo_epochs") > 1:
+            d.note(
+                "ppo_epochs: each pass of veRL's is over a whole iteration; here a mini batch has all its passes before the next"
+            )
     if estimator(d)[1] in ("ppo", "reinforceplusplus", "reinforceplusplus_baseline") and d.interval > 1:
         d.note(
             "whitening: veRL whitens advantages over the whole iteration, here over each mini batch, so advantages differ by the "

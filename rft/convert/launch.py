@@ -7,12 +7,13 @@ Knows no target key.  Invariant: nothing is executed, and every word of the laun
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rft.config import yamlfile
-from rft.config.schema.source import Loc
+from rft.config.schema.source import leaves
 from rft.convert import hydra, programs
 from rft.convert.interpret import Interpreter, StartedProgram
 from rft.convert.programs import Program
@@ -22,7 +23,8 @@ from rft.errors import ConfigError, ConfigErrors, raise_all
 
 _YAML = {".yaml", ".yml", ".json"}
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^${}]*))?\}")
+MAX_REFERENCES = 8
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _from_script(text: str, path: Path) -> Launch:
     reader.read()
     entry = shown(started.found.entry, interpreter.marks)
     first = f"{path.name}, line {started.line}: starts {entry}"
-    if said := programs.NOTES.get(entry):
+    if said := programs.PROGRAMS.get(entry, ("", ""))[1]:
         first += f" ({said})"
     elif entry.endswith(".py"):
         first += " (a file of its own may differ from veRL's; what it changes is not seen)"
@@ -259,23 +261,18 @@ def _from_yaml(text: str, path: Path) -> Launch:
             f"{path.name}, line 1: no veRL configuration: it has {', '.join(map(str, list(values)[:6]))}; "
             "one has data and actor_rollout_ref (RL), model.partial_pretrain (SFT) or data.response_key (evaluation)"
         )
-    arguments: list[Argument] = []
-    errors: list[ConfigError] = []
-    for loc, value in _leaves(values, ()):
+    written: list[Argument] = []
+    for loc, value in leaves(values, lists=False):
         line = lines.get(loc) or next((n for at, n in lines.items() if at[: len(loc)] == loc), 1)
         key = ".".join(map(str, loc))
         if loc[0] in ("hydra", "defaults") or loc[-1] == "_target_":
             notes.append(f"line {line}: {key} is Hydra's own and not read")
             continue
-        try:
-            value = _resolved(value, values, 0)
-        except ConfigError as e:
-            errors.append(ConfigError(f"{path.name}, line {line}: {e.message}", key=key))
-            continue
-        text = value if isinstance(value, str) else "null" if value is None else str(value)
-        arguments.append(Argument(key, value, text, line, variables=_variables(str(value))))
-    raise_all(errors)
-    return Launch(program, tuple(arguments), False, tuple(notes), str(path))
+        written.append(Argument(key, value, "", line))
+    arguments = opened(written, {})
+    raise_all([ConfigError(f"{path.name}, line {a.line}: {a.unknown}", key=a.key) for a in arguments if a.unknown])
+    told = (replace(a, text="null" if a.value is None else str(a.value), variables=_variables(str(a.value))) for a in arguments)
+    return Launch(program, tuple(told), False, tuple(notes), str(path))
 
 
 def _yaml_program(values: dict[str, Any]) -> Program | None:
@@ -290,29 +287,43 @@ def _yaml_program(values: dict[str, Any]) -> Program | None:
     return "main_eval" if "response_key" in data and "model" not in values else None
 
 
-def _leaves(value: Any, loc: Loc) -> list[tuple[Loc, Any]]:
-    if isinstance(value, dict) and (value or not loc):
-        return [leaf for k, v in value.items() for leaf in _leaves(v, (*loc, k))]
-    return [(loc, value)]
+# -- references between arguments
 
 
-def _resolved(value: Any, root: dict[str, Any], depth: int) -> Any:
-    """${a.b} of the same file replaced by its value; ${oc.env:X} and other resolvers stay."""
-    if depth > 20:
-        raise ConfigError(f"{value!r} refers to itself")
-    if isinstance(value, list):
-        return [_resolved(v, root, depth + 1) for v in value]
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    if whole := _REFERENCE.fullmatch(value):
-        return _resolved(_look_up(whole[1], root), root, depth + 1)
-    return _REFERENCE.sub(lambda m: str(_resolved(_look_up(m[1], root), root, depth + 1)), value)
+def opened(arguments: Sequence[Argument], others: Mapping[str, Any]) -> tuple[Argument, ...]:
+    """Each ${a.b} replaced by what that key is: the argument, the group of arguments below it, else what `others` has.
 
+    An argument that refers to nothing known, or to itself, gets the reason in `unknown`.  ${oc.env:X} and other resolvers stay.
+    """
+    given = {a.key: a.value for a in arguments}
+    untold = {a.key: a.unknown for a in arguments if a.unknown}
 
-def _look_up(key: str, root: dict[str, Any]) -> Any:
-    place: Any = root
-    for step in key.split("."):
-        if not isinstance(place, dict) or step not in place:
-            raise ConfigError(f"${{{key}}} refers to a key that the file does not have")
-        place = place[step]
-    return place
+    def look_up(key: str, otherwise: str | None, depth: int) -> Any:
+        below = {k.removeprefix(f"{key}."): v for k, v in given.items() if k.startswith(f"{key}.")}
+        if key not in given and not below and key not in others and otherwise is None:
+            raise ConfigError(f"${{{key}}} refers to a key that the file does not have; write its value")
+        if key in untold:
+            raise ConfigError(untold[key])
+        found = value(given[key] if key in given else below or others.get(key), depth + 1)
+        return hydra.scalar(otherwise) if found is None and otherwise is not None else found
+
+    def value(written: Any, depth: int = 0) -> Any:
+        if depth > MAX_REFERENCES:
+            raise ConfigError(f"{written!r} refers to itself")
+        if isinstance(written, list):
+            return [value(v, depth) for v in written]
+        if isinstance(written, dict):
+            return {k: value(v, depth) for k, v in written.items()}
+        if not isinstance(written, str) or "${" not in written:
+            return written
+        if whole := _REFERENCE.fullmatch(written.strip()):
+            return look_up(whole[1], whole[2], depth)
+        return _REFERENCE.sub(lambda m: str(look_up(m[1], m[2], depth)), written)
+
+    def one(a: Argument) -> Argument:
+        try:
+            return replace(a, value=value(a.value))
+        except ConfigError as e:
+            return replace(a, value=None, unknown=e.message)
+
+    return tuple(map(one, arguments))

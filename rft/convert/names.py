@@ -6,7 +6,7 @@ Knows no rule.  Invariant: a veRL name that is not listed here is not offered.
 from __future__ import annotations
 
 from rft.algorithm.catalog import losses
-from rft.convert.draft import EVAL, TRAIN, Draft
+from rft.convert.draft import Draft
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CRITIC_ESTIMATORS = ("gae",)
@@ -30,31 +30,10 @@ ESTIMATORS = {  # veRL's name -> (algorithm_type, advantage_fn)
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "float": "float32"}
-FULL_KL = "needs both models' probabilities over the whole vocabulary (veRL does not implement it either); use low_var_kl"
 ONLY_MEGATRON = "belongs to Megatron, which is not offered; FSDP2 has no counterpart"
 ONE_MEGATRON = "belongs to Megatron, which is refused as a whole"
-NO_CRITIC = "there is no critic with this advantage estimator"
 LORA, LORA_ALPHA = "model.lora_configs[0]", 16  # veRL's default
 NO_LORA = "no adapters: lora_rank is 0"
-RM_SERVED = "the reward model runs behind a serving engine, which schedules by itself"
-RM_OFF = "the reward model is off"
-RM_DECIDED = "the engine of the reward model decides that"
-ALIASES = {  # other spellings of veRL's own, older and newer ones
-    f"{ACTOR}.loss_mode": f"{ACTOR}.policy_loss.loss_mode",
-    f"{ACTOR}.kl_cov_ratio": f"{ACTOR}.policy_loss.kl_cov_ratio",
-    f"{ACTOR}.ppo_kl_coef": f"{ACTOR}.policy_loss.ppo_kl_coef",
-    **{f"{ACTOR}.clip_cov_{n}": f"{ACTOR}.policy_loss.clip_cov_{n}" for n in ("ratio", "lb", "ub")},
-    f"{MODEL}.lora.rank": f"{MODEL}.lora_rank",
-    f"{MODEL}.lora.alpha": f"{MODEL}.lora_alpha",
-    f"{MODEL}.lora.target_modules": f"{MODEL}.target_modules",
-    f"{MODEL}.enable_activation_offloading": f"{MODEL}.enable_activation_offload",
-    f"{MODEL}.torch_dtype": f"{ACTOR}.fsdp_config.model_dtype",
-    f"{ACTOR}.fsdp_config.strategy": f"{ACTOR}.strategy",
-    f"{REF}.fsdp_config.strategy": f"{REF}.strategy",
-    "reward_manager.name": f"{RM}.reward_manager",
-    "reward_manager": f"{RM}.reward_manager",
-}
-FORMAT = tuple(f"{sets}[i].format" for sets in (TRAIN, EVAL))
 
 
 def estimator(d: Draft) -> tuple[str, str]:
@@ -89,6 +68,7 @@ def megatron(d: Draft) -> bool:
     return any("megatron" in n for n in named) or d.text(f"{ACTOR}.strategy") == "megatron"
 
 
-def by_tokens(d: Draft) -> bool:
-    """Whether veRL's loss reads loss_agg_mode: those of sequences are always seq-mean-token-mean."""
-    return d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") not in ("gspo", "sapo", "geo_mean")
+def aggregates(d: Draft) -> bool:
+    """Whether anything reads loss_agg_mode: losses of sequences are always seq-mean-token-mean, KL and entropy beside them are not."""
+    of_sequences = d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") in ("gspo", "sapo", "geo_mean")
+    return not of_sequences or d.flag(f"{ACTOR}.use_kl_loss") or d.number(f"{ACTOR}.entropy_coeff") != 0

@@ -5,11 +5,10 @@ Invariant: it writes at most the keys that its outcome names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rft.convert.draft import EVAL, TRAIN, ArgumentOutcome, Draft
-from rft.convert.names import RM_OFF
-from rft.convert.rule import Rule, choice, only_if, rule, via, write
+from rft.convert.rule import Rule, choice, derived, rule, switch, via, write
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
@@ -43,45 +42,49 @@ def rejection_bounds(d: Draft, a: Argument) -> ArgumentOutcome:
         return ArgumentOutcome("ignored", "belongs to several statistics, which are refused")
     if not upper:
         return ArgumentOutcome("ignored", f"has no effect without {key}")
-    value: Any = f"{lower}_{upper}" if lower else upper
-    return write(d, a, (key,), value if "_" in str(value) else float(value))
+    value = f"{lower}_{upper}" if lower else upper
+    if "_" in value or "${" in value:
+        return write(d, a, (key,), value)
+    try:
+        return write(d, a, (key,), float(value))
+    except ValueError:
+        raise d.wrong(key, value, "a number, or LOWER_UPPER") from None
 
 
-@rule("buffer.explorer_input.default_workflow_type")
+_WORKFLOW = "buffer.explorer_input.default_workflow_type"
+
+
+def _tools(d: Draft, a: Argument, reason: str) -> ArgumentOutcome:
+    if _WORKFLOW in d.overridden:
+        return ArgumentOutcome("derived", "played by the workflow that --set names", (_WORKFLOW,))
+    return write(d, a, (_WORKFLOW,), "tool_workflow", f"tools are run by tool_workflow{reason}")
+
+
+@rule(_WORKFLOW)
 def agent_loop(d: Draft, a: Argument) -> ArgumentOutcome:
-    key = "buffer.explorer_input.default_workflow_type"
-    if key in d.overridden:
-        return ArgumentOutcome("derived", "played by the workflow that --set names", (key,))
     if a.value == "single_turn_agent":
         return ArgumentOutcome("equal", "asks once")
-    if a.value == "tool_agent":
-        return write(d, a, (key,), "tool_workflow", "tools are run by tool_workflow")
+    if a.value == "tool_agent" or _WORKFLOW in d.overridden:
+        return _tools(d, a, "")
     return ArgumentOutcome(
-        "refused", f"an agent loop is code of veRL's; write it as a workflow and name it with --set {key}=NAME"
+        "refused", f"an agent loop is code of veRL's; write it as a workflow and name it with --set {_WORKFLOW}=NAME"
     )
 
 
-@rule("buffer.explorer_input.default_workflow_type")
+@rule(_WORKFLOW)
 def multi_turn(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.flag(a.key):
         return ArgumentOutcome("equal", "the workflow decides; a simple one asks once")
-    key = "buffer.explorer_input.default_workflow_type"
-    if key in d.overridden:
-        return ArgumentOutcome("derived", "played by the workflow that --set names", (key,))
-    return write(d, a, (key,), "tool_workflow", "tools are run by tool_workflow; --set another one where yours plays the turns")
+    return _tools(d, a, "; --set another one where yours plays the turns")
 
 
 def rm(rule: Rule) -> Rule:
-    return only_if(lambda d: d.flag("reward_model.enable"), RM_OFF, rule)
+    return switch("reward_model.enable", "the reward model is off", rule)
 
 
-@rule("explorer.auxiliary_models")
-def rm_enable(d: Draft, a: Argument) -> ArgumentOutcome:
-    if not d.flag(a.key):
-        return ArgumentOutcome("ignored", "rewards come from functions")
-    return ArgumentOutcome("derived", "one more engine, which scores", ("explorer.auxiliary_models",))
-
-
+rm_enable = switch(
+    "reward_model.enable", "rewards come from functions", derived("one more engine, which scores", "explorer.auxiliary_models")
+)
 rm_engine = choice("explorer.auxiliary_models[i].engine_type", {"vllm": "vllm"}, "the {} engine is not offered; use vllm")
 MANAGER_TARGETS = tuple(f"{sets}[i].reward_fn_args.reward_manager" for sets in (TRAIN, EVAL))
 

@@ -8,40 +8,31 @@ from typing import Literal
 
 Program = Literal["main_ppo", "sft", "main_eval", "generation", "one_step_off", "fully_async", "yaml"]
 
-MODULES: dict[str, Program] = {
-    "verl.trainer.main_ppo": "main_ppo",
-    "recipe.dapo.main_dapo": "main_ppo",
-    "recipe.dapo.src.main_dapo": "main_ppo",
-    "recipe.entropy.main_entropy": "main_ppo",
-    "verl.experimental.transfer_queue.main_ppo": "main_ppo",
-    "recipe.transfer_queue.main_ppo": "main_ppo",
-    "examples.split_placement.main_ppo_split": "main_ppo",
-    "verl.trainer.main_generation": "generation",
-    "verl.trainer.main_generation_server": "generation",
-    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off",
-    "recipe.one_step_off_policy.main_ppo": "one_step_off",
-    "verl.trainer.fsdp_sft_trainer": "sft",
-    "verl.trainer.sft_trainer": "sft",
-    "verl.trainer.sft_trainer_ray": "sft",
-    "verl.trainer.main_eval": "main_eval",
-    "recipe.fully_async_policy.fully_async_main": "fully_async",
-    "verl.recipe.fully_async_policy.fully_async_main": "fully_async",
-    "verl.experimental.fully_async_policy.fully_async_main": "fully_async",
-}
-FILES: dict[str, Program] = {m.rsplit(".", 1)[1]: p for m, p in reversed(MODULES.items())}
 _DAPO = "it is main_ppo with data.gen_batch_size and algorithm.filter_groups"
 _QUEUE = "it is main_ppo; how rows travel between its processes changes nothing"
 _ONE_STEP = "it is main_ppo that samples one iteration ahead: sync_offset is sync_interval"
-NOTES = {
-    "recipe.dapo.main_dapo": _DAPO,
-    "recipe.dapo.src.main_dapo": _DAPO,
-    "recipe.entropy.main_entropy": _DAPO,
-    "verl.experimental.transfer_queue.main_ppo": _QUEUE,
-    "recipe.transfer_queue.main_ppo": _QUEUE,
-    "verl.experimental.one_step_off_policy.main_ppo": _ONE_STEP,
-    "recipe.one_step_off_policy.main_ppo": _ONE_STEP,
-    "verl.trainer.fsdp_sft_trainer": "newer veRL calls it verl.trainer.sft_trainer",
+PROGRAMS: dict[str, tuple[Program, str]] = {  # module -> (program, a remark on it)
+    "verl.trainer.main_ppo": ("main_ppo", ""),
+    "recipe.dapo.main_dapo": ("main_ppo", _DAPO),
+    "recipe.dapo.src.main_dapo": ("main_ppo", _DAPO),
+    "recipe.entropy.main_entropy": ("main_ppo", _DAPO),
+    "verl.experimental.transfer_queue.main_ppo": ("main_ppo", _QUEUE),
+    "recipe.transfer_queue.main_ppo": ("main_ppo", _QUEUE),
+    "examples.split_placement.main_ppo_split": ("main_ppo", ""),
+    "verl.trainer.main_generation": ("generation", ""),
+    "verl.trainer.main_generation_server": ("generation", ""),
+    "verl.experimental.one_step_off_policy.main_ppo": ("one_step_off", _ONE_STEP),
+    "recipe.one_step_off_policy.main_ppo": ("one_step_off", _ONE_STEP),
+    "verl.trainer.fsdp_sft_trainer": ("sft", "newer veRL calls it verl.trainer.sft_trainer"),
+    "verl.trainer.sft_trainer": ("sft", ""),
+    "verl.trainer.sft_trainer_ray": ("sft", ""),
+    "verl.trainer.main_eval": ("main_eval", ""),
+    "recipe.fully_async_policy.fully_async_main": ("fully_async", ""),
+    "verl.recipe.fully_async_policy.fully_async_main": ("fully_async", ""),
+    "verl.experimental.fully_async_policy.fully_async_main": ("fully_async", ""),
 }
+MODULES: dict[str, Program] = {module: program for module, (program, _) in PROGRAMS.items()}
+FILES: dict[str, Program] = {m.rsplit(".", 1)[1]: p for m, p in reversed(MODULES.items())}
 KNOWN = ", ".join(m for m in MODULES if m.startswith("verl.trainer."))
 # Commands that name a program without starting it.
 QUIET = frozenset(

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from rft.config import yamlfile
 from rft.convert.draft import LABELS, ArgumentRow, Kind, ordered
 from rft.convert.verl import Conversion
 from rft.errors import ConfigError
@@ -38,7 +39,7 @@ def to_json(c: Conversion) -> dict[str, Any]:
         "questions": list(c.questions),
         "gpu": c.gpus.to_json() if c.gpus is not None else None,
         "command": c.command or None,
-        "check": {"errors": list(c.errors), "not_active": list(c.not_active)},
+        "check": {"errors": list(c.errors)},
     }
 
 
@@ -101,7 +102,6 @@ def markdown(c: Conversion) -> str:
         ("Warnings", c.warnings),
         ("Notes", c.notes),
         ("`rft check` refuses", c.errors),
-        ("Not active yet", c.not_active),
     )
     for title, texts in sections:
         if texts:
@@ -134,7 +134,7 @@ def _code(text: str) -> str:
 # -- the YAML file
 
 
-class _ConfigDumper(yaml.SafeDumper):
+class _ConfigDumper(yamlfile.Dumper):
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
 

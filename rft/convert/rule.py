@@ -24,7 +24,6 @@ class Rule:
 
     act: Act
     targets: tuple[str, ...] = ()
-    native: bool = True  # whether the argument has a key of its own here
 
 
 def rule(*targets: str) -> Callable[[Act], Rule]:
@@ -84,7 +83,7 @@ def scaled(target: str, *, never: Any = None) -> Rule:
 
 def ignored(reason: str) -> Rule:
     """Harmless: nothing of the result depends on it."""
-    return Rule(lambda d, a: ArgumentOutcome("ignored", reason), native=False)
+    return Rule(lambda d, a: ArgumentOutcome("ignored", reason))
 
 
 def refused(reason: str, *fine: Any) -> Rule:
@@ -95,23 +94,28 @@ def refused(reason: str, *fine: Any) -> Rule:
             return ArgumentOutcome("ignored", "switched off, which changes nothing")
         return ArgumentOutcome("refused", reason)
 
-    return Rule(act, native=False)
+    return Rule(act)
 
 
-def always(reason: str, *values: Any, otherwise: str = "") -> Rule:
-    """What it asks for holds here anyway; with `values`, other values are refused for the reason `otherwise`."""
+def always(reason: str) -> Rule:
+    """What it asks for holds here anyway."""
+    return Rule(lambda d, a: ArgumentOutcome("equal", reason))
+
+
+def among(values: Collection[Any], rule: Rule, otherwise: str) -> Rule:
+    """`rule` for these values; others are refused for the reason `otherwise`."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        if values and not any(same(a.value, v) for v in values):
-            return ArgumentOutcome("refused", otherwise)
-        return ArgumentOutcome("equal", reason)
+        if any(same(a.value, v) for v in values):
+            return rule.act(d, a)
+        return ArgumentOutcome("refused", otherwise.format(a.value))
 
-    return Rule(act, native=False)
+    return Rule(act, rule.targets)
 
 
 def derived(reason: str, *targets: str) -> Rule:
     """Other values of the result are computed from it elsewhere."""
-    return Rule(lambda d, a: ArgumentOutcome("derived", reason, expand(d, targets)), targets, native=False)
+    return Rule(lambda d, a: ArgumentOutcome("derived", reason, expand(d, targets)), targets)
 
 
 def via(reason: str, *targets: str, otherwise: str = "has no effect with the other arguments") -> Rule:
@@ -132,7 +136,12 @@ def only_if(condition: Callable[[Draft], bool], reason: str | Callable[[Draft], 
             return rule.act(d, a)
         return ArgumentOutcome("ignored", reason if isinstance(reason, str) else reason(d))
 
-    return Rule(act, rule.targets, rule.native)
+    return Rule(act, rule.targets)
+
+
+def switch(on: str, reason: str, rule: Rule) -> Rule:
+    """`rule` where the switch `on` of veRL is on; else ignored for `reason`."""
+    return only_if(lambda d: d.flag(on), reason, rule)
 
 
 def account(d: Draft, a: Argument, rule: Rule | None, known: Collection[str]) -> ArgumentOutcome:

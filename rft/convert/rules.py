@@ -1,7 +1,8 @@
 """One rule per veRL key of the ordinary and the asynchronous trainer: what becomes of it here, and why.
 
 Keys that are not named here follow their row of the table: a native key goes to its target as it is, one that is not taken over is
-ignored with the row's remark.  Knows no shell.  Invariant: a key is looked up in one order (exact name, pattern, row), so it has one rule.
+ignored or refused with the row's remark.  Knows no shell.  Invariant: a key is looked up in one order (exact name, row, pattern), so it
+has one rule.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from rft.convert.names import (
     ACTOR,
     CRITIC,
     ENGINE,
-    FORMAT,
     MODEL,
     ONE_MEGATRON,
     ONLY_MEGATRON,
@@ -24,20 +24,33 @@ from rft.convert.names import (
     PASSED,
     REF,
     RM,
-    RM_DECIDED,
-    RM_SERVED,
     ROLLOUT,
-    by_tokens,
+    aggregates,
     loss_reads,
     megatron,
 )
-from rft.convert.rule import Rule, always, below, choice, derived, each_set, ignored, only_if, refused, scaled, to, via, write
+from rft.convert.rule import (
+    Rule,
+    always,
+    among,
+    below,
+    choice,
+    derived,
+    each_set,
+    ignored,
+    only_if,
+    refused,
+    scaled,
+    switch,
+    to,
+    via,
+    write,
+)
 from rft.convert.sizes import is_async
 
 _TRACE = "profiling and tracing change no result; trainer.profiler is the native one"
 _INTERNAL = "veRL-internal"
 _NSIGHT = "Nsight Systems through Ray; trainer.profiler is the native one"
-_TIS = "the old name; write algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold=CAP"
 
 RULES: dict[str, Rule] = {
     # ------------------------------------------------------------------ data
@@ -47,8 +60,6 @@ RULES: dict[str, Rule] = {
     "data.response_key": each_set("format.response_key"),
     "data.reward_fn_key": each_set("format.reward_fn_key"),
     "data.apply_chat_template_kwargs": each_set("format.chat_template_args"),
-    "data.return_raw_chat": ignored("always so: workflows receive messages"),
-    "data.return_full_prompt": ignored("always so: the prompt is kept as text"),
     "data.shuffle": via("", f"{TRAIN}[i].data_selector.selector_type"),
     "data.validation_shuffle": to(f"{EVAL}[i].data_selector.selector_type", by=lambda v: "shuffle" if v is True else "sequential"),
     "data.seed": to(f"{TRAIN}[i].data_selector.seed"),
@@ -57,21 +68,13 @@ RULES: dict[str, Rule] = {
     "data.trust_remote_code": do.trust,
     "data.train_max_samples": do.max_samples(TRAIN),
     "data.val_max_samples": do.max_samples(EVAL),
-    "data.dataloader_num_workers": ignored("the reader is our own"),
     "data.image_key": play.images,
-    "data.sampler.class_path": refused("a sampler is a class of veRL's; the order is data_selector of the taskset, or one of your own"),
-    "data.sampler.class_name": refused("a sampler is a class of veRL's; the order is data_selector of the taskset, or one of your own"),
     "data.custom_cls.path": each_set("reader_path"),
     "data.custom_cls.name": each_set("reader_name"),
     # ------------------------------------------------------------------ model
     "actor_rollout_ref.hybrid_engine": do.hybrid,
-    "actor_rollout_ref.nccl_timeout": ignored("synchronizer.sync_timeout is the time that is waited for weights"),
     f"{MODEL}.path": do.path("model.model_path"),
     f"{MODEL}.trust_remote_code": do.trust,
-    f"{MODEL}.external_libs": to("model.external_lib"),
-    f"{MODEL}.override_config.model_config": refused(ONLY_MEGATRON),
-    f"{MODEL}.override_config.moe_config": refused(ONLY_MEGATRON),
-    f"{MODEL}.override_config.moe_config.freeze_moe_router": refused(ONLY_MEGATRON),
     f"{MODEL}.custom_chat_template": to("model.custom_chat_template"),
     f"{MODEL}.lora_rank": do.lora_rank,
     f"{MODEL}.lora_alpha": do.lora_key("lora_alpha"),
@@ -96,22 +99,19 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.calculate_sum_pi_squared": derived("computed where the advantage estimator reads it", "algorithm.advantage_fn"),
     f"{ACTOR}.policy_loss.loss_mode": do.loss_mode,
     f"{ACTOR}.loss_agg_mode": only_if(
-        by_tokens, "this loss is seq-mean-token-mean there, whatever is written; so it is here", to("algorithm.loss_agg_mode")
+        aggregates, "this loss is seq-mean-token-mean there, whatever is written; so it is here", to("algorithm.loss_agg_mode")
     ),
     f"{ACTOR}.policy_loss.kl_cov_ratio": do.loss_arg("kl_cov"),
     f"{ACTOR}.policy_loss.ppo_kl_coef": do.loss_arg("kl_cov"),
     f"{ACTOR}.tau_pos": do.loss_arg("sapo"),
     f"{ACTOR}.tau_neg": do.loss_arg("sapo"),
     f"{ACTOR}.loss_scale_factor": to("algorithm.loss_scale_factor"),
-    f"{ACTOR}.calculate_entropy": ignored("a metric only"),
     f"{ACTOR}.use_rollout_log_probs": only_if(
         lambda d: not d.flag("async_training.compute_prox_log_prob"),
         "old log-probs are the trainer's: compute_prox_log_prob is on",
         to("algorithm.bypass_old_logprobs"),
     ),
-    f"{ACTOR}.freeze_vision_tower": ignored("texts only"),
     f"{ACTOR}.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
-    f"{ACTOR}.tis_imp_ratio_cap": refused(_TIS, -1),
     # ------------------------------------------------------------------ optimizer
     f"{ACTOR}.optim.lr_warmup_steps": scaled(f"{OPTIM}.lr_warmup_steps", never=-1),
     f"{ACTOR}.optim.warmup_style": do.scheduler(OPTIM),
@@ -122,84 +122,51 @@ RULES: dict[str, Rule] = {
         f"{OPTIM}.optimizer_type", {"adam": "adamw", "adamw": "adamw"},
         "of veRL's optimizers AdamW is known; algorithm.optimizer.optimizer_type lists others",
     ),
-    f"{ACTOR}.optim.optimizer_impl": refused("the optimizer is torch's AdamW", "torch.optim"),
-    f"{ACTOR}.optim.override_optimizer_config": refused("the optimizer has no further arguments"),
     f"{ACTOR}.optim.clip_grad": to("trainer.grad_clip"),
     f"{ACTOR}.optim.min_lr": do.min_lr,
-    f"{ACTOR}.optim.lr_warmup_init": refused(ONLY_MEGATRON, 0, 0.0),
     f"{ACTOR}.optim.lr_decay_steps": only_if(lambda d: not megatron(d), ONE_MEGATRON, refused(ONLY_MEGATRON)),
-    f"{ACTOR}.optim.weight_decay_incr_style": refused(ONLY_MEGATRON, "constant"),
-    f"{ACTOR}.optim.lr_wsd_decay_style": ignored("shape of a schedule that is not used"),
-    f"{ACTOR}.optim.lr_wsd_decay_steps": refused(ONLY_MEGATRON),
-    f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler": ignored("the scheduler is always stored with the checkpoint"),
-    f"{ACTOR}.optim.zero_indexed_step": ignored("the warm-up's form is written explicitly"),
     # ------------------------------------------------------------------ sharding
     f"{ACTOR}.fsdp_config.fsdp_size": do.fsdp_size,
-    f"{ACTOR}.fsdp_config.use_orig_params": ignored("FSDP2 keeps every parameter as it is"),
-    f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype": ignored("buffers stay float32"),
     f"{ACTOR}.profiler.ranks": do.profiled_ranks,
     f"{ACTOR}.fsdp_config.model_dtype": do.model_dtype,
     f"{ACTOR}.fsdp_config.dtype": do.compute_dtype,
     f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": do.compute_dtype,
     f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": do.reduce_dtype,
-    f"{ACTOR}.checkpoint.contents": to("trainer.checkpoint.save_contents"),
     # ------------------------------------------------------------------ reference model
     f"{REF}.strategy": do.same_strategy,
     f"{REF}.log_prob_micro_batch_size": do.micro(
         REF, f"{REF}.log_prob_micro_batch_size_per_gpu", "trainer.ref.log_prob_micro_batch_size_per_gpu"
     ),
-    **{
-        f"{REF}.{name}": ignored("follows the actor")
-        for name in ("use_torch_compile", "entropy_from_logits_with_chunking", "entropy_checkpointing", "rollout_n", "model.path")
-    },
+    f"{REF}.model.path": do.alike(f"{MODEL}.path", "model.model_path", "the reference model is the one that is trained"),
     # ------------------------------------------------------------------ rollout
     f"{ROLLOUT}.name": do.engine,
     f"{ROLLOUT}.n": via("", "algorithm.repeat_times"),
     f"{ROLLOUT}.temperature": do.temperature,
     f"{ROLLOUT}.top_k": to("model.top_k", by=do.positive_k),
     f"{ROLLOUT}.do_sample": do.do_sample,
-    f"{ROLLOUT}.use_fire_sampling": refused("FIRE sampling is not offered by the engine"),
     f"{ROLLOUT}.prompt_length": do.alike("data.max_prompt_length", "model.max_prompt_tokens"),
     f"{ROLLOUT}.response_length": do.alike("data.max_response_length", "model.max_response_tokens"),
     f"{ROLLOUT}.enable_sleep_mode": derived("the engine sleeps while the trainer has its GPU, in mode colocate", "mode"),
-    f"{ROLLOUT}.skip_tokenizer_init": ignored("the engine renders and reads with its tokenizer"),
-    f"{ROLLOUT}.quantization": refused("weights cannot be loaded into a quantized engine"),
-    f"{ROLLOUT}.load_format": ignored("the engine starts from model.model_path and takes over the trainer's weights"),
     f"{ROLLOUT}.log_prob_micro_batch_size": do.micro(
         ROLLOUT, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "trainer.log_prob_micro_batch_size_per_gpu"
     ),
-    f"{ROLLOUT}.mode": always(
-        "generation is always asynchronous", "async", "sync", otherwise="generation is asynchronous; write async or sync"
+    f"{ROLLOUT}.mode": among(
+        ("async", "sync"), always("generation is always asynchronous"), "generation is asynchronous; write async or sync"
     ),
     f"{ROLLOUT}.calculate_log_probs": always("the engine's log-probs are always returned"),
     f"{ROLLOUT}.data_parallel_size": to(f"{ENGINE}.data_parallel_size"),
     f"{ROLLOUT}.enable_prefix_caching": to(f"{ENGINE}.enable_prefix_caching"),
     f"{ROLLOUT}.repetition_penalty": to("model.repetition_penalty"),
-    f"{ROLLOUT}.layered_summon": ignored("weights are sent layer by layer anyway"),
-    f"{ROLLOUT}.multi_stage_wake_up": ignored("only for GPUs shared with the trainer"),
     f"{ROLLOUT}.pipeline_model_parallel_size": to(f"{ENGINE}.pipeline_parallel_size"),
-    f"{ROLLOUT}.expert_parallel_size": refused("expert parallel is not offered: use tensor_model_parallel_size", 1),
     f"{ROLLOUT}.enable_rollout_routing_replay": to(f"{ENGINE}.router_replay"),
-    f"{ROLLOUT}.over_sample_rate": refused("over-sampling is not part of a conversion; see explorer.over_rollout", 0, 0.0),
-    f"{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache": ignored("texts only"),
     f"{ROLLOUT}.multi_turn.enable": play.multi_turn,
-    f"{ROLLOUT}.multi_turn.completion_callback": refused("write a workflow instead"),
-    f"{ROLLOUT}.multi_turn.use_inference_chat_template": ignored("training uses the tokens that the engine returned"),
     f"{ROLLOUT}.multi_turn.enable_tokenization_sanity_check": do.sanity,
     f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode": do.sanity,
     f"{ROLLOUT}.val_kwargs.do_sample": derived(
         "evaluation samples, or is greedy", f"{EVAL}[i].rollout_args.temperature", f"{EVAL}[i].repeat_times"
     ),
     **{f"{ROLLOUT}.val_kwargs.{n}": play.evaluated(n) for n in ("temperature", "top_p", "top_k", "n")},
-    f"{ROLLOUT}.agent.custom_async_server.path": refused("veRL's extension point; ours is the workflow"),
-    f"{ROLLOUT}.agent.custom_async_server.name": refused("veRL's extension point; ours is the workflow"),
-    f"{ROLLOUT}.agent.num_workers": ignored("runs are coroutines of one process: explorer.max_concurrent_runs"),
     f"{ROLLOUT}.agent.default_agent_loop": play.agent_loop,
-    f"{ROLLOUT}.agent.agent_loop_config_path": refused("an agent loop is code of veRL's; write it as a workflow, `rft new workflow NAME`"),
-    f"{ROLLOUT}.multi_turn.interaction_config_path": refused(
-        "an interaction is code of veRL's; write it as an environment or a workflow, `rft new env NAME`"
-    ),
-    f"{ROLLOUT}.multi_turn.num_repeat_rollouts": refused("belongs to an interaction of veRL's; a workflow asks as often as it wants"),
     # ------------------------------------------------------------------ critic
     "critic.enable": derived("from the advantage estimator", "algorithm.advantage_fn"),
     "critic.strategy": do.same_strategy,
@@ -207,14 +174,11 @@ RULES: dict[str, Rule] = {
         do.micro("critic", "critic.ppo_micro_batch_size_per_gpu", f"{CRITIC}.micro_batch_size_per_gpu")
     ),
     "critic.model.path": do.critic(do.path("model.critic_model_path")),
-    "critic.model.tokenizer_path": ignored("actor and critic read the same tokens"),
     "critic.optim.lr_warmup_steps": do.critic(scaled(f"{CRITIC}.optimizer.lr_warmup_steps", never=-1)),
     "critic.optim.min_lr_ratio": do.critic(to(f"{CRITIC}.optimizer.min_lr_ratio")),
     "critic.optim.betas": do.critic(to(f"{CRITIC}.optimizer.betas")),
     "critic.optim.warmup_style": do.critic(do.scheduler(f"{CRITIC}.optimizer")),
     "critic.optim.lr_scheduler_type": do.critic(do.scheduler(f"{CRITIC}.optimizer")),
-    "critic.optim.total_training_steps": derived("the program sets it from the length of the run, here too", "buffer.total_steps"),
-    "critic.ulysses_sequence_parallel_size": derived("is the actor's", "trainer.ulysses_sequence_parallel_size"),
     "critic.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
     **{
         f"critic.{name}": do.critic(do.alike(f"{ACTOR}.{name}", target, "actor and critic learn from the same mini-batches"))
@@ -226,14 +190,6 @@ RULES: dict[str, Rule] = {
     # ------------------------------------------------------------------ rewards
     f"{RM}.enable": play.rm_enable,
     f"{RM}.model.path": play.rm(do.path("explorer.auxiliary_models[i].model_path")),
-    f"{RM}.model.input_tokenizer": ignored("messages are rendered with the reward model's own template"),
-    f"{RM}.model.trust_remote_code": play.rm(to("explorer.auxiliary_models[i].trust_remote_code")),
-    f"{RM}.max_length": play.rm(to("explorer.auxiliary_models[i].max_model_len")),
-    **{
-        f"{RM}.{name}": ignored(RM_SERVED)
-        for name in ("micro_batch_size", "ulysses_sequence_parallel_size", "num_workers",
-                     "model.tokenizer_path")
-    },
     f"{RM}.reward_manager": play.manager,
     f"{RM}.use_reward_loop": always("rewards are always computed as soon as a run ends"),
     f"{RM}.rollout.name": play.rm(play.rm_engine),
@@ -251,14 +207,11 @@ RULES: dict[str, Rule] = {
     f"{RM}.sandbox_fusion.max_concurrent": each_set("reward_fn_args.sandbox_max_concurrent"),
     f"{RM}.sandbox_fusion.memory_limit_mb": each_set("reward_fn_args.sandbox_memory_mb"),
     **{
-        f"{RM}.{group}.{name}": each_set(f"reward_fn_args.{target}")
-        for group in ("overlong_buffer", "reward_kwargs.overlong_buffer_cfg")
+        f"{RM}.reward_kwargs.overlong_buffer_cfg.{name}": each_set(f"reward_fn_args.{target}")
         for name, target in (
             ("enable", "enable_overlong_penalty"), ("len", "cache_length"), ("penalty_factor", "penalty_factor")
         )
     },
-    f"{RM}.overlong_buffer.log": ignored("the parts of a reward are always logged"),
-    f"{RM}.reward_kwargs.overlong_buffer_cfg.log": ignored("the parts of a reward are always logged"),
     f"{RM}.reward_kwargs.max_resp_len": do.alike(
         "data.max_response_length", "model.max_response_tokens", "the penalty is measured from that"
     ),
@@ -267,7 +220,6 @@ RULES: dict[str, Rule] = {
         for name in ("enable_resource_pool", "nnodes", "n_gpus_per_node")
     },
     "custom_reward_function.path": via("", "buffer.explorer_input.default_reward_fn_type"),
-    "custom_reward_function.name": derived("second half of file.py:function", "buffer.explorer_input.default_reward_fn_type"),
     # ------------------------------------------------------------------ algorithm
     "algorithm.adv_estimator": do.estimator,
     "algorithm.gamma": do.advantage_arg("gamma", "gae", "reinforce_plus_plus"),
@@ -281,18 +233,9 @@ RULES: dict[str, Rule] = {
     "algorithm.rollout_correction.rollout_rs": play.rejection,
     "algorithm.rollout_correction.rollout_rs_threshold": play.rejection_bounds,
     "algorithm.rollout_correction.rollout_rs_threshold_lower": play.rejection_bounds,
-    "algorithm.rollout_correction.rollout_token_veto_threshold": refused(
-        "older veRL: a single unlikely token takes its sequence out; the newer form is rollout_rs=seq_max_k1 with a threshold"
-    ),
-    "algorithm.rollout_is": refused(_TIS),
-    "algorithm.rollout_is_threshold": refused(_TIS),
-    "algorithm.use_pf_ppo": only_if(
-        lambda d: d.flag("algorithm.use_pf_ppo"), "switched off", to("algorithm.sample_strategy", by=lambda v: "pf_ppo")
-    ),
+    "algorithm.use_pf_ppo": switch("algorithm.use_pf_ppo", "switched off", to("algorithm.sample_strategy", by=lambda v: "pf_ppo")),
     **{
-        f"algorithm.pf_ppo.{name}": only_if(
-            lambda d: d.flag("algorithm.use_pf_ppo"), "use_pf_ppo is off", to(f"algorithm.sample_strategy_args.{name}")
-        )
+        f"algorithm.pf_ppo.{name}": switch("algorithm.use_pf_ppo", "use_pf_ppo is off", to(f"algorithm.sample_strategy_args.{name}"))
         for name in ("reweight_method", "weight_pow")
     },
     # ------------------------------------------------------------------ trainer
@@ -318,23 +261,13 @@ RULES: dict[str, Rule] = {
     "trainer.default_local_dir": via("without a trailing /project/name", "checkpoint_root_dir"),
     "trainer.resume_mode": do.resume,
     "trainer.resume_from_path": do.resume_path,
-    "trainer.remove_previous_ckpt_in_save": do.keep,
-    "trainer.max_actor_ckpt_to_keep": do.keep,
-    "trainer.max_critic_ckpt_to_keep": do.critic_keep,
+    "trainer.remove_previous_ckpt_in_save": do.keep_last,
     "trainer.device": choice("trainer.device", {"cuda": "cuda", "cpu": "cpu"}, "{} devices are not offered; use cuda or cpu"),
-    "trainer.esi_redundant_time": ignored("cloud-specific"),
-    "trainer.use_legacy_worker_impl": ignored(_INTERNAL),
     "ray_init.timeline_json_file": to("monitor.enable_ray_timeline", by=bool),
-    "ray_kwargs.ray_init.num_cpus": to("cluster.ray_init.num_cpus"),
-    "ray_kwargs.timeline_json_file": to("monitor.enable_ray_timeline", by=bool),
     # ------------------------------------------------------------------ the asynchronous recipe
-    "rollout.nnodes": derived("engines x tensor_parallel_size", f"{ENGINE}.engine_num", "cluster.node_num"),
-    "rollout.n_gpus_per_node": derived("engines x tensor_parallel_size", f"{ENGINE}.engine_num", "cluster.gpu_per_node"),
     "rollout.n": via("", "algorithm.repeat_times"),
-    "rollout.total_epochs": ignored("the number of samples ends the run"),
     "rollout.test_freq": do.async_test,
     "async_training.trigger_parameter_sync_step": via("local updates x require_batches", "synchronizer.sync_interval"),
-    "async_training.use_trainer_do_validate": ignored("evaluation runs in the explorer"),
     "async_training.parallel_validate_and_rollout": to("explorer.eval_in_background"),
     # ------------------------------------------------------------------ options
     "--config-name": do.config_name,
@@ -353,19 +286,20 @@ _GUIDE = (  # written below trainer.trainer_config in the guide's examples
 )
 RULES |= {key: to(*table.by_name()[key].targets, guide=PASSED) for key in _GUIDE}
 RULES |= {
-    f"{ROLLOUT}.multi_turn.{name}": only_if(
-        lambda d: d.flag(f"{ROLLOUT}.multi_turn.enable"), "one turn: multi_turn.enable is off", each_set(f"workflow_args.{name}")
+    f"{ROLLOUT}.multi_turn.{name}": switch(
+        f"{ROLLOUT}.multi_turn.enable", "one turn: multi_turn.enable is off", each_set(f"workflow_args.{name}")
     )
     for name in (
         "max_turns", "tool_config_path", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length",
         "tool_response_truncate_side", "format",
     )
 }  # fmt: skip
-RULES |= {
-    e.name: do.critic(to(e.targets[0], guide=PASSED))
-    for e in table.by_name().values()
-    if e.name.startswith("critic.") and e.kind == "native" and e.name not in RULES
-}
+for _row in table.by_name().values():
+    if _row.kind == "native" and _row.name not in RULES:
+        if _row.name.startswith("critic."):
+            RULES[_row.name] = do.critic(to(_row.targets[0], guide=PASSED))
+        elif _row.name.startswith(f"{RM}."):
+            RULES[_row.name] = play.rm(to(*_row.targets))
 
 PATTERNS: tuple[tuple[str, Rule], ...] = (
     (f"{MODEL}.override_config.*", below("model", after=MODEL)),
@@ -384,36 +318,42 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     (f"{ROLLOUT}.checkpoint_engine.*", ignored("how veRL sends weights; see synchronizer.sync_method")),
     ("trainer.dump_high_diff*", ignored(_TRACE)),
     (f"{RM}.reward_kwargs.*", refused("arguments of a reward manager of yours; write them in reward_fn_args of the tasksets")),
-    (f"{RM}.rollout.*", ignored(RM_DECIDED)),
+    (f"{RM}.rollout.*", ignored("the engine of the reward model decides that")),
     ("algorithm.rollout_correction.*", below("algorithm.rollout_correction", after="algorithm.rollout_correction")),
-    ("data.apply_chat_template_kwargs.*", below(*(f"{f}.chat_template_args" for f in FORMAT), after="data.apply_chat_template_kwargs")),
+    (
+        "data.apply_chat_template_kwargs.*",
+        below(*(f"{s}[i].format.chat_template_args" for s in (TRAIN, EVAL)), after="data.apply_chat_template_kwargs"),
+    ),
     ("algorithm.filter_groups.*", play.filter_groups),
     ("custom_reward_function.reward_kwargs.*", below(*(f"{s}[i].reward_fn_args" for s in (TRAIN, EVAL)))),
     ("trainer.*nsight_options.*", ignored(_NSIGHT)),
     ("*.profiler.*", ignored(_TRACE)), ("global_profiler.*", ignored(_TRACE)), ("*.trace.*", ignored(_TRACE)),
-    ("*._target_", ignored(_INTERNAL)), ("*_target_", ignored(_INTERNAL)), ("hydra.*", ignored("where Hydra puts its own files")),
+    ("*_target_", ignored(_INTERNAL)), ("hydra.*", ignored("where Hydra puts its own files")),
     ("transfer_queue.*", ignored(_INTERNAL)), ("prometheus.*", ignored(_TRACE)), ("*.prometheus.*", ignored(_TRACE)),
     ("evaluation.*", ignored("not a veRL key")),
-    (f"{RM}.model.fsdp_config.*", ignored(RM_SERVED)),
+    (f"{RM}.model.fsdp_config.*", ignored("the reward model runs behind a serving engine, which schedules by itself")),
     ("ray_kwargs.ray_init.*", ignored("Ray is started by the program")),
     (f"{REF}.fsdp_config.*", ignored("follows the actor")),
 )  # fmt: skip
 
 ASYNC = frozenset({*table.MAIN, 19})
-KNOWN = sorted({*RULES, *(n for n in table.by_name(ASYNC) if "*" not in n)})
+KNOWN = sorted({*RULES, *table.ALIASES, *(n for n in table.by_name(ASYNC) if "*" not in n)})
 
 
 def rule_of(key: str) -> Rule | None:
     """The rule of a veRL key; None if nobody knows it."""
     if key in RULES:
         return RULES[key]
-    entry = table.by_name(ASYNC).get(key)
-    for pattern, rule in PATTERNS:
-        if fnmatch.fnmatchcase(key, pattern) and not (entry is not None and pattern.startswith(("*", f"{REF}.", f"{RM}."))):
-            return rule
-    if entry is None:
-        return None
-    if entry.kind == "native":
-        return to(*entry.targets)
-    reason = entry.note or "not taken over"
-    return derived(reason, *entry.targets) if entry.kind == "derived" else ignored(reason)
+    row = table.by_name(ASYNC).get(key)
+    if row is None:
+        return next((rule for pattern, rule in PATTERNS if fnmatch.fnmatchcase(key, pattern)), None)
+    return of_row(row)
+
+
+def of_row(row: table.Row) -> Rule:
+    """What a row of the table says of its key."""
+    if row.kind == "native":
+        return to(*row.targets)
+    if row.kind == "refused":
+        return refused(row.note)
+    return derived(row.note, *row.targets) if row.targets else ignored(row.note)

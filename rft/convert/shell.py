@@ -25,10 +25,10 @@ _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(<<-|<<<|<<|<>|<&|>&|>>|>\||<|>)|&>>|&>
 _PRIVATE = re.compile("[\0\ue000-\ue00f]")
 
 
-def parse(text: str, name: str, *, line: int = 1, depth: int = 0, marked: bool = False) -> tuple[Command, ...]:
-    """The commands of a script.  `line` is the number of its first line, `depth` how deep it stands in other scripts, `marked` says
-    that it is made of variables' values and may hold their marks."""
-    parser = Parser(text, name, line, depth)
+def parse(text: str, name: str, *, line: int = 1, marked: bool = False) -> tuple[Command, ...]:
+    """The commands of a script.  `line` is the number of its first line, `marked` says that it is made of variables' values and may
+    hold their marks."""
+    parser = Parser(text, name, line)
     if not marked and (bad := _PRIVATE.search(text)):
         raise parser.error(f"holds the character U+{ord(bad[0]):04X}, which no script needs; remove it", bad.start())
     return parser.script()
@@ -159,7 +159,6 @@ class Parser(SimpleCommandReader):
 
     def commands(self, ends: Collection[str]) -> tuple[Command, ...]:
         """Up to a closing word or sign, which is not consumed."""
-        self.deeper()
         found: list[Command] = []
         while True:
             self.gap()
@@ -179,7 +178,6 @@ class Parser(SimpleCommandReader):
                 self.pos += 1
         if self.documents and self.pos >= len(self.text):
             self.read_document(self.documents[0])  # says that it has no end
-        self.depth -= 1
         return tuple(found)
 
     def and_or(self) -> Command:
@@ -211,7 +209,6 @@ class Parser(SimpleCommandReader):
         return syntax.Pipeline(tuple(commands), line, negated) if negated or len(commands) > 1 else commands[0]
 
     def command(self) -> Command:
-        self.deeper()
         word, line, begin = self.reserved(), self.line(), self.pos
         command: Command
         if self.at("((") and (text := self.arithmetic(2)) is not None:
@@ -229,7 +226,6 @@ class Parser(SimpleCommandReader):
             command = self.simple()
         if not isinstance(command, SimpleCommand):
             self.redirected([])  # where the output of a loop or group goes changes no argument
-        self.depth -= 1
         return command
 
     def let(self, text: str, line: int) -> SimpleCommand:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-MAX_DEPTH = 60
 LIMIT = 1 << 63
 _TOKEN = re.compile(
     r"\s*(0[xX][0-9a-fA-F]+|\d+(?:#[0-9a-zA-Z]+)?|[A-Za-z_]\w*"
@@ -38,7 +37,7 @@ class _Evaluator:
     def __init__(self, text: str, read: Callable[[str], int], write: Callable[[str, int], None]) -> None:
         self.read, self.write = read, write
         self.tokens = _tokens(text)
-        self.pos = self.depth = 0
+        self.pos = 0
         self.skipping = 0  # inside a branch that && || ?: do not take: nothing is read or written
 
     def whole(self) -> int:
@@ -57,15 +56,11 @@ class _Evaluator:
         self.pos += 1
         return found
 
-    def part(self, read: Callable[[], int], skip: bool = False) -> int:
-        """One operand, one level deeper."""
-        self.depth += 1
+    def part(self, read: Callable[[], int], skip: bool) -> int:
+        """One operand; `skip`: nothing in it is read or written."""
         self.skipping += skip
-        if self.depth > MAX_DEPTH:
-            raise ArithmeticProblem("nested too deeply")
         result = read()
         self.skipping -= skip
-        self.depth -= 1
         return result
 
     def comma(self) -> int:
@@ -79,7 +74,7 @@ class _Evaluator:
         if not re.match(r"[A-Za-z_]", name) or op not in _ASSIGNING:
             return self.conditional()
         self.pos += 2
-        right = self.part(self.assignment)
+        right = self.assignment()
         return self.assign(name, right if op == "=" else self.apply(op[:-1], self.variable(name), right))
 
     def assign(self, name: str, value: int) -> int:
@@ -131,7 +126,7 @@ class _Evaluator:
         if not token:
             raise ArithmeticProblem("a number is missing at the end")
         if self.accept("("):
-            result = self.part(self.comma)
+            result = self.comma()
             if not self.accept(")"):
                 raise ArithmeticProblem("unbalanced '('")
             return result

@@ -52,7 +52,7 @@ class ShellState:
         self.expander = Expander(self.scope, self.marks, self.note, capture)
         self.functions: dict[str, Command] = {}
         self.notes: dict[tuple[int, str], None] = {}
-        self.locals: list[dict[str, Text | Array | None]] = []
+        self.locals: list[dict[str, Array | None]] = []
         self.output: list[str] | None = None
         self.folder: str = env("PWD")
         self.nesting = 0
@@ -89,9 +89,6 @@ class ShellState:
         """In a shell of its own: what it sets is gone afterwards."""
         kept = dict(self.scope.variables), list(self.scope.positional), self.scope.shifted, self.folder
         self.marks.work(20 * len(kept[0]), 0)
-        self.scope.variables = {
-            n: Array(dict(v.entries), v.named) if isinstance(v, Array) else v for n, v in self.scope.variables.items()
-        }
         try:
             return action()
         except (Exit, Return, Leave):
@@ -110,34 +107,31 @@ class ShellState:
         old = self.expander.get(assign.name)
         if not isinstance(assign.value, Word):
             return self.assign_array(assign, assign.value, old)
-        named = old if isinstance(old, Array) else None
-        key = self.expander.key(named, assign.index) if assign.index else None
+        key = self.expander.key(old, assign.index) if assign.index else "0"
         text = self.expander.string(assign.value)
-        if key is not None and not self.usable(key, named):
+        if assign.index and not self.usable(key, old):
             return self.lose(assign.name, assign.line)
         if assign.append:
-            entries = named.entries if named else {"0": old} if isinstance(old, Text) else {}
-            before = entries.get(key or "0")
-            unset = env(assign.name) if old is None and key is None else ""
+            before = old.entries.get(key) if old else None
+            unset = env(assign.name) if old is None and not assign.index else ""
             text = (before.text if before else unset) + text
         return self.expander.set(assign.name, text, assign.line, key)
 
-    def assign_array(self, assign: Assign, elements: tuple[Assign, ...], old: Text | Array | None) -> None:
-        array = Array(named=isinstance(old, Array) and old.named)
-        if assign.append and old is not None:
-            array = old if isinstance(old, Array) else Array({"0": old})
+    def assign_array(self, assign: Assign, elements: tuple[Assign, ...], old: Array | None) -> None:
+        entries = dict(old.entries) if assign.append and old else {}
+        array = Array(entries, named=old is not None and old.named)
         for element in elements:
             assert isinstance(element.value, Word)
             if element.index is not None:
                 key = self.expander.key(array, element.index)
                 if not self.usable(key, array):
                     return self.lose(assign.name, assign.line)
-                array.entries[key] = Text(self.expander.string(element.value), element.value.line)
+                entries[key] = Text(self.expander.string(element.value), element.value.line)
                 continue
-            start = len(array.entries) if array.named else int(array.next_key())
+            start = len(entries) if array.named else int(array.next_key())
             for at, one in enumerate(self.expander.fields(element.value), start):
-                array.entries[str(at)] = one
-            self.marks.work(10 * len(array.entries), assign.line)
+                entries[str(at)] = one
+            self.marks.work(10 * len(entries), assign.line)
         self.scope.variables[assign.name] = array
         return None
 
@@ -145,7 +139,7 @@ class ShellState:
     def usable(key: str, array: Array | None) -> bool:
         return not marked(key) and (key.isdecimal() or (array is not None and array.named))
 
-    def restore(self, name: str, value: Text | Array | None) -> None:
+    def restore(self, name: str, value: Array | None) -> None:
         if value is None:
             self.scope.variables.pop(name, None)
         else:
@@ -153,8 +147,11 @@ class ShellState:
 
     def lose(self, name: str, line: int) -> None:
         """The variable is set to something that cannot be told."""
-        mark = self.marks.new(f"${name}", f"line {line} sets it to what only running tells", line)
-        self.scope.variables[name] = Text(mark, line)
+        self.renew(name, self.marks.new(f"${name}", f"line {line} sets it to what only running tells", line), line)
+
+    def renew(self, name: str, text: str, line: int) -> None:
+        """The variable is this text, whatever it was before."""
+        self.scope.variables[name] = Array({"0": Text(text, line)})
 
     def declare(self, command: SimpleCommand, kind: str) -> Decision:
         flags = "".join(t for w in command.words[1:] if isinstance(w, Word) and (t := w.literal() or "").startswith("-"))
@@ -167,13 +164,13 @@ class ShellState:
             if "A" in flags:
                 self.scope.variables[name] = Array(named=True)
             elif kind == "local" and not isinstance(item, Assign):
-                self.scope.variables[name] = Text("", command.line)
+                self.renew(name, "", command.line)
             if isinstance(item, Assign):
                 self.assign(item)
             if kind == "export" or "x" in flags:
                 value = self.expander.get(name)
-                if isinstance(value, Text):
-                    self.note_environment(name, value.text, item.line)
+                if value and [*value.entries] == ["0"]:
+                    self.note_environment(name, value.first.text, item.line)
         return YES
 
 
@@ -202,7 +199,7 @@ def _set(self: ShellState, words: list[Text], line: int) -> Decision:
 def _unset(self: ShellState, words: list[Text], line: int) -> Decision:
     for word in words:
         if re.fullmatch(r"[A-Za-z_]\w*", word.text):
-            self.scope.variables[word.text] = Text("", line)
+            self.renew(word.text, "", line)
     return YES
 
 

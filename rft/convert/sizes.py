@@ -48,12 +48,12 @@ def _splits(d: Draft) -> bool:
 
 
 def _engine_gpus(d: Draft) -> int:
-    stages = _positive(d, f"{ROLLOUT}.pipeline_model_parallel_size", 1)
-    return stages * _positive(d, f"{ROLLOUT}.tensor_model_parallel_size", 2)
+    stages = positive(d, f"{ROLLOUT}.pipeline_model_parallel_size")
+    return stages * positive(d, f"{ROLLOUT}.tensor_model_parallel_size", 2)
 
 
 def reward_tp(d: Draft) -> int:
-    return _positive(d, f"{RM}.rollout.tensor_model_parallel_size", 1)
+    return positive(d, f"{RM}.rollout.tensor_model_parallel_size")
 
 
 def reward_gpus(d: Draft) -> int:
@@ -61,7 +61,7 @@ def reward_gpus(d: Draft) -> int:
     if not d.flag(f"{RM}.enable"):
         return 0
     if d.flag(f"{RM}.enable_resource_pool"):
-        return _positive(d, f"{RM}.nnodes", 1) * _positive(d, f"{RM}.n_gpus_per_node", 8)
+        return positive(d, f"{RM}.nnodes") * positive(d, f"{RM}.n_gpus_per_node", 8)
     count, per_node = nodes(d)
     tp = reward_tp(d)
     return max(1, count * per_node // 4 // tp) * tp
@@ -75,9 +75,9 @@ def has_critic(d: Draft) -> bool:
 
 def interval(d: Draft) -> int:
     """Optimizer steps of one veRL iteration, B / m.  Raises ConfigError where m does not divide B."""
-    mini = _positive(d, f"{ACTOR}.ppo_mini_batch_size", 0)
+    mini = positive(d, f"{ACTOR}.ppo_mini_batch_size", 0)
     if is_async(d):
-        return _positive(d, "async_training.trigger_parameter_sync_step", 4) * _positive(d, "async_training.require_batches", 1)
+        return positive(d, "async_training.trigger_parameter_sync_step", 4) * positive(d, "async_training.require_batches")
     batch = d.whole("data.train_batch_size")
     if mini <= batch and batch % mini == 0:
         return batch // mini
@@ -95,10 +95,10 @@ def _default(d: Draft) -> str:
 
 def runs(d: Draft) -> int:
     """Runs of a prompt, n."""
-    return _positive(d, f"{ROLLOUT}.n" if d.stated(f"{ROLLOUT}.n") or not d.stated("rollout.n") else "rollout.n", 1)
+    return positive(d, f"{ROLLOUT}.n" if d.stated(f"{ROLLOUT}.n") or not d.stated("rollout.n") else "rollout.n")
 
 
-def _positive(d: Draft, key: str, default: int) -> int:
+def positive(d: Draft, key: str, default: int = 1) -> int:
     value = d.whole(key, default)
     if value < 1:
         raise d.wrong(key, value, "at least 1")
@@ -126,12 +126,12 @@ def micro_batch(d: Draft, role: str = ACTOR) -> int | None:
 
 def nodes(d: Draft) -> tuple[int, int]:
     """(node_num, gpu_per_node) of the whole cluster.  In the asynchronous recipe trainer and rollouter have GPUs of their own."""
-    count, per_node = _positive(d, "trainer.nnodes", 1), _positive(d, "trainer.n_gpus_per_node", 8)
+    count, per_node = positive(d, "trainer.nnodes"), positive(d, "trainer.n_gpus_per_node", 8)
     others = theirs = 0
     if apart(d):
-        others, theirs = _positive(d, "rollout.nnodes", 1), _positive(d, "rollout.n_gpus_per_node", 8)
+        others, theirs = positive(d, "rollout.nnodes"), positive(d, "rollout.n_gpus_per_node", 8)
     elif d.flag(f"{RM}.enable") and d.flag(f"{RM}.enable_resource_pool"):
-        others, theirs = _positive(d, f"{RM}.nnodes", 1), _positive(d, f"{RM}.n_gpus_per_node", 8)
+        others, theirs = positive(d, f"{RM}.nnodes"), positive(d, f"{RM}.n_gpus_per_node", 8)
     total = count * per_node + others * theirs
     if total > MAX_GPUS:
         raise d.wrong("trainer.nnodes", count, f"fewer: {total:,} GPUs in all are more than {MAX_GPUS:,}")
@@ -232,7 +232,7 @@ def choose_engines(d: Draft, auxiliary: int) -> int:
     if colocated(d):
         return max(1, (count * per_node - auxiliary) // tp)
     if apart(d):
-        return max(1, _positive(d, "rollout.nnodes", 1) * _positive(d, "rollout.n_gpus_per_node", 8) // tp)
+        return max(1, positive(d, "rollout.nnodes") * positive(d, "rollout.n_gpus_per_node", 8) // tp)
     first = max(1, count * per_node // 4 // tp)
     most = (count * per_node - auxiliary - 1) // tp
     whole = [e for e in range(first, most + 1) if whole_nodes(d, count * per_node - e * tp - auxiliary)] or [first]

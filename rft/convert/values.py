@@ -6,6 +6,7 @@ Knows no grammar.  Invariant: marks are private-use characters that no script co
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rft.errors import ConfigError
@@ -28,12 +29,17 @@ class Text:
     line: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Array:
-    """Entries by key; the keys of an indexed array are numbers as text."""
+    """What a variable holds: entries by key.  Keys of an indexed array are numbers as text; a single text is the entry "0"."""
 
-    entries: dict[str, Text] = field(default_factory=dict)
+    entries: Mapping[str, Text] = field(default_factory=dict)
     named: bool = False
+
+    @property
+    def first(self) -> Text:
+        """What the name alone means."""
+        return self.entries.get("0", Text("", 0))
 
     def next_key(self) -> str:
         return str(max((int(k) for k in self.entries if k.isdecimal()), default=-1) + 1)

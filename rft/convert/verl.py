@@ -10,27 +10,22 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rft.compat.keys import verl_keys as table
-from rft.config import yamlfile
 from rft.config.load import assign, from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
 from rft.config.schema.source import dotted
 from rft.convert import defaults, key_groups, verl_eval, verl_generation, verl_sft
 from rft.convert.draft import ArgumentOutcome, ArgumentRow, Draft, Kind, Profile, WrittenValue, ordered
-from rft.convert.names import ALIASES
+from rft.convert.launch import Argument, Launch, opened
 from rft.convert.rule import account
 from rft.convert.rules import ASYNC, KNOWN, rule_of
 from rft.convert.sizes import Gpus
 from rft.errors import ConfigError, ConfigErrors
 
-if TYPE_CHECKING:
-    from rft.convert.launch import Argument, Launch
-
-
-Judge = Callable[[Draft, "Argument"], ArgumentOutcome]
+Judge = Callable[[Draft, Argument], ArgumentOutcome]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +44,6 @@ class Conversion:
     gpus: Gpus | None = None
     command: str = ""
     errors: tuple[str, ...] = ()  # what `rft check` would refuse in the result
-    not_active: tuple[str, ...] = ()
     counts: dict[Kind, int] = field(default_factory=dict)
 
     @property
@@ -64,14 +58,17 @@ def convert(
     if engine_num is not None and engine_num < 1:
         raise ConfigError(f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num)
     overridden = tuple(o.partition("=")[0].strip() for o in overrides)
-    read = _opened(launch.arguments)
-    opened, questions = _parameters(verl_generation.renamed(read) if launch.program == "generation" else read)
-    d = Draft(dataclasses.replace(launch, arguments=opened), profile, engine_num, overridden, questions=questions)
+    own = _own(launch)
+    read = _opened(launch.arguments, own)
+    if launch.program == "generation":
+        read = verl_generation.renamed(read)
+    arguments, questions = _parameters(read, own)
+    d = Draft(dataclasses.replace(launch, arguments=arguments), profile, engine_num, overridden, questions=questions, own=own)
     d.colocate = any(o.replace(" ", "") == "mode=colocate" for o in overrides)
     command = verl_eval.command(d) if launch.program == "main_eval" else ""
     prepare, outcome, finish = _FAMILIES.get(launch.program, (_prepare, _outcome, _finish))
     gpus = prepare(d)
-    pairs = [*((a, a) for a in launch.options), *zip(launch.arguments, opened, strict=False)]
+    pairs = [*((a, a) for a in launch.options), *zip(launch.arguments, arguments, strict=False)]
     rows = tuple(ArgumentRow(a, _account(d, b, outcome)) for a, b in pairs)
     finish(d)
     for text in launch.notes:
@@ -81,7 +78,7 @@ def convert(
     for override in overrides:
         _override(d, override)
     d.values = ordered(d.values)
-    errors, not_active = _checked(d, overridden) if d.values else ((), ())
+    errors = _checked(d, overridden) if d.values else ()
     kinds = [r.outcome.kind for r in rows]
     return Conversion(
         program=launch.program if launch.program != "yaml" else "yaml (main_ppo)",
@@ -96,9 +93,19 @@ def convert(
         gpus=gpus,
         command=command,
         errors=errors,
-        not_active=not_active,
         counts={k: kinds.count(k) for k in ("mapped", "equal", "derived", "ignored", "refused")},
     )
+
+
+def _own(launch: Launch) -> dict[str, Any]:
+    """Defaults of the program that are not those of veRL's ordinary trainer."""
+    if launch.program == "sft":
+        return verl_sft.OWN
+    if launch.program == "generation":
+        return verl_generation.own(launch.arguments)
+    if launch.program == "fully_async" or any(a.key.startswith("async_training.") for a in launch.arguments):
+        return {key: table.default(key, ASYNC) for key in table.by_name(ASYNC) if key.startswith(("async_training.", "rollout."))}
+    return {}
 
 
 def _prepare(d: Draft) -> Gpus:
@@ -118,11 +125,11 @@ def _nothing(d: Draft) -> None:
     """An evaluation of stored answers has no configuration."""
 
 
-def _parameters(arguments: Sequence[Argument]) -> tuple[tuple[Argument, ...], list[str]]:
+def _parameters(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[tuple[Argument, ...], list[str]]:
     """Numbers and switches that are left to the environment get veRL's default, and a question; texts stay ${oc.env:NAME}."""
     done, questions = [], []
     for a in arguments:
-        default, value = table.default(a.key, ASYNC), str(a.value)
+        default, value = own.get(a.key, table.default(a.key, ASYNC)), str(a.value)
         empty = a.value is not None and not value.strip() and default not in (None, "")
         if empty or (isinstance(default, bool | int | float) and "${oc.env:" in value):
             whence = (
@@ -139,26 +146,10 @@ def _parameters(arguments: Sequence[Argument]) -> tuple[tuple[Argument, ...], li
     return tuple(done), questions
 
 
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^${}]*))?\}")
-
-
-def _opened(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
-    """References to other keys replaced by what those are; a group given as a mapping counts as its leaves, beside itself."""
-    given = {a.key: a.value for a in arguments}
-
-    def value(text: str, depth: int = 0) -> Any:
-        def found(match: re.Match[str]) -> Any:
-            key, other = match[1], match[2]
-            there = given.get(key, table.default(key, ASYNC))
-            there = value(there, depth + 1) if isinstance(there, str) and depth < 8 else there
-            return there if there is not None or other is None else yamlfile.scalar(other)
-
-        if whole := _REFERENCE.fullmatch(text.strip()):
-            return found(whole)
-        return _REFERENCE.sub(lambda m: str(found(m)), text)
-
-    named = [dataclasses.replace(a, key=ALIASES.get(a.key, a.key)) for a in arguments]
-    plain = [dataclasses.replace(a, value=value(a.value)) if isinstance(a.value, str) else a for a in named]
+def _opened(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[Argument, ...]:
+    """Without older names and references; a group given as a mapping counts as its leaves, beside itself."""
+    named = [dataclasses.replace(a, key=table.ALIASES.get(a.key, a.key)) for a in arguments]
+    plain = opened(named, {key: table.default(key, ASYNC) for key in table.by_name(ASYNC)} | own)
     return (*plain, *(leaf for a in plain for leaf in _inside(a)))
 
 
@@ -167,7 +158,8 @@ def _inside(a: Argument) -> list[Argument]:
         return []
     found = []
     for key, value in a.value.items():
-        one = dataclasses.replace(a, key=f"{a.key}.{key}", value=value)
+        name = f"{a.key}.{key}"
+        one = dataclasses.replace(a, key=table.ALIASES.get(name, name), value=value)
         found += _inside(one) or [one]
     return found
 
@@ -213,7 +205,7 @@ def _override(d: Draft, override: str) -> None:
 _ENV = re.compile(r"\$\{oc\.(env|decode)[^}]*\}")
 
 
-def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[str, ...]:
     """What stage 1 of `rft check` says to the result, on a machine where the variables are set."""
 
     def plain(value: Any) -> Any:
@@ -229,7 +221,7 @@ def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[tuple[str, ...], tu
         found = e.errors
         if mine := [x for x in found if x.key and any(x.key.startswith(o) or o.startswith(x.key) for o in overridden)]:
             raise ConfigErrors(mine) from None
-        return tuple(str(x) for x in found), ()
+        return tuple(str(x) for x in found)
     for text in plan.warnings:
         d.warn(f"rft check: {text}")
-    return (), tuple(str(dataclasses.replace(n, value=d.read(n.key, n.value))) for n in plan.not_active)
+    return ()

@@ -10,18 +10,34 @@ from typing import TYPE_CHECKING
 
 from rft.compat.keys import verl_keys as table
 from rft.convert.draft import ArgumentOutcome, Draft
+from rft.convert.rule import Rule, account, derived, ignored
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
 
 SECTION = frozenset({17})
+REWARD, NAME = "custom_reward_function.path", "custom_reward_function.name"
 OPTIONS = {
     "data.path": "--input",
     "data.prompt_key": "--prompt-key",
     "data.response_key": "--response-key",
     "data.data_source_key": "--group-key",
     "data.reward_model_key": "--truth-key",
-    "custom_reward_function.path": "--reward-fn",
+    REWARD: "--reward-fn",
+}
+
+
+def _option(name: str) -> Rule:
+    return Rule(lambda d, a: ArgumentOutcome("mapped", "", (f"rft bench {name}",)))
+
+
+RULES = {
+    **{key: _option(option) for key, option in OPTIONS.items()},
+    NAME: derived("second half of file.py:function", f"rft bench {OPTIONS[REWARD]}"),
+}
+BEGINNINGS = {
+    "evaluation.": ignored("not a veRL key"),
+    **dict.fromkeys(("--", "ray_init.", "ray_kwargs.", "hydra."), ignored("nothing is started through Ray or Hydra")),
 }
 
 
@@ -30,27 +46,15 @@ def command(d: Draft) -> str:
     words = ["rft", "bench"]
     for key, option in OPTIONS.items():
         value = d.get(key, table.default(key, SECTION)) if d.stated(key) or key != "data.path" else None
-        if key == "data.response_key" and not d.stated(key):
-            value = "responses"
         if value is None:
             continue
-        if key == "custom_reward_function.path":
-            value = f"{value}:{d.text('custom_reward_function.name', 'compute_score')}"
+        if key == REWARD:
+            value = f"{value}:{d.text(NAME, 'compute_score')}"
         words += [option, shlex.quote(str(value)) if "$" not in str(value) else f'"{value}"']
     d.note("main_eval scores stored answers; it trains nothing, so there is no run configuration and no YAML is written")
     return " ".join(words)
 
 
 def outcome(d: Draft, a: Argument) -> ArgumentOutcome:
-    if a.value is None:
-        return ArgumentOutcome("ignored", "not set: veRL's own default")
-    if a.key in OPTIONS:
-        return ArgumentOutcome("mapped", "", (f"rft bench {OPTIONS[a.key]}",))
-    if a.key == "custom_reward_function.name":
-        return ArgumentOutcome("derived", "second half of file.py:function", ("rft bench --reward-fn",))
-    if a.key.startswith("evaluation."):
-        return ArgumentOutcome("ignored", "not a veRL key")
-    if a.key.startswith(("--", "ray_init.", "ray_kwargs.", "hydra.")):
-        return ArgumentOutcome("ignored", "nothing is started through Ray or Hydra")
-    near = table.nearest(a.key, [*OPTIONS, "custom_reward_function.name"])
-    return ArgumentOutcome("refused", "unknown argument" + (f"; did you mean {near}?" if near else ""))
+    other = next((rule for begin, rule in BEGINNINGS.items() if a.key.startswith(begin)), None)
+    return account(d, a, other or RULES.get(a.key), RULES)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rft.convert import key_groups
 from rft.convert.draft import EVAL, ArgumentOutcome, Draft
 from rft.convert.names import ENGINE, MODEL, ROLLOUT
-from rft.convert.rule import Rule, account, always, choice, ignored, to, via
+from rft.convert.rule import Rule, account, always, among, choice, ignored, to, via
 from rft.convert.rules import rule_of
 from rft.convert.sizes import nodes
 
@@ -38,7 +38,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.n": via("", f"{EVAL}[i].repeat_times"),
     **{f"{ROLLOUT}.{name}": via("", f"{EVAL}[i].rollout_args.{name}") for name in _SAMPLING},
     **{f"{ROLLOUT}.{name}_length": via("", target) for name, target in _LENGTHS.items()},
-    f"{ROLLOUT}.do_sample": always("answers are sampled", True, otherwise="write temperature=0 for greedy answers"),
+    f"{ROLLOUT}.do_sample": among((True,), always("answers are sampled"), "write temperature=0 for greedy answers"),
     f"{ROLLOUT}.tensor_model_parallel_size": to(f"{ENGINE}.tensor_parallel_size"),
     "trainer.device": choice(f"{ENGINE}.device", {"cuda": "cuda", "cpu": "cpu"}, "{} devices are not offered; use cuda or cpu"),
 }
@@ -52,14 +52,12 @@ def renamed(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
         begin = next((s for s in sections if key.startswith(s)), "")
         return RENAMED.get(key, sections.get(begin, "") + key.removeprefix(begin))
 
-    done = tuple(dataclasses.replace(a, key=name(a.key)) for a in arguments)
-    if any(a.key.startswith("actor_rollout_ref.") for a in arguments):
-        return done
-    given = {a.key for a in done}
-    return (
-        *done,
-        *(dataclasses.replace(done[0], key=k, value=v, text=str(v)) for k, v in OWN.items() if done and k not in given),
-    )
+    return tuple(dataclasses.replace(a, key=name(a.key)) for a in arguments)
+
+
+def own(arguments: Sequence[Argument]) -> dict[str, Any]:
+    """The defaults of the program that has these arguments."""
+    return {} if any(a.key.startswith("actor_rollout_ref.") for a in arguments) else OWN
 
 
 def prepare(d: Draft) -> None:

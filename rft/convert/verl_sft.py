@@ -11,9 +11,27 @@ from typing import TYPE_CHECKING, Any
 from rft.compat.keys import verl_keys as table
 from rft.convert import actions as do
 from rft.convert import key_groups
+from rft.convert.defaults import Default, any_run, fill, warms_up
 from rft.convert.draft import ArgumentOutcome, Draft
 from rft.convert.names import LORA, LORA_ALPHA, OPTIM
-from rft.convert.rule import Rule, account, always, choice, derived, ignored, only_if, refused, rule, to, via, write
+from rft.convert.rule import (
+    Rule,
+    account,
+    always,
+    among,
+    choice,
+    derived,
+    ignored,
+    only_if,
+    refused,
+    rule,
+    scaled,
+    to,
+    via,
+    write,
+)
+from rft.convert.rules import of_row, rule_of
+from rft.convert.sizes import positive
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
@@ -21,6 +39,7 @@ if TYPE_CHECKING:
 SECTION = frozenset({18})
 BUFFER = "buffer.trainer_input.experience_buffer"
 OWN: dict[str, Any] = {
+    **{key: table.default(key, SECTION) for key in table.by_name(SECTION)},
     "data.train_batch_size": 256,
     "data.max_length": 1024,
     "data.prompt_key": "question",
@@ -32,7 +51,24 @@ OWN: dict[str, Any] = {
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
 }
-"""Defaults of veRL's sft_trainer.yaml that its table of keys does not hold."""
+"""Defaults of veRL's sft_trainer.yaml: those of the table of keys, and others."""
+DEFAULTS: tuple[Default, ...] = (
+    (f"{OPTIM}.lr", "optim.lr", any_run),
+    (f"{OPTIM}.weight_decay", "optim.weight_decay", any_run),
+    (f"{OPTIM}.lr_warmup_steps_ratio", "optim.warmup_steps_ratio", any_run),
+    (f"{OPTIM}.lr_scheduler_type", "optim.lr_scheduler", any_run),
+    (f"{OPTIM}.lr_warmup_from_zero", (True,), warms_up(OPTIM)),
+    (f"{OPTIM}.min_lr_ratio", (0.0,), any_run),
+    (f"{OPTIM}.betas", ([0.9, 0.95],), any_run),
+    ("trainer.grad_clip", "optim.clip_grad", any_run),
+    ("model.model_path", "model.partial_pretrain", any_run),
+    ("trainer.enable_gradient_checkpointing", "model.enable_gradient_checkpointing", any_run),
+    (f"{LORA}.lora_alpha", (LORA_ALPHA,), do.lora),
+    (f"{BUFFER}.data_selector.selector_type", ("shuffle",), any_run),
+    ("trainer.use_dynamic_bsz", (False,), lambda d: d.has("trainer.micro_batch_size_per_gpu")),
+    ("trainer.max_checkpoints_to_keep", (0,), any_run),
+    ("buffer.total_epochs", "trainer.total_epochs", lambda d: not d.has("buffer.total_steps")),
+)
 _NODES = ("--nnodes", "--num_nodes", "--num_machines")
 _PER_NODE = ("--nproc_per_node", "--num_gpus")
 
@@ -43,8 +79,6 @@ def prepare(d: Draft) -> None:
     d.put("algorithm.algorithm_type", "sft", "fsdp_sft_trainer")
     files = d.get("data.train_files")
     files = [str(f) for f in files] if isinstance(files, list) else [str(files)]
-    if len(files) > 1:
-        d.warn(f"data.train_files names {len(files)} files; one data set is read here, the first: put the others into it")
     folder, split = posixpath.dirname(files[0]) or ".", posixpath.splitext(posixpath.basename(files[0]))[0]
     for name, value in (("storage_type", "file"), ("path", folder), ("split", split)):
         d.put(f"{BUFFER}.{name}", value, "data.train_files")
@@ -52,17 +86,18 @@ def prepare(d: Draft) -> None:
         d.put(f"{BUFFER}.eval_split", held_out, "data.val_files")
     if d.flag("data.multiturn.enable"):
         d.put(f"{BUFFER}.format.prompt_type", "messages", "data.multiturn.enable")
-        d.put(f"{BUFFER}.format.messages_key", _own(d, "data.multiturn.messages_key"), "data.multiturn.messages_key")
+        d.put(f"{BUFFER}.format.messages_key", d.text("data.multiturn.messages_key"), "data.multiturn.messages_key")
+        d.put(f"{BUFFER}.format.enable_concatenated_multi_turn", True, "veRL trains every answer of a chat")
     else:
         d.put(f"{BUFFER}.format.prompt_type", "plaintext", "a question and an answer")
         d.put(f"{BUFFER}.format.prompt_key", _column(d, "prompt"), "data.prompt_key")
         d.put(f"{BUFFER}.format.response_key", _column(d, "response"), "data.response_key")
-    size = _count(d, "data.train_batch_size")
+    size = positive(d, "data.train_batch_size")
     d.put("buffer.batch_size", size, "data.train_batch_size")
     d.put("buffer.train_batch_size", size, "data.train_batch_size, demonstrations of a step")
-    d.put("model.max_model_len", _count(d, "data.max_length"), "data.max_length")
+    d.put("model.max_model_len", positive(d, "data.max_length"), "data.max_length")
     _cluster(d)
-    key_groups.names(d, project=str(_own(d, "trainer.project_name")), name=str(_own(d, "trainer.experiment_name")))
+    key_groups.names(d)
 
 
 def _held_out(d: Draft, trained: str) -> str | None:
@@ -86,7 +121,7 @@ def _cluster(d: Draft) -> None:
 
 
 def _put_started(d: Draft, key: str, target: str, launched: tuple[str, str] | None) -> int:
-    count, why = _count(d, key), key_groups.said_by(d, key)
+    count, why = positive(d, key), key_groups.said_by(d, key)
     if launched is not None:
         option, value = launched
         if value.isdecimal() and int(value) > 0:
@@ -110,47 +145,12 @@ def _launched(d: Draft, names: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 def finish(d: Draft) -> None:
-    """veRL's defaults that differ from ours."""
-    if not d.exact:
-        return
-    for target, key in (
-        (f"{OPTIM}.lr", "optim.lr"),
-        (f"{OPTIM}.weight_decay", "optim.weight_decay"),
-        (f"{OPTIM}.lr_warmup_steps_ratio", "optim.warmup_steps_ratio"),
-        (f"{OPTIM}.lr_scheduler_type", "optim.lr_scheduler"),
-        ("trainer.grad_clip", "optim.clip_grad"),
-        ("model.model_path", "model.partial_pretrain"),
-        ("trainer.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
-    ):
-        d.fill(target, table.default(key, SECTION), f"veRL's default of {key}")
-    if do.lora(d):
-        d.fill(f"{LORA}.lora_alpha", LORA_ALPHA, "veRL's default of model.lora_alpha")
-    d.fill(f"{BUFFER}.data_selector.selector_type", "shuffle", "veRL's sampler shuffles each epoch")
-    if d.has("trainer.micro_batch_size_per_gpu"):
-        d.fill("trainer.use_dynamic_bsz", False, "data.micro_batch_size_per_gpu: a fixed number of rows")
-    if d.read(f"{OPTIM}.lr_warmup_steps_ratio"):
-        d.fill(f"{OPTIM}.lr_warmup_from_zero", True, "veRL's warm-up begins at 0")
-    d.fill(f"{OPTIM}.min_lr_ratio", 0.0, "veRL's cosine ends at 0")
-    d.fill(f"{OPTIM}.betas", [0.9, 0.95], "veRL's default of optim.betas")
-    d.fill("trainer.max_checkpoints_to_keep", 0, "veRL's default of trainer.max_ckpt_to_keep: all")
-    if not d.has("buffer.total_steps"):
-        d.fill("buffer.total_epochs", OWN["trainer.total_epochs"], "veRL's default of trainer.total_epochs")
-
-
-def _own(d: Draft, key: str) -> Any:
-    return d.given[key].value if d.stated(key) else OWN[key]
-
-
-def _count(d: Draft, key: str) -> int:
-    value = d.whole(key) if d.stated(key) else OWN[key]
-    if value < 1:
-        raise d.wrong(key, value, "at least 1")
-    return int(value)
+    fill(d, DEFAULTS)
 
 
 def _column(d: Draft, which: str) -> str:
     """`prompt_key: extra_info` with `prompt_dict_keys: [question]` is the column extra_info.question."""
-    column, inside = str(_own(d, f"data.{which}_key")), d.get(f"data.{which}_dict_keys")
+    column, inside = d.text(f"data.{which}_key"), d.get(f"data.{which}_dict_keys")
     inner = inside if isinstance(inside, list) else [inside] if inside else []
     if len(inner) > 1:
         d.warn(f"data.{which}_dict_keys has {len(inner)} names; the first is taken")
@@ -166,17 +166,23 @@ def _offload(d: Draft, a: Argument) -> ArgumentOutcome:
     return write(d, a, ("trainer.offload_policy",), True)
 
 
-def _every(target: str) -> Rule:
-    """Counts of steps; the two programs count the same steps here."""
-    return Rule(lambda d, a: write(d, a, (target,), max(0, d.whole(a.key))), (target,))
+def _one_file(rule: Rule) -> Rule:
+    def act(d: Draft, a: Argument) -> ArgumentOutcome:
+        if isinstance(a.value, list) and len(a.value) > 1:
+            return ArgumentOutcome("refused", f"{len(a.value)} files; one is read here, the first: put the others into it")
+        return rule.act(d, a)
+
+    return Rule(act, rule.targets)
 
 
 RULES: dict[str, Rule] = {
-    "data.train_files": derived("the demonstrations", f"{BUFFER}.path", f"{BUFFER}.split"),
-    "data.val_files": only_if(
-        lambda d: d.has(f"{BUFFER}.eval_split"),
-        "only rows of a file beside that of data.train_files can be held out",
-        via("its loss is computed", f"{BUFFER}.eval_split"),
+    "data.train_files": _one_file(derived("the demonstrations", f"{BUFFER}.path", f"{BUFFER}.split")),
+    "data.val_files": _one_file(
+        via(
+            "its loss is computed",
+            f"{BUFFER}.eval_split",
+            otherwise="only rows of a file beside that of data.train_files can be held out",
+        )
     ),
     "data.train_batch_size": via("demonstrations of a step", "buffer.train_batch_size"),
     "data.micro_batch_size_per_gpu": to("trainer.micro_batch_size_per_gpu"),
@@ -195,53 +201,31 @@ RULES: dict[str, Rule] = {
     "data.custom_cls.name": refused("write a function that returns the rows"),
     "model.partial_pretrain": do.path("model.model_path"),
     "model.fsdp_config.model_dtype": do.model_dtype,
-    "model.fsdp_config.wrap_policy.min_num_params": ignored("FSDP2 shards each decoder layer"),
     "model.fsdp_config.cpu_offload": _offload,
     "model.fsdp_config.offload_params": _offload,
-    "model.strategy": always("FSDP2", "fsdp", "fsdp2", otherwise="use fsdp2"),
+    "model.strategy": among(("fsdp", "fsdp2"), always("FSDP2"), "use fsdp2"),
     "model.use_shm": ignored("safetensors memory mapping suffices"),
-    "model.external_lib": to("model.external_lib"),
-    "model.enable_gradient_checkpointing": to("trainer.enable_gradient_checkpointing"),
-    "model.trust_remote_code": to("model.trust_remote_code"),
-    "model.use_liger": to("trainer.use_liger"),
     "model.lora_rank": do.lora_rank,
     "model.lora_alpha": do.lora_key("lora_alpha"),
     "model.target_modules": do.lora_key("target_modules"),
-    "optim.lr": to(f"{OPTIM}.lr"),
     "optim.betas": to(f"{OPTIM}.betas"),
-    "optim.weight_decay": to(f"{OPTIM}.weight_decay"),
-    "optim.warmup_steps_ratio": to(f"{OPTIM}.lr_warmup_steps_ratio"),
     "optim.lr_warmup_steps_ratio": to(f"{OPTIM}.lr_warmup_steps_ratio"),
-    "optim.clip_grad": to("trainer.grad_clip"),
     "optim.lr_scheduler": choice(
         f"{OPTIM}.lr_scheduler_type", {n: n for n in ("constant", "cosine", "wsd")}, "schedules: constant, cosine, wsd"
     ),
     "ulysses_sequence_parallel_size": to("trainer.ulysses_sequence_parallel_size"),
     "use_remove_padding": to("trainer.use_remove_padding"),
-    "trainer.default_local_dir": via("without a trailing /project/name", "checkpoint_root_dir"),
-    "trainer.default_hdfs_dir": ignored("no HDFS: mount it and name it in checkpoint_root_dir"),
-    "trainer.project_name": via("", "project"),
-    "trainer.experiment_name": via("", "name"),
-    "trainer.logger": do.logger,
-    "trainer.total_epochs": to("buffer.total_epochs"),
-    "trainer.total_training_steps": to("buffer.total_steps"),
-    "trainer.save_freq": _every("trainer.save_interval"),
     "trainer.test_freq": only_if(
-        lambda d: d.has(f"{BUFFER}.eval_split"), "no rows are held out", _every("trainer.eval_interval")
+        lambda d: d.has(f"{BUFFER}.eval_split"), "no rows are held out", scaled("trainer.eval_interval", never=0)
     ),
     "trainer.seed": to("seed"),
-    "trainer.nnodes": via("", "cluster.node_num"),
-    "trainer.n_gpus_per_node": via("", "cluster.gpu_per_node"),
     "trainer.max_ckpt_to_keep": to("trainer.max_checkpoints_to_keep"),
-    "trainer.device": to("trainer.device"),
-    "trainer.resume_mode": do.resume,
-    "trainer.resume_from_path": to("resume_from_path"),
     "trainer.checkpoint.save_contents": to("trainer.checkpoint.save_contents"),
     "trainer.checkpoint.load_contents": to("trainer.checkpoint.load_contents"),
-    "--config-name": ignored("the defaults of veRL's own configuration are assumed"),
-    "--config-path": ignored("where veRL's own configuration lies"),
 }  # fmt: skip
+RULES |= {key: of_row(row) for key, row in table.by_name(SECTION).items() if key not in RULES}
 
 
 def outcome(d: Draft, a: Argument) -> ArgumentOutcome:
-    return account(d, a, RULES.get(a.key), RULES)
+    of_the_run = rule_of(a.key) if a.key.startswith(("trainer.", "--")) else None
+    return account(d, a, RULES.get(a.key, of_the_run), RULES)

@@ -14,7 +14,6 @@ from typing import Self
 from rft.convert.syntax import Arith, Command, CommandSub, Lit, Param, Part, Redirect, Word
 from rft.errors import ConfigError
 
-MAX_DEPTH = 60
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!_-]")
 _SHORT = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PLAIN = re.compile(r"[^ \t\n\\'\"$`;&|<>()]+")
@@ -38,10 +37,10 @@ class Document:
 
 
 class WordReader(ABC):
-    """One pass over one text.  `pos` is the next character to read, `depth` how deep the text is nested in others."""
+    """One pass over one text.  `pos` is the next character to read."""
 
-    def __init__(self, text: str, name: str, line: int, depth: int) -> None:
-        self.text, self.name, self.first, self.depth = text.replace("\r\n", "\n"), name, line, depth
+    def __init__(self, text: str, name: str, line: int) -> None:
+        self.text, self.name, self.first = text.replace("\r\n", "\n"), name, line
         self.pos = 0
         self.documents: list[Document] = []  # their texts begin after the next line end
         self.starts = [0, *(m.end() for m in re.finditer("\n", self.text))]
@@ -85,11 +84,6 @@ class WordReader(ABC):
             self.pos = found.end()
         return found
 
-    def deeper(self) -> None:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise self.error(f"nested too deeply; at most {MAX_DEPTH} levels are read")
-
     def closing(self, pos: int) -> int:
         """Where the bracket that closes the one before `pos` stands; -1 if there is none."""
         level = 0
@@ -111,7 +105,7 @@ class WordReader(ABC):
     # -- words
 
     def nested(self, text: str, line: int) -> Self:
-        return type(self)(text, self.name, line, self.depth)
+        return type(self)(text, self.name, line)
 
     def inner(self, text: str, line: int) -> Word:
         """A text inside brackets, in which quotes only group."""
@@ -224,9 +218,7 @@ class WordReader(ABC):
         found = self.take(_BACKTICKS)
         if not found:
             raise self.unclosed("`", begin)
-        self.deeper()
         body = self.nested(re.sub(r"\\([`$\\])", r"\1", found[1]), line).script()
-        self.depth -= 1
         return CommandSub(body, found[0], line, quoted)
 
     def ansi_quoted(self) -> Lit:
@@ -242,7 +234,6 @@ class WordReader(ABC):
         return Lit(_ANSI_CODE.sub(sign, found[1]), True)
 
     def parameter(self, begin: int, line: int, quoted: bool) -> Param:
-        self.deeper()
         op = ""
         if self.peek() == "#" and not re.compile(r"#[}:%#/+?=-]").match(self.text, self.pos):
             self.pos, op = self.pos + 1, "length"
@@ -265,7 +256,6 @@ class WordReader(ABC):
         elif op == "indirect" and isinstance(index, str):
             param = replace(param, op="keys")
         self.pos += 1
-        self.depth -= 1
         return param
 
     def operator(self, param: Param, begin: int) -> Param:

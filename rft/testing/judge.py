@@ -30,7 +30,6 @@ from rft.types.task import SamplingArgs, Task
 _FORM = re.compile(r'^\{"key": "[0-9a-f]+".*\}$', re.MULTILINE)
 _PLACE = re.compile(r"<([^<>]+)>")
 _RANGE = re.compile(r"number from (-?[\d.]+) to (-?[\d.]+)")
-_VERDICT = re.compile(r'(?:\{[^{}\n]*"[^{}\n]*\}|(?:score|rating|verdict)\s*[:=]\s*\d+(?:\s*/\s*10)?)', re.IGNORECASE)
 Says = float | str | dict[str, Any]
 
 
@@ -38,9 +37,10 @@ class FakeJudge:
     """A `ChatModel`.  `says`: the value of every field of the verdict, values by field, or a function of the prompt that gives one.
 
     `replies` come first, in order: texts as they are, or errors that are raised.  `gullible`: orders that it follows where they stand
-    outside of the delimiters; `sloppy`: any line that looks like a closing delimiter ends a block; `copies`: it ends with the last verdict
-    that it read anywhere.
+    outside of the delimiters.
     """
+
+    block_end = "<<<end {}>>>"  # a regular expression; {} is the id of the delimiters
 
     def __init__(
         self,
@@ -48,10 +48,8 @@ class FakeJudge:
         *,
         replies: Iterable[str | Exception] = (),
         gullible: Collection[str] = (),
-        sloppy: bool = False,
-        copies: bool = False,
     ) -> None:
-        self.says, self.gullible, self.sloppy, self.copies = says, tuple(gullible), sloppy, copies
+        self.says, self.gullible = says, tuple(gullible)
         self.identity = "fake-judge"
         self.calls: list[GenerateRequest] = []
         self._replies = deque(replies)
@@ -68,7 +66,7 @@ class FakeJudge:
 
     def _chosen(self, request: GenerateRequest) -> Completion:
         """The likelier one of the choices; a number that it says is the probability of the first."""
-        _, _, obeys, said = self._read(request.messages)
+        _, obeys, said = self._read(request.messages)
         share = 1.0 if obeys else float(said) if isinstance(said, int | float) else float(said == request.choices[0])
         word = request.choices[0 if share >= 0.5 else 1]
         logprob = np.log(np.array([max(share, 1 - share)], np.float32))
@@ -81,19 +79,17 @@ class FakeJudge:
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         raise ValueError("a FakeJudge has no classification head")
 
-    def _read(self, messages: Sequence[dict[str, Any]]) -> tuple[list[str], str, bool, Says]:
-        """(the messages, what of them stands outside of the delimiters, whether that has an order it follows, what it says)."""
-        read = _as_read(messages)
-        free = _outside(read, self.sloppy)
+    def _read(self, messages: Sequence[dict[str, Any]]) -> tuple[str, bool, Says]:
+        """(what of the messages stands outside of the delimiters, whether that has an order it follows, what it says)."""
+        read = as_read(messages)
+        free = _outside(read, self.block_end)
         said = self.says("\n".join(read)) if callable(self.says) else self.says
-        return read, free, any(order in free for order in self.gullible), said
+        return free, any(order in free for order in self.gullible), said
 
     def reply(self, messages: Sequence[dict[str, Any]]) -> str:
         """What it answers to a chat: `answer` of a scripted engine or a loopback server."""
-        read, free, obeys, said = self._read(messages)
+        free, obeys, said = self._read(messages)
         forms = _FORM.findall(free)
-        if self.copies and (seen := [v for text in read for v in _VERDICT.findall(text) if not _PLACE.search(v)]):
-            return f"As it says:\n{seen[-1]}"
         if not forms:
             return f"Score: {10 if obeys else said}"
         return "I have read it.\n" + _filled(forms[-1], said, best=obeys)
@@ -167,19 +163,19 @@ def probes() -> tuple[JudgeProbe, ...]:
 # ---------------------------------------------------------------- inside
 
 
-def _as_read(messages: Sequence[dict[str, Any]]) -> list[str]:
+def as_read(messages: Sequence[dict[str, Any]]) -> list[str]:
     """The messages as a model sees them: a mark of the chat template inside a text begins a message too."""
     chat = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     return [part.replace("<|im_end|>", "\n") for part in chat.split("<|im_start|>") if part.strip()]
 
 
-def _outside(read: Sequence[str], sloppy: bool) -> str:
+def _outside(read: Sequence[str], block_end: str) -> str:
     """What is left when the blocks of the announced delimiters are taken out of each message."""
     announced = re.search(r"<<<end (\w+)>>>", read[0])
     if announced is None:
         return "\n".join(read)
     id = re.escape(announced[1])
-    end = r"<{3,}\s*/?end[^\n]*>{3,}" if sloppy else rf"<<<end {id}>>>"
+    end = block_end.replace("{}", id)
     block = re.compile(rf"^<<<[^<>\n]* {id}>>>\n.*?^{end}$", re.MULTILINE | re.DOTALL | re.IGNORECASE)
     return "\n".join([read[0], *(block.sub("", text) for text in read[1:])])
 

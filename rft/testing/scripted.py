@@ -18,7 +18,6 @@ import numpy as np
 import xxhash
 from msgspec.structs import replace
 
-import rft.faults as faults
 import rft.plugins as plugins
 from rft.engine.base import BaseEngine, check_prompt, check_row, check_tokens
 from rft.engine.settings import EngineSettings
@@ -150,7 +149,7 @@ class ScriptedEngine(BaseEngine):
         if request.choices:
             raise ValueError(f"{self.settings.name}: a scripted engine has no choice probabilities; use rft.testing.FakeJudge")
         prompt = conversation(request)
-        check_prompt(len(prompt), self.settings, goes_on=request.prefix_tokens is not None and not request.prompt_tokens)
+        check_prompt(len(prompt), self.settings, goes_on=request.prefix_tokens is not None)
         check_tokens(prompt.tolist(), VOCAB_SIZE, self.settings.name)
         texts = [self._next(request) for _ in range(request.n)]
         await self._count(request.n)
@@ -174,7 +173,6 @@ class ScriptedEngine(BaseEngine):
         if self._go.is_set():
             raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
         start = time.monotonic()
-        active = {point for point in faults.SYNC_POINTS if faults.fault(point)}
         taken = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
         if manifest.broadcast is not None:  # the sender may live in this event loop's process
             taken = (await asyncio.to_thread(self._intake.take, manifest)).report
@@ -183,37 +181,22 @@ class ScriptedEngine(BaseEngine):
             taken = self._intake.take(manifest).report
         if taken.failed:
             return taken
-        bad = list(taken.bad_hash)
-        missing: list[str] = []
-        if "sync.corrupt_byte" in active and manifest.tensors:
-            bad.append(manifest.tensors[0].name)
-        names = [t.name for t in manifest.tensors]
-        if "sync.missing_tensor" in active and names:
-            missing.append(names.pop())
-        unexpected = sorted(set(names) - self._names) if self._names is not None else []
-        missing += sorted((self._names or frozenset()) - {*names, *missing})
-        stale, skip = "sync.stale_head" in active, "sync.skip" in active
-        version = (
-            Version(manifest.version.lineage, manifest.version.step + 1) if "sync.wrong_version" in active else manifest.version
-        )
-        whole = not (bad or missing or unexpected)
+        names = frozenset(t.name for t in manifest.tensors)
+        wanted = names if self._names is None else self._names
+        whole = names == wanted and not taken.bad_hash
         if whole:
-            self._names = frozenset(names)
+            self._names = names
             self.loads.append(manifest)
-            self.version = version
-            if not skip:
-                self._key = weights_key(manifest) ^ stale
+            self.version = manifest.version
+            self._key = weights_key(manifest)
         return replace(
             taken,
-            version=version,
+            version=manifest.version,
             num_tensors=len(names) if whole else 0,
             nbytes=manifest.nbytes if whole else 0,
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
-            bad_hash=tuple(bad),
-            probed_layers=len(manifest.tensors),
-            probe_error=1.0 if stale else 0.0,
-            probe_worst="lm_head" if stale else "",
+            missing=tuple(sorted(wanted - names)),
+            unexpected=tuple(sorted(names - wanted)),
+            probed_layers=len(names),
             load_s=time.monotonic() - start,
         )
 

@@ -227,3 +227,18 @@ def make(name: str, folder: Path, *, seed: int = 0, words: bool = False, **chang
                     buffer.uniform_(-0.1, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def with_images(folder: Path) -> Path:
+    """Write a tiny Gemma 3 that also takes images, whose configuration names no end token; with a tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    words = tiny.tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": len(words), "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=5)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder

@@ -1,7 +1,8 @@
-"""What the ledger answers in SQL, and keeps of rewards, texts and log-probs, whatever the storage behind it."""
+"""What the ledger answers, in leases, audits and SQL, and keeps of rewards, texts and log-probs, whatever the storage behind it."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -13,10 +14,14 @@ from sqlalchemy.exc import DBAPIError
 
 from rft.buffer.location import connect, ledger_location
 from rft.buffer.settings import BufferSettings
-from rft.testing.storage_contract import StorageContract, fill, group, take
+from rft.errors import DeadlineExceeded, Fenced, IdConflict, ShortBatch
+from rft.testing.storage_contract import StorageContract, fill, group, ids, row, take
 from rft.types import token_logprobs
 from rft.types.block import decode, encode
+from rft.types.experience import failed
 from rft.types.ids import GroupId, Version
+from rft.types.ports import EndOfData
+from tests.helpers.postgres import PostgresServer
 
 
 def ask(settings: BufferSettings, sql: str) -> list[tuple[object, ...]]:
@@ -28,6 +33,20 @@ def ask(settings: BufferSettings, sql: str) -> list[tuple[object, ...]]:
             return [tuple(r) for r in done] if done.returns_rows else []
     finally:
         engine.dispose()
+
+
+class OnPostgres:
+    """Put it before a contract class: its ledger is then in PostgreSQL."""
+
+    server: PostgresServer
+
+    @pytest.fixture(autouse=True)
+    def _server(self, postgres: PostgresServer) -> None:
+        self.server = postgres
+
+    def settings(self, folder: Path) -> BufferSettings:
+        below: BufferSettings = super().settings(folder)  # type: ignore[misc]
+        return dataclasses.replace(below, ledger_url=self.server.url, run=folder.as_posix())
 
 
 class LedgerContract(StorageContract):
@@ -131,3 +150,126 @@ class LedgerContract(StorageContract):
         await buffer.reader(1).discard(1, words)
         audit = await buffer.audit()
         assert (sum(audit.discarded.values()), audit.ok) == (8, True)
+
+    async def test_append_is_idempotent_and_conflicts_are_told(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        writer = buffer.writer(1)
+        frame = encode(group(1, 0, 0))
+        await writer.append(frame, accepted=True)
+        again = await asyncio.gather(*(writer.append(frame, accepted=True) for _ in range(5)))
+        assert [(r.appended, r.duplicates) for r in again] == [(0, 4)] * 5
+        with pytest.raises(IdConflict):
+            await writer.append(encode(group(1, 0, 0, tokens=14)), accepted=True)
+        audit = await buffer.audit()
+        assert (audit.acked, audit.available, audit.ok) == (4, 4, True)
+
+    async def test_rows_that_cannot_be_trained_are_explained(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        writer, name = buffer.writer(1), GroupId(1, 0, 0, 0)
+        await writer.append(
+            encode(
+                [
+                    row(name.run(0)),
+                    row(name.run(1), reward=None),
+                    row(name.run(2), trained=False),
+                    failed(name.run(3), taskset="toy", task_index=0, workflow="toy", reason="timeout"),
+                ]
+            ),
+            accepted=True,
+        )
+        await writer.append(encode(group(1, 0, 1)), accepted=False, reason="zero_std")
+        await writer.close_batch(0, accepted=1, wanted=1, reasons={"zero_std": 1})
+        lease = await take(buffer, 1, 1, groups=1)
+        audit = await buffer.audit()
+        assert ids(lease) == [(0, 0, 0)]
+        assert lease.groups[0].rewards == (1.0, 1.0)  # untrainable but scored: counts in the statistics
+        assert audit.discarded == {"failed": 1, "unscored": 1, "untrainable": 1, "zero_std": 4}
+        assert audit.ok
+
+    async def test_a_lease_never_passes_an_open_batch(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        await fill(buffer, 1, 1)
+        await fill(buffer, 1, 0, groups=1, close=False)
+        with pytest.raises(DeadlineExceeded, match="batch 0 of explorer 0 is still open with 1 groups stored"):
+            await take(buffer, 1, 1, deadline_s=0.02)
+        waiting = asyncio.create_task(take(buffer, 1, 1))
+        await fill(buffer, 1, 0)
+        assert {b for b, _, _ in ids(await waiting)} == {0}
+
+    async def test_rows_are_counted_out_exactly(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        await fill(buffer, 1, 0)
+        reader, seen = buffer.reader(1), []
+        for step in (1, 2):
+            lease = await reader.lease(step, groups=None, rows=3, deadline_s=5, max_staleness=None)
+            seen += ids(lease)
+            await reader.use(step)
+        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)  # of the whole group, though it was split
+        assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 1)]
+        await buffer.writer(1).finish("all epochs done")
+        with pytest.raises(ShortBatch, match="all epochs done"):
+            await reader.lease(3, groups=None, rows=3, deadline_s=5, max_staleness=None)
+        await reader.lease(3, groups=None, rows=2, deadline_s=5, max_staleness=None)
+        await reader.use(3)
+        with pytest.raises(EndOfData):
+            await reader.lease(4, groups=None, rows=2, deadline_s=5, max_staleness=None)
+
+    async def test_a_second_trainer_fences_the_first(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        await fill(buffer, 1, 0)
+        await take(buffer, 1, 1)
+        waiting = asyncio.create_task(take(buffer, 1, 2))
+        blocked = asyncio.create_task(buffer.writer(1).append(encode(group(1, 1, 0)), accepted=True))
+        await blocked
+        assert (await buffer.start_lineage(None, None)).lineage == 2
+        with pytest.raises(Fenced):
+            await waiting
+        for call in (
+            buffer.reader(1).use(1),
+            take(buffer, 1, 2),
+            buffer.reader(1).consumption(1),
+            buffer.writer(1).append(encode(group(1, 1, 1)), accepted=True),
+            buffer.writer(2).append(encode(group(1, 1, 1)), accepted=True),
+            buffer.writer(1).room(1),
+            buffer.writer(1).stored_groups(0),
+        ):
+            with pytest.raises(Fenced):
+                await call
+        audit = await buffer.audit()
+        assert (audit.num_uses, audit.ok) == (0, True)
+
+    async def test_too_old_rows_are_left_out(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        await fill(buffer, 1, 0, version=Version(1, 0))
+        for step in (1, 2):
+            await fill(buffer, 1, step, groups=1, version=Version(1, 0))
+        lease = await buffer.reader(1).lease(1, groups=3, rows=None, deadline_s=5, max_staleness=1)
+        await buffer.reader(1).use(1)
+        await fill(buffer, 1, 3, groups=1, version=Version(1, 1))
+        lease = await buffer.reader(1).lease(3, groups=1, rows=None, deadline_s=5, max_staleness=1)
+        audit = await buffer.audit()
+        assert {b for b, _, _ in ids(lease)} == {3}
+        assert (audit.used, audit.leased, audit.discarded, audit.ok) == (12, 4, {"stale": 4}, True)
+
+    async def test_four_explorers_resume(self, tmp_path: Path) -> None:
+        """One of four dies before its batch is closed; each goes on where it was, and only what is missing is explored again."""
+        buffer = await self.started(tmp_path, num_explorers=4)
+        for number in range(4):
+            await fill(buffer, 1, 0, explorer=number)
+            await fill(buffer, 1, 1, explorer=number, groups=2 if number != 2 else 1, close=number != 2)
+        await take(buffer, 1, 1, groups=8)
+        await buffer.reader(1).use(1)
+        consumption = await buffer.reader(1).consumption(1)
+        await buffer.close()
+
+        buffer = await self.opened(tmp_path, num_explorers=4)
+        start = await buffer.start_lineage(Version(1, 1), consumption)
+        held = [len(await buffer.writer(2, number).stored_groups(start.cursor)) for number in range(4)]
+        assert (start.cursor, held) == (1, [2, 2, 1, 2] if self.durable else [0, 0, 0, 0])
+        for number in range(4):
+            await fill(buffer, 2, 1, explorer=number)
+        lease = await take(buffer, 2, 2, groups=8)
+        assert [(x.id.explorer, x.id.task) for x in decode(lease.frame)][::4] == [(e, t) for e in range(4) for t in range(2)]
+        await buffer.reader(2).use(2)
+        audit = await buffer.audit()
+        assert (audit.used, audit.num_uses, audit.ok) == (64, 64, True)

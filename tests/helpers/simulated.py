@@ -203,7 +203,7 @@ class SimTrainer(Trainer):
             for x in rows:
                 assert x.oldest_version is not None and x.newest_version is not None
                 age, least = (lease.step - 1 - v.step for v in (x.oldest_version, x.newest_version))
-                assert self.world.schedule.may_train(lease.step, x.oldest_version.step)
+                assert self.world.schedule.max_staleness is None or age <= self.world.schedule.max_staleness
                 self.found.rows.append((lease.step, age, least))
             self._window.rows(rows)
             await asyncio.sleep(self.world.train_s[lease.step % len(self.world.train_s)])

@@ -17,11 +17,33 @@ from typing import Any, Literal, cast
 
 from rft.config import yamlfile
 
-Kind = Literal["native", "derived", "n/a"]
+Kind = Literal["native", "derived", "n/a", "refused"]  # n/a changes nothing here; refused would change results
+MAIN = frozenset({*range(1, 17), 22})
+"""Sections of the ordinary trainer; 22 are keys of launch scripts that veRL's documents do not have."""
 
-
-MAIN = frozenset(range(1, 17))
-"""Sections of the ordinary trainer."""
+_ACTOR, _MODEL, _REF, _RM = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.ref", "reward_model"
+ALIASES = {  # other spellings of veRL's own, older and newer ones
+    **{f"{_ACTOR}.{n}": f"{_ACTOR}.policy_loss.{n}" for n in ("loss_mode", "kl_cov_ratio", "ppo_kl_coef")},
+    **{f"{_ACTOR}.clip_cov_{n}": f"{_ACTOR}.policy_loss.clip_cov_{n}" for n in ("ratio", "lb", "ub")},
+    f"{_ACTOR}.checkpoint.contents": f"{_ACTOR}.checkpoint.save_contents",
+    f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",
+    f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
+    f"{_MODEL}.lora.alpha": f"{_MODEL}.lora_alpha",
+    f"{_MODEL}.lora.target_modules": f"{_MODEL}.target_modules",
+    f"{_MODEL}.enable_activation_offloading": f"{_MODEL}.enable_activation_offload",
+    f"{_MODEL}.external_libs": f"{_MODEL}.external_lib",
+    f"{_MODEL}.torch_dtype": f"{_ACTOR}.fsdp_config.model_dtype",
+    f"{_REF}.fsdp_config.strategy": f"{_REF}.strategy",
+    "critic.checkpoint.contents": "critic.checkpoint.save_contents",
+    **{
+        f"{_RM}.overlong_buffer.{n}": f"{_RM}.reward_kwargs.overlong_buffer_cfg.{n}"
+        for n in ("enable", "len", "log", "penalty_factor")
+    },
+    "reward_manager": f"{_RM}.reward_manager",
+    "reward_manager.name": f"{_RM}.reward_manager",
+    "ray_kwargs.ray_init.num_cpus": "ray_init.num_cpus",
+    "ray_kwargs.timeline_json_file": "ray_init.timeline_json_file",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +53,7 @@ class Row:
     Example: section 3, name "actor_rollout_ref.actor.grad_clip", kind "native", default "1.0", targets ("trainer.grad_clip",).
     """
 
-    section: int  # of the table, 1 to 21
+    section: int  # of the table, 1 to 22
     name: str  # with a remark where a name occurs twice: "data.prompt_key (evaluation)"
     kind: Kind
     default: str  # veRL's, as its documents write it
@@ -64,11 +86,8 @@ def rows() -> tuple[Row, ...]:
 
 @cache
 def by_path() -> dict[str, Row]:
-    """Path → row.  Where a name occurs twice the first one holds: the FSDP form before the Megatron form."""
-    found: dict[str, Row] = {}
-    for row in rows():
-        found.setdefault(row.path, row)
-    return found
+    """Path → row, of all sections."""
+    return by_name(frozenset(row.section for row in rows()))
 
 
 @cache
@@ -83,10 +102,10 @@ def by_target() -> dict[str, tuple[Row, ...]]:
 
 @cache
 def by_name(sections: frozenset[int] = MAIN) -> dict[str, Row]:
-    """Rows of some sections; a name with a remark, such as "data.path (evaluation)", counts without it.  FSDP's form holds."""
+    """Rows of some sections by their path.  Where a name occurs twice the first one holds: the FSDP form before the Megatron form."""
     found: dict[str, Row] = {}
     for row in rows():
-        if row.section in sections and "(Megatron)" not in row.name:
+        if row.section in sections:
             found.setdefault(row.path, row)
     return found
 

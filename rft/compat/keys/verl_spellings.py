@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rft.compat.keys.verl_keys import Row, by_path, nearest
+from rft.compat.keys.verl_keys import ALIASES, Row, by_path, nearest
 from rft.config.foreign import ForeignKeys, Origins, foreign_keys
 from rft.config.schema.source import Loc, dotted
 from rft.config.yamlfile import scalar
@@ -44,6 +44,12 @@ _SAME = {  # derived rows that are another name of their target, value for value
     "critic.shuffle",
     "critic.loss_agg_mode",
     "critic.checkpoint.save_contents",
+    "critic.optim.warmup_style",
+    "critic.optim.lr_scheduler_type",
+    "critic.optim.lr_warmup_steps",
+    "critic.optim.min_lr_ratio",
+    "critic.model.external_lib",
+    "critic.model.fsdp_config.fsdp_size",
 }
 _OWN = ("trainer.", "algorithm.", "data.", "reward_model.", "ray_init.")
 """Groups that Trinity-RFT fills in from its own keys; of them only what `_HONOURED` names is read."""
@@ -51,9 +57,6 @@ _HONOURED = ("trainer.critic_warmup", "trainer.balance_batch", "trainer.max_acto
 _CORRECTION = "algorithm.rollout_correction."
 _REFERENCE = re.compile(r"\$\{trainer\.trainer_config\.([\w.]+)\}")
 _MEGATRON = re.compile(r"(^|\.)megatron(\.|$)")
-_IGNORED = re.compile(  # rows without a target that change neither weights nor data
-    r"use_shm$|forward_prefetch$|wrap_policy|micro_batch_size$|sglang|mm_preprocessor_cache$|use_checkpoint_opt_param_scheduler$"
-)
 
 Values = dict[str, Any]
 
@@ -144,7 +147,8 @@ def native(name: str) -> Row | None:
 
 
 def _full(name: str) -> str:
-    return f"actor_rollout_ref.{name}" if name.partition(".")[0] in _GROUPS else name
+    name = f"actor_rollout_ref.{name}" if name.partition(".")[0] in _GROUPS else name
+    return ALIASES.get(name, name)
 
 
 def _leaves(given: Any, loc: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, Any]]:
@@ -177,16 +181,17 @@ def _target(name: str, value: Any) -> tuple[str, Any] | None:
     row = by_path().get(name) if name in _known() else None
     if row is None:
         return _open_target(name), value
-    if row.kind == "n/a":
-        if value is None or _IGNORED.search(name) or _is_default(row, value):
-            return None
+    off = value is None or _is_default(row, value)
+    if row.kind == "n/a" or (row.kind == "refused" and off):
+        return None
+    if row.kind == "refused":
         raise ConfigError(f"is not offered: {row.note}; remove it")
     simple = len(row.targets) == 1 and "[i]" not in row.targets[0]
     if simple and (row.kind == "native" or name in _SAME):
         if isinstance(value, str) and "${" in value and name in _VALUES:
             raise ConfigError(f"its value has another name here, so an interpolation cannot be read; write {row.targets[0]}")
         return row.targets[0], _VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
-    if row.kind == "derived" and (value is None or _is_default(row, value)):
+    if row.kind == "derived" and off:
         return None
     instead = f"write the native key {' and '.join(row.targets)}" if row.targets else "remove it"
     raise ConfigError(f"has no plain counterpart{f' ({row.note})' if row.note else ''}; {instead}")

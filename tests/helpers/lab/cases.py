@@ -24,12 +24,12 @@ from rft import faults
 from rft.buffer.audit import audit_run
 from rft.buffer.location import connect, find
 from rft.buffer.schema import FORMAT, experiences
-from rft.testing.postgres import PostgresServer
 from rft.trainer import manifest as manifests
 from tests.helpers.lab.judge import Verdict, told
 from tests.helpers.lab.lab import Fault, Lab, Nursery, Result, lose_power
 from tests.helpers.lab.plan import Plan
 from tests.helpers.lab.roles import FAILED, FENCED
+from tests.helpers.postgres import PostgresServer
 
 EXPLORER = (
     "lab.explorer.group",  # before the first append of a batch

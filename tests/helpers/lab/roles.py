@@ -190,7 +190,7 @@ async def trainer(plan: Plan, events: Events) -> int:
     events.say("began", lineage=line, parent=parent, step=step)
     if plan.duplicate:
         client = await Client.connect(SOCKET, name="trainer", duplicate=True, patience=plan.patience)
-    store = Checkpoints(plan.checkpoints, keep=0, run=_blocking)
+    store = Checkpoints(plan.checkpoints, keep=0)
     await client.call("publish", line, step)
     while step < plan.steps:
         step += 1
@@ -240,10 +240,6 @@ async def _save(store: Checkpoints, client: Client, line: int, step: int, parent
 
     await store.save(Version(line, step), parent, consumption, fill)
     fault("lab.trainer.checkpoint.saved")
-
-
-async def _blocking(call: Callable[..., Any], *args: Any) -> Any:
-    return call(*args)
 
 
 async def guarded(role: Awaitable[int], events: Events) -> int:

@@ -364,7 +364,7 @@ async def test_operators():
 
         def process(self, exps):
             for x in exps:
-                x.reward = x.reward / 2
+                x.info["before"], x.reward = x.reward, x.reward / 2
             return exps, {"halved": len(exps)}
 
     class Best(ExperienceOperatorV1):
@@ -380,11 +380,27 @@ async def test_operators():
         EXPERIENCE_OPERATORS.register_module(f"test_compat_{cls.__name__}")(cls)
     group = await play(ScriptedEngine("4", "5"), "test_SimpleWorkflow", reward="test_compat_reward", num_runs=2)
     done = await pipeline("test_compat_Half", group.rows, group.task)
-    assert [r.reward for r in done.rows] == [0.5, 0.0] and ("halved", 2.0) in [(m.name, m.value) for m in done.metrics]
+    assert [(r.reward, r.info["before"]) for r in done.rows] == [(0.5, 1.0), (0.0, 0.0)]
+    assert ("halved", 2.0) in [(m.name, m.value) for m in done.metrics]
     done = await pipeline("test_compat_Best", group.rows, group.task)
     assert [r.reason for r in done.rows] == ["", "test_compat_Best"]
     with pytest.raises(Exception, match='write `stage = "reward"`'):
         await pipeline("test_compat_Wrong", group.rows, group.task)
+
+
+async def test_an_operator_may_mask_a_part_of_an_answer():
+    class Cut(ExperienceOperator):
+        def process(self, exps):
+            exps[0].action_mask[-1] = False
+            exps[1].action_mask = torch.zeros_like(exps[1].action_mask)
+            return exps, {}
+
+    EXPERIENCE_OPERATORS.register_module("test_compat_Cut")(Cut)
+    group = await play(ScriptedEngine("444", "555"), "test_SimpleWorkflow", reward="test_compat_reward", num_runs=2)
+    done = await pipeline("test_compat_Cut", group.rows, group.task)
+    before, after = group.rows[0], done.rows[0]
+    assert after.loss_mask.tolist() == [*before.loss_mask[:-1].tolist(), False] and after.num_response_tokens > 0
+    assert [r.reason for r in done.rows] == ["", "test_compat_Cut"]
 
 
 async def test_an_operator_may_write_tensors_into_info():

@@ -375,6 +375,17 @@ def test_fine_tuning() -> None:
     assert "explorer.rollout_model.engine_num" not in v
 
 
+def test_fine_tuning_on_chats_trains_every_answer() -> None:
+    c = made("data.train_files=/d/chats/train.parquet", "data.multiturn.enable=true", program="sft")
+    form = "buffer.trainer_input.experience_buffer.format"
+    assert {k: v for k, v in found(c).items() if k.startswith(form)} == {
+        f"{form}.prompt_type": "messages",
+        f"{form}.messages_key": "messages",
+        f"{form}.enable_concatenated_multi_turn": True,
+    }
+    assert not c.refused and not c.errors
+
+
 def test_evaluation_becomes_a_command() -> None:
     c = made(
         "data.path=/d/out.parquet", "data.prompt_key=prompt", "data.response_key=responses",

@@ -1,6 +1,6 @@
-"""A private PostgreSQL server for tests, in a temporary folder, reached by a unix socket.  Ships to users with the storage contract.
+"""A private PostgreSQL server for tests, in a temporary folder, reached by a unix socket.
 
-In a conftest.py:  `from rft.testing.postgres import postgres`; a test that asks for `postgres` gets the running server.
+A test that asks for `postgres` gets the running server.
 Without the server's programs such tests are skipped, with RFT_REQUIRE_POSTGRES=1 they fail.  The server refuses to run as root, so
 there it runs as nobody.  It knows nothing of ledgers.  The one invariant: the server ends with the process that started it.
 """
