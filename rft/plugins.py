@@ -55,6 +55,15 @@ class Provider:
         return set(cls.gives(args) if callable(cls.gives) else cls.gives)
 
 
+class WithArgs:
+    """A class whose keyword arguments become `args`, an object of its `Args`."""
+
+    Args: ClassVar[type[Any]]
+
+    def __init__(self, **args: Any) -> None:
+        self.args: Any = self.Args(**args)
+
+
 class Registry:
     """All plugins of this process, by (kind, name)."""
 

@@ -36,7 +36,7 @@ if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith
 import pytest
 
 from rft import logs
-from rft.testing.postgres import postgres as postgres
+from tests.helpers.postgres import postgres as postgres
 
 pytest_plugins = ["tests.helpers.leftovers_plugin"]
 

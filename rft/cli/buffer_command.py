@@ -174,7 +174,8 @@ def audit(
         print(audits.as_json(found))
     else:
         explained = ", ".join(f"{n} {reason}" for reason, n in sorted(found.discarded.items())) or "none"
-        print(f"acknowledged {found.acked} = used {found.used} + leased {found.leased} + available {found.available} + explained")
+        rest = (f" + waiting {found.waiting}" if found.waiting else "") + " + explained"
+        print(f"acknowledged {found.acked} = used {found.used} + leased {found.leased} + available {found.available}{rest}")
         print(f"explained    {explained}")
         print(f"balanced     {'yes' if found.balanced else 'NO'}")
         print(f"used twice   {found.used_twice}")

@@ -148,10 +148,7 @@ def _next(done: Conversion, out: Path | None, stopped: bool) -> list[str]:
         return lines + ([f"{out} was not written: there is no run configuration for it."] if out is not None else [])
     if out is None:
         return ["The configuration follows; -o FILE writes it."]
-    lines = [f"{out} is written.  Next: rft check --config {out}"]
-    if done.not_active:
-        lines.append(f"{len(done.not_active)} of its keys are accepted and not active yet; rft check lists them.")
-    return lines
+    return [f"{out} is written.  Next: rft check --config {out}"]
 
 
 def _told(row: Any) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rft.cli.options import Config, Json, Overrides, PluginDirs, planned, tasksets
-from rft.errors import ConfigError, ConfigErrors
+from rft.errors import ConfigError, raise_all
 from rft.logs import learn_environment, safe
 
 if TYPE_CHECKING:
@@ -60,20 +60,17 @@ def audit(
 
 
 def _opened(plan: Plan) -> list[Taskset]:
-    from rft.taskset.open_source import open_taskset
+    from rft.config.context import Problems
+    from rft.taskset.task_pipeline import opened
 
-    found = tasksets(plan).values()
-    if not found:
+    if not (found := tasksets(plan).values()):
         raise ConfigError("has no taskset", key="buffer.explorer_input")
-    opened, errors = [], []
+    made, problems = [], Problems()
     for settings in found:
-        try:
-            opened.append(open_taskset(settings))
-        except ConfigError as e:
-            errors += e.errors
-    if errors:
-        raise ConfigErrors(errors)
-    return opened
+        with problems.taking():
+            made.append(opened(settings, plan.task_pipeline))
+    raise_all(problems.errors)
+    return made
 
 
 def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:

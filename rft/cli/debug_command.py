@@ -128,14 +128,14 @@ def reward(
 
 def _task(plan: Plan, name: str | None, number: int, *, counts: bool) -> Task:
     """Task `number`; prompts are counted only where there is a model whose tokens count."""
-    from rft.taskset.open_source import open_taskset
+    from rft.taskset.task_pipeline import opened
 
     found = tasksets(plan)
     if not found:
         raise ConfigError("has no taskset to take a task from", key="buffer.explorer_input")
     settings = found[one_of(name or next(iter(found)), list(found), "--taskset")]
-    opened = open_taskset(settings if counts else dataclasses.replace(settings, prompt_limit=None))
-    return task_of(opened, number, "--task")
+    settings = settings if counts else dataclasses.replace(settings, prompt_limit=None)
+    return task_of(opened(settings, plan.task_pipeline), number, "--task")
 
 
 def _unlimited(task: Task) -> Task:

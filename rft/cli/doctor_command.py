@@ -39,7 +39,7 @@ class Finding:
 
 def doctor(
     as_json: JsonArray = False,
-    keys: Annotated[bool, typer.Option("--keys", help="the configuration keys that are accepted and not active")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="the configuration keys that have no meaning here, and why")] = False,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="test GPUs, attention, ranks, engines and transports; takes minutes")
     ] = False,
@@ -81,18 +81,17 @@ def _keys(as_json: bool) -> None:
     from rft.compat.keys.verl_keys import rows
     from rft.config.inert import listed
 
-    words = {"later": "not active yet", "refused": "refused", "warned": "has no effect", "noted": "has no effect"}
+    words = {"refused": "refused", "warned": "has no effect", "noted": "has no effect"}
     found = listed()
     if as_json:
         print(json.dumps([{"key": key, "state": words[e.level], "instead": e.why} for key, e in found], indent=1))
         return
     for key, e in found:
         print(f"{key}\n    {words[e.level]}: {e.why}")
-    later, refused = (sum(e.level == level for _, e in found) for level in ("later", "refused"))
-    native = sum(r.kind == "native" for r in rows())
+    refused, native = sum(e.level == "refused" for _, e in found), sum(r.kind == "native" for r in rows())
     print(
-        f"{later} accepted, not active yet; {len(found) - later} without meaning here, of which {refused} are refused.  "
-        f"{native} rows of veRL's table are native keys, each with a test in tests/unit/config/data/native_rows.tsv"
+        f"{len(found)} without meaning here, of which {refused} are refused.  {native} rows of veRL's table are native keys, each with a "
+        "test in tests/unit/config/data/native_rows.tsv"
     )
 
 

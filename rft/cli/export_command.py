@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -47,13 +46,17 @@ def copy_model(
     time.  `adapter`: only what was trained of it.  The folder of a program stands for that of its last finished stage.
     Raises ConfigError for a wrong folder or step, CheckpointInvalid naming the file that is not what the manifest says.
     """
+    from rft.monitor.monitor import FILE as METRICS
     from rft.trainer import manifest as manifests
+    from rft.trainer.checkpoints import best_step
 
     run_dir, folders = _with_model(run_dir, adapter)
     if best is not None:
         if step is not None:
             raise ConfigError("--best is given too; name one of them", key="--step", given=step)
-        step = _best(run_dir, best, mode, folders)
+        if (step := best_step(run_dir / METRICS, best, mode, folders)) is None:
+            steps = ", ".join(map(str, folders))
+            raise ConfigError(f"{best} has no value at the steps of the checkpoints ({steps})", key="--best", given=best)
     if step is not None and step not in folders:
         raise ConfigError(f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}", key="--step", given=step)
     if out.exists():
@@ -69,7 +72,8 @@ def copy_model(
         _fill(manifest, aside, adapter=adapter)
         aside.rename(out)
     except OSError as e:
-        raise SetupError(f"{out} cannot be written: {e.strerror}") from e
+        gone = "" if chosen.is_dir() else f"{chosen} was removed meanwhile (trainer.max_checkpoints_to_keep); export again"
+        raise SetupError(gone or f"{out} cannot be written: {e.strerror}") from e
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
@@ -99,18 +103,6 @@ def _with_model(run_dir: Path, adapter: bool) -> tuple[Path, dict[int, Path]]:
     if not folders:
         raise ConfigError(f"{none} a model; set trainer.save_hf_checkpoint to last or always", key="RUN_DIR")
     return run_dir, folders
-
-
-def _best(run_dir: Path, metric: str, mode: Literal["max", "min"], steps: Collection[int]) -> int:
-    from rft.monitor.monitor import FILE
-    from rft.trainer.checkpoints import best_step
-
-    found = best_step(run_dir / FILE, metric, mode, steps)
-    if found is None:
-        raise ConfigError(
-            f"{metric} has no value at the steps of the checkpoints ({', '.join(map(str, steps))})", key="--best", given=metric
-        )
-    return found
 
 
 def _fill(manifest: Manifest, aside: Path, *, adapter: bool) -> None:

@@ -132,7 +132,9 @@ def _for_file(
     )
     if reward_fn is not None:
         settings = replace(settings, reward=reward_fn, reward_args={}, format=replace(settings.format, reward_fn_key=""))
-    first = open_path(settings).rows[0]
+    if not (rows := open_path(settings).rows):
+        raise ConfigError("has no rows", key="--input", given=str(stored))
+    first = rows[0]
     changes: dict[str, Any] = {}
     if prompt_key is not None or not own:
         key = prompt_key or _VERL["prompt"]

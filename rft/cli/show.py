@@ -106,16 +106,12 @@ def answer(found: QueryResult, output: str, limit: int) -> bool:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """In parts of 1000 rows with a head each, so that a long answer is printed as it comes."""
-    every, part = iter(rows), list(itertools.islice(rows, 0))
-    first = True
-    while first or part:
-        part = list(itertools.islice(every, 1000))
-        if first or part:
-            numbers = [all(v is None or isinstance(v, _NUMBERS) for v in column) for column in zip(*part, strict=True)]
-            cells = [[moment(v) if c in _TIMES else cell(v) for c, v in zip(columns, row, strict=True)] for row in part]
-            for line in table(columns, cells, numbers):
-                print(line)
-        if first and not part:
+    every, first = iter(rows), True
+    while (part := list(itertools.islice(every, 1000))) or first:
+        numbers = [all(v is None or isinstance(v, _NUMBERS) for v in column) for column in zip(*part, strict=True)]
+        cells = [[moment(v) if c in _TIMES else cell(v) for c, v in zip(columns, row, strict=True)] for row in part]
+        print("\n".join(table(columns, cells, numbers)))
+        if not part:
             print("(no rows)")
         first = False
 
@@ -291,12 +287,13 @@ def _tokens(x: Shown, words: TokenTexts, colour: bool) -> Iterator[str]:
     p, out = x.payload, []
     kept = [None] * len(p.tokens) if x.trainer is None else x.trainer.logprobs.tolist()
     for token, trained, logprob, ours in zip(p.tokens.tolist(), p.loss_mask.tolist(), p.logprobs.tolist(), kept, strict=True):
-        word = safe(words(token))
-        said = f"{logprob:.2f}" if ours is None else f"{logprob:.2f}/{ours:.2f}"
+        word, shade = safe(words(token)), _shade(logprob) if p.has_logprobs else 39
+        said = f"{logprob:.2f}" if p.has_logprobs else "-"
+        said += "" if ours is None or math.isnan(ours) else f"/{ours:.2f}"
         if not trained:
             out.append(f"\x1b[2m{word}\x1b[0m" if colour else word)
         else:
-            out.append(f"\x1b[{_shade(logprob)}m{word}\x1b[0m\x1b[2m{said}\x1b[0m" if colour else f"⟦{word} {said}⟧")
+            out.append(f"\x1b[{shade}m{word}\x1b[0m\x1b[2m{said}\x1b[0m" if colour else f"⟦{word} {said}⟧")
     yield "tokens       " + "·".join(out)
 
 

@@ -107,10 +107,13 @@ def _stages(run_dir: Path) -> list[dict[str, Any]]:
 
 def lines(facts: dict[str, Any]) -> list[str]:
     """`facts` of `collect` for people."""
+    import psutil
+
     from rft.launch.progress import duration, next_steps, step_facts
 
     state = facts["state"]
-    held = f", process {facts['holder']}" if facts["holder"] is not None else ""
+    away = "" if (node := state.get("node", os.uname().nodename)) == os.uname().nodename else f", on {node}"
+    held = f", process {facts['holder']}" if facts["holder"] is not None else away
     age = f", since {duration(max(time.time() - state['time'], 0))}" if "time" in state else ""
     out = [f"run          {facts['run_dir']}", f"phase        {facts['phase']}{held}{age}"]
     if facts["phase"] == "died":
@@ -122,9 +125,11 @@ def lines(facts: dict[str, Any]) -> list[str]:
         out.append(f"stage        {s['stage_name']}: {s['phase']}{model}  (rft status {s['run_dir']})")
     out += [f"waiting      {wait}" for wait in state.get("waiting", ())]
     if parts := state.get("parts"):
-        out.append("parts        " + ", ".join(f"{name} {_alive(pid)}" for name, pid in parts.items()))
+        out.append(
+            "parts        " + ", ".join(f"{n} {p}{'' if away or psutil.pid_exists(p) else ' (gone)'}" for n, p in parts.items())
+        )
     if step := facts["last_step"]:
-        out.append(f"step         {step['step']}  {step_facts(step['values'], step['values'].get('perf/step_s', 0.0))}")
+        out.append(f"step         {step['step']}  {step_facts(step['values'], step['values']['perf/step_s'])}")
     out += [f"eval         step {e['step']}: {e['name']} {e['value']:.3f}" for e in facts["evals"]]
     out += [
         f"checkpoint   step {c['step']}, version {c['version']}, {c['bytes'] / 1e6:.0f} MB{', model' if c['model'] else ''}"
@@ -140,12 +145,6 @@ def lines(facts: dict[str, Any]) -> list[str]:
     return [*out, *(f"next         {line}" for line in next_steps(facts["run_dir"]) if facts["last_step"])]
 
 
-def _alive(pid: int) -> str:
-    import psutil
-
-    return f"{pid}" if psutil.pid_exists(pid) else f"{pid} (gone)"
-
-
 def _metrics(path: Path) -> dict[str, Any]:
     """The last train step, and the first and last value of each evaluation mean."""
     from rft.launch.progress import curve_lines
@@ -155,7 +154,7 @@ def _metrics(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"last_step": None, "evals": [], "curves": [], "alarms": [], "notes": ["nothing has been measured yet"]}
     found = scan(path)
-    steps = [r for r in found.records if r.role == "trainer"]
+    steps = [r for r in found.records if r.role == "trainer" and "perf/step_s" in r.values]  # no alarms
     last = {"step": steps[-1].step, "time": steps[-1].time, "values": steps[-1].values} if steps else None
     evals = []
     for name in sorted(evaluations(found.records)):
@@ -220,8 +219,10 @@ def log(
     """Show a run's logs, merged by time."""
     if level.lower() not in LEVELS:
         raise ConfigError(f"{level!r} is none of {', '.join(LEVELS)}", key="-l", given=level)
-    if not (run_dir / "logs").is_dir():
-        raise ConfigError(f"{run_dir} has no folder `logs`; give the folder of a run", key="RUN_DIR", given=str(run_dir))
+    if not any((run_dir / "logs").rglob("*.log")):
+        below = ", ".join(sorted(str(p.parent) for p in run_dir.glob("*/state.json"))[:5])
+        why = f"has no logs{below and f'; it holds the runs {below}'}; give the folder of a run"
+        raise ConfigError(f"{run_dir} {why}", key="RUN_DIR", given=str(run_dir))
     tails = _Tails(run_dir / "logs")
     watch = FolderChanges(run_dir / "logs") if follow else None  # before the first read, so that nothing falls between
     wanted = (e for e in heapq.merge(*tails.new()) if matches(e, keyword, level.lower()))

@@ -168,10 +168,10 @@ class BatchRunner:
     async def _process(self, batch: Batch, played: PlayedGroup) -> PlayedGroup:
         """The group after the operators.  One that an operator cannot handle becomes failed runs, with the traceback."""
         try:
-            done = await self._pipeline.process(played.task, played.rows)
+            done = await self._pipeline.process(played.task, played.rows, played.needed)
         except OperatorFailed as e:
             log.warning("group %s: %s", played.id, e)
-            batch.pipeline.append(Metric("failed_count", len(played.rows), "sum"))
+            batch.pipeline.append(Metric("failed_count", len(played.runs), "sum"))
             return played.refused(str(e), reason="operator", traceback=e.traceback)
         batch.pipeline += done.metrics
         return played.after(done.rows, accepted=done.accepted, reason=done.reason)

@@ -20,12 +20,13 @@ from rft.explorer.rollout_metrics import lengths
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Slots
 from rft.plugins import load_all
+from rft.reward import judge_metrics
 from rft.sync.waits import all_of
 from rft.taskset.base import Taskset
 from rft.taskset.open_source import open_taskset
 from rft.taskset.task_order import evaluation_order
 from rft.types.ids import GroupId, Version
-from rft.types.metrics import MetricRecord
+from rft.types.metrics import MetricRecord, reduce
 from rft.types.ports import ChatModel, Measured, MetricSink
 from rft.worker import job_pool
 from rft.workflow.base import NO_MODELS, seed_for
@@ -135,7 +136,10 @@ async def bench(
         recipes.of(taskset.task(0))
     try:
         await recipes.prepare(models)
-        return await evaluator.run(version)
+        told = await evaluator.run(version)
+        if judges := judge_metrics.counts():
+            await sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=judges))
+        return told
     finally:
         await recipes.close()
         await asyncio.to_thread(job_pool.close_all)
@@ -143,7 +147,7 @@ async def bench(
 
 async def spent(server: ExternalSettings, model: Measured, sink: MetricSink) -> dict[str, float]:
     """What the answers of a server have taken, by its own count of tokens; reported as bench/..., and returned."""
-    counted = {m.name: m.value for m in await model.metrics()}
+    counted = reduce(await model.metrics())
     asked, written = counted["engine/prompt_tokens"], counted["engine/generated_tokens"]
     cost = (asked * server.price_per_1k_prompt_tokens + written * server.price_per_1k_completion_tokens) / 1000
     values = {"bench/prompt_tokens": asked, "bench/completion_tokens": written}
@@ -180,7 +184,7 @@ def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall
         **at_k(prefix, scored, n),
         f"{prefix}/tasks": float(len(groups)),
         f"{prefix}/runs": float(len(runs)),
-        f"{prefix}/failed": float(sum(r.failed for r in runs)),
+        f"{prefix}/failed": float(sum(r.value is None for r in runs)),
         f"{prefix}/time": wall_s,
     }
     if versions:  # a server tells of none

@@ -86,6 +86,7 @@ class Explorer:
         self._engines = engine_metrics(model, models)
         self._earlier: dict[int, TaskOrder] = {}  # where a selector learns: of batches assigned again that are behind `order`
         self._batches: dict[int, Batch] = {}  # under way
+        self._reported = cursor  # explore step
         self._main = StoppableWork()
 
     async def run(self) -> None:
@@ -112,6 +113,9 @@ class Explorer:
             version = await self._gate.wait_final()
             if self.settings.eval_at_end and await self._gate.evaluates():
                 await self._evaluator.run(version)
+                judges = judge_metrics.counts()  # with what this evaluation asked them
+                if judges and self._evaluator.tasksets:
+                    await self._sink.log(MetricRecord(role="explorer", step=self._reported + 1, time=time.time(), values=judges))
             await self._recipes.close()
         except BaseException as error:
             for close in (self._pipeline.close, self._recipes.close):
@@ -194,13 +198,14 @@ class Explorer:
     async def _report(self, batch: Batch) -> None:
         values = rollout_metrics(batch.played, batch.wall_s, self.settings.percentiles) | pipeline_metrics(batch.pipeline)
         values |= {f"reward/{k}": float(v) for k, v in job_pool.counts().items()}
-        values |= {f"judge/{k}": v for k, v in judge_metrics.counts().items()}
+        values |= judge_metrics.counts()
         for engines in self._engines:
             values |= await engines.since()
         if self.settings.timeout_ratio is not None:
             values["rollout/time/limit"] = self._runner.times.limit_s
         self._runner.times.see(batch.played)
-        await self._sink.log(MetricRecord(role="explorer", step=batch.number + 1, time=time.time(), values=values))
+        self._reported = batch.number + 1
+        await self._sink.log(MetricRecord(role="explorer", step=self._reported, time=time.time(), values=values))
 
     async def _report_often(self) -> None:
         while True:

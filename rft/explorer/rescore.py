@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from rft.reward.base import Reward
 from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
 from rft.types.experience import Experience
 from rft.types.ports import ChatModel
-from rft.types.task import Task
+from rft.types.task import Task, plain_text
 from rft.worker import job_pool
 
 
@@ -110,14 +109,15 @@ def transcript_of(x: Experience, task: Task) -> Transcript:
             prompt_tokens=x.tokens[: int(where[0])] if len(where) else np.zeros(0, np.int32),
             tokens=x.tokens[where],
             logprobs=x.logprobs[where],
-            text=_text(answer),
+            text=plain_text(answer.get("content")) or "",
             finish_reason="length" if x.status == "truncated" and i == said[-1] else "stop",
             version_spans=(VersionSpan(x.version_spans[0].version, 0, len(where)),) if x.version_spans and len(where) else (),
             sampling=task.sampling,
             reasoning=str(answer.get("reasoning_content") or ""),
             tool_calls=tuple(answer.get("tool_calls") or ()),
         )
-        turns.append(Turn(messages=tuple(messages[:i]), completion=completion))
+        info = dict(x.info) if i == said[-1] else {}  # that of a row is its last call's and its run's
+        turns.append(Turn(messages=tuple(messages[:i]), tools=x.tools, completion=completion, info=info))
     return Transcript(turns=tuple(turns), metrics=dict(x.metrics), info=dict(x.info))
 
 
@@ -125,13 +125,6 @@ def _pieces(x: Experience) -> list[np.ndarray]:
     """Places of the trained tokens, cut where others stand between them."""
     places = np.flatnonzero(x.loss_mask)
     return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
 
 
 def summary(rows: Sequence[Rescored]) -> dict[str, dict[str, float]]:

@@ -14,6 +14,7 @@ from rft.types.experience import Experience
 from rft.types.metrics import Metric, reduce
 from rft.types.ports import ChatModel, Measured
 from rft.workflow.group import PlayedGroup
+from rft.workflow.play_run import PlayedRun
 
 PERCENTILES = (10, 50, 90)
 _ENDED = ("group_timeout", "hopeless", "over_rollout")
@@ -61,7 +62,7 @@ def engine_metrics(policy: ChatModel, auxiliary: Mapping[str, ChatModel]) -> lis
 def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: bool = False) -> dict[str, float]:
     """Names as in docs/reference/metrics.md, of groups as they were played.
 
-    Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence.  `percentiles`: NAME/p10, /p50 and /p90 too.
+    Rewards are over all scored runs, lengths (tokens) over all rows that have a sequence.  `percentiles`: NAME/p10, /p50 and /p90 too.
     """
     runs = [run for g in groups for run in g.runs]
     rows = [x for run in runs for x in run.experiences]
@@ -87,7 +88,7 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
     out |= {f"rollout/{name}/reward/mean": fmean(rewards) for name, rewards in by_taskset.items() if rewards}
     parts = {name for r in whole for name in r.reward_parts}
     named: dict[str, float] = {}
-    for name, values in _named(whole).items():
+    for name, values in _named(runs).items():
         named[f"rollout/{name}/mean"] = fmean(values)
         if name in parts:
             named[f"rollout/{name}/std"] = pstdev(values)
@@ -143,10 +144,10 @@ def _spread(prefix: str, values: list[float]) -> dict[str, float]:
     }
 
 
-def _named(rows: Sequence[Experience]) -> dict[str, list[float]]:
-    """Values of reward parts and of the workflows' own metrics, by name."""
+def _named(runs: Sequence[PlayedRun]) -> dict[str, list[float]]:
+    """Reward parts and the workflows' own metrics by name: of each run that has it the mean over its rows."""
     found: defaultdict[str, list[float]] = defaultdict(list)
-    for r in rows:
-        for name, value in (r.reward_parts | r.metrics).items():
-            found[name].append(value)
+    for rows in ([r.reward_parts | r.metrics for r in run.experiences] for run in runs):
+        for name in {name for row in rows for name in row}:
+            found[name].append(fmean(row[name] for row in rows if name in row))
     return found

@@ -16,6 +16,7 @@ from rft.errors import ConfigError
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec, Runtime, engine_specs, explorer_specs
 from rft.launch.signals import Signals
+from rft.launch.start import checkpoints
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 
@@ -39,28 +40,20 @@ def targets(plan: Plan) -> list[Target]:
     """
     if plan.engines[0].external is not None:
         return [Target(BASE)]
-    found = [manifests.read(folder) for folder in _folders(plan)]
+    given, own = plan.resume_from_path, plan.run_dir / "checkpoints"
+    found = [manifests.read(folder) for folder in (manifests.committed(own) if given is None else checkpoints(given))]
     if plan.explorer.bench_latest:
         found = sorted(found, key=lambda m: m.version)[-1:]
     made = [Target(BASE)] if plan.explorer.eval_on_startup else []
     made += [Target(m.version, m.folder) for m in sorted(found, key=lambda m: m.version.step)]
     if not made:
         raise ConfigError(
-            f"there is no checkpoint in {plan.run_dir / 'checkpoints'}; write explorer.eval_on_startup: true to evaluate the base "
+            f"there is no checkpoint in {own}; write explorer.eval_on_startup: true to evaluate the base "
             "model, name the run whose checkpoints are meant (project, group, name), or write resume_from_path",
             key="mode",
             given="bench",
         )
     return made
-
-
-def _folders(plan: Plan) -> list[Path]:
-    given = plan.resume_from_path
-    if given is None:
-        return manifests.committed(plan.run_dir / "checkpoints")
-    if manifests.is_name(given.name):
-        return [given]
-    return manifests.committed(given) or manifests.committed(given / "checkpoints")
 
 
 @contextmanager
@@ -98,7 +91,6 @@ async def evaluate(plan: Plan, rundir: RunDir, runtime: Runtime) -> Results:
     """Plays the evaluation tasksets under all targets, each with fresh engines in the same places.  Raises as `modes.run` does."""
     with Signals() as signals:
         found = targets(plan)
-        runtime.number(rundir)
         async with runtime.open(plan, rundir, signals) as parts:
             try:
                 return await signals.guard(_evaluate(plan, parts, found))
@@ -123,12 +115,11 @@ async def _evaluate(plan: Plan, parts: Parts, found: Sequence[Target]) -> Result
 
 def table(results: Sequence[tuple[Version, Mapping[str, float]]]) -> str:
     """One line for each checkpoint, one column for each number at k of each taskset, and what a server's answers cost."""
-    names = [n for n in results[0][1] if "@" in n or n == "bench/cost_usd"] if results else []
+    names = list(dict.fromkeys(n for _, told in results for n in told if "@" in n or n == "bench/cost_usd"))
     heads = ["step", *(n.removeprefix("bench/") for n in names)]
-    rows = [["base" if v.step == 0 else str(v.step), *(_number(told.get(n)) for n in names)] for v, told in results]
+    rows = [
+        ["base" if v.step == 0 else str(v.step), *("-" if (x := told.get(n)) is None else f"{x:.4f}" for n in names)]
+        for v, told in results
+    ]
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in [heads, *rows])
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

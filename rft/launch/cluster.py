@@ -110,6 +110,7 @@ class Cluster:
             try:
                 with _quiet_sigint():
                     ray.init(
+                        address="local",  # whatever RAY_ADDRESS says
                         **resources,
                         include_dashboard=False,
                         _temp_dir=str(folder),

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -124,7 +125,7 @@ class Coordinator(MonitorPart):
             schedule(plan, start),
             probe_prompts(plan.learner.model_path, plan.sync.canary_prompts, plan.seed),
             start.version,
-            restart=self._restart_engine if restarts else None,
+            restart=(lambda index: self._engines[index].restart()) if restarts else None,
             sender=cast(Sender, scorer),
             on_evicted=self._members.evict,
         )
@@ -287,10 +288,6 @@ class Coordinator(MonitorPart):
         await self.sync.fail(reason)
         await self._waits.fail(RunFailed(f"the trainer's side ended: {reason}"))
 
-    def _restart_engine(self, index: int) -> Awaitable[None]:
-        restarted: Awaitable[None] = self._engines[index].restart()
-        return restarted
-
     def _write(self, without: str = "") -> None:
         """Who is there, for people."""
         here = {name: {"engines": self.sync.owned(name)} for name in self._members.names if name != without}
@@ -301,29 +298,18 @@ class ExplorerClient:
     """The coordinator as one explorer sees it, in that explorer's process.  Implements `ports.ExploreGate`."""
 
     def __init__(self, coordinator: Any, name: str, joined: Joined) -> None:
-        self._coordinator, self._joined = coordinator, joined
-        self._me = (name, joined.member)
+        self._coordinator, self._joined, self._me = coordinator, joined, (name, joined.member)
         self.wait_verified, self.wait_final, self.explored = (
             coordinator.wait_verified,
             coordinator.wait_final,
             coordinator.explored,
         )
+        mine = (coordinator.evaluates, coordinator.acquire_group, coordinator.finished, coordinator.release_group)
+        self.evaluates, self.acquire_group, self.finished, self.release_group = (partial(call, *self._me) for call in mine)
 
     async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
         given: Assignment | str = await self._coordinator.next_batch(*self._me, lag, fingerprint, total)
         return given
-
-    async def evaluates(self) -> bool:
-        return bool(await self._coordinator.evaluates(*self._me))
-
-    async def acquire_group(self, batch: int, group: int | None) -> bool:
-        return bool(await self._coordinator.acquire_group(*self._me, batch, group))
-
-    async def finished(self) -> None:
-        await self._coordinator.finished(*self._me)
-
-    async def release_group(self) -> None:
-        await self._coordinator.release_group(*self._me)
 
     async def revive(self, index: int) -> None:
         """`index` counts this explorer's engines."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import rft.logs as logs
@@ -17,7 +20,7 @@ from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.plan_serve import ENDLESS
 from rft.config.roles import apart
-from rft.config.save import Change, refuse_changes, save
+from rft.config.save import refuse_changes, save
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
 from rft.disk import full, is_full
@@ -26,7 +29,7 @@ from rft.launch import bench, leftovers, modes
 from rft.launch.drive import Outcome
 from rft.launch.progress import Progress
 from rft.launch.remote import memory_remedy
-from rft.launch.rundir import INTERRUPTED, RunDir
+from rft.launch.rundir import INTERRUPTED, STATE, RunDir, lives
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, refuse_program
 from rft.monitor.monitor import check_available
@@ -80,7 +83,7 @@ def _half(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
 def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = None) -> Outcome:
     """One run, or one stage of a program; in `folder` where that is not the run's."""
     if plan.mode == "bench":
-        return _bench(plan, in_process)
+        return _bench(loaded, plan, in_process)
     if folder is None:
         check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
     if plan.serve is not None:
@@ -93,13 +96,12 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
     began = time.time()
     with _owned(rundir, plan, "launcher.log"), rundir.ending():
         try:
-            for change in changed:
-                log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
-            save(loaded, rundir.path)
+            for line in changed:
+                log.info("%s", line)
             _clean_after_a_crash(rundir)
             if plan.task_pipeline is not None and plan.mode != "train":
                 print(f"task pipeline: {tasks.write(plan.task_pipeline)} → {plan.task_pipeline.output}", flush=True)
-            notes = [*plan.notes, *plan.warnings]
+            notes = [*changed, *plan.notes, *plan.warnings]
             if "tensorboard" in plan.monitor.kinds:
                 notes.append(f"curves: tensorboard --logdir {rundir.path / 'tensorboard'}")
             steps = None if plan.trainer.total_steps == ENDLESS else plan.trainer.total_steps
@@ -107,10 +109,16 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
                 ended: list[str] = []
                 try:
                     with leftovers.collected() as ended:
-                        outcome = asyncio.run(modes.run(mode, rundir, progress.update, runtime))
+                        outcome = asyncio.run(
+                            modes.run(mode, rundir, progress.update, runtime, partial(save, loaded, rundir.path))
+                        )
                 finally:  # a run that fails is the one that leaves things
                     for line in ended:
                         log.info("left by the run: %s", line)
+            if outcome.seconds == 0.0 and (phase := rundir.read_state().get("phase", "done")) != "done":
+                how = phase if phase in ("failed", "interrupted") else "killed"
+                text = f"note  its last process ended ({how}) after all steps; what was to come, such as the final evaluation, is not there"
+                print(f"{text}: mode=bench evaluates the checkpoints", flush=True)
             rundir.state("done", version=str(outcome.version), seconds=round(time.time() - began, 1))
             return outcome
         except (Interrupted, KeyboardInterrupt) as e:
@@ -127,17 +135,22 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
             raise e
 
 
-def _bench(plan: Plan, in_process: bool) -> Outcome:
+def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state, stays as it is."""
     check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
     runtime = _runtime(plan, in_process)
     rundir = RunDir.claim(plan.run_dir)
-    began = time.time()
-    with _owned(rundir, plan, "bench.log"):
+    began, alone = time.time(), not (plan.run_dir / STATE).exists()  # else there is a run
+    with _owned(rundir, plan, "bench.log"), rundir.ending() if alone else nullcontext():
+        if alone:
+            save(loaded, rundir.path)
+            rundir.state("running")
         try:
             results = asyncio.run(bench.evaluate(plan, rundir, runtime))
         except (Interrupted, KeyboardInterrupt) as e:
             raise Interrupted("stopped on request; what was evaluated is in metrics.jsonl") from e
+        if alone:
+            rundir.state("done", seconds=round(time.time() - began, 1))
     print(bench.table(results), flush=True)
     return Outcome(results[-1][0], plan.run_dir, time.time() - began, None)
 
@@ -163,8 +176,8 @@ def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
         sys.stdout.flush()
 
 
-def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[Change]:
-    """What is new since the run began.  Until there is a checkpoint anything may change: nothing learnt would be thrown away.
+def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
+    """What is new since the run began, in words.  Until there is a checkpoint anything may change: nothing learnt would be thrown away.
 
     Raises ConfigError for those that would make it another run, and where its checkpoints or its state are not as it left them.
     """
@@ -173,15 +186,20 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[Change]:
         manifests.recover(rundir.checkpoints)
         if plan.resume_mode == "auto":
             manifests.refuse_lost(rundir.checkpoints)
-        return refuse_changes(loaded, rundir.path) if manifests.committed(rundir.checkpoints) else []
+        found = refuse_changes(loaded, rundir.path) if manifests.committed(rundir.checkpoints) else []
     except (RftError, OSError):
         rundir.release()
         raise
+    own = {"resume_from_path": ", without effect: the run goes on from its own checkpoint"}
+    said = ((c.key, textwrap.shorten(f"{c.key} {c.old!r} -> {c.new!r}", 300, placeholder=" ...")) for c in found)
+    return [f"changed since the run began: {text}{own.get(key, '')}" for key, text in said]
 
 
 def _clean_after_a_crash(rundir: RunDir) -> None:
-    """A run that was killed could not clean up; whatever of it is still on this machine goes now."""
-    if run_id := rundir.read_state().get("run_id"):
+    """A run that was killed could not clean up; whatever of it is still on this machine goes now.  A copy of one that lives is not that."""
+    state = rundir.read_state()
+    run_id, pid = state.get("run_id"), state.get("pid")
+    if run_id and (pid == os.getpid() or not (isinstance(pid, int) and lives(pid, state.get("time", 0.0)))):
         for line in leftovers.clean(run_id):
             log.info("left by an earlier run: %s", line)
 

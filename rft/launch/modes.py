@@ -18,12 +18,13 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rft.config.plan import Plan
-from rft.errors import RunFailed
+from rft.errors import ConfigError, RunFailed
 from rft.launch import drive, rendezvous
 from rft.launch.coordinator import Joined
 from rft.launch.drive import OnRecord, Outcome
@@ -66,14 +67,14 @@ class Mode(ABC):
         """The last version, and the one that the run went on from."""
 
 
-async def run(mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime) -> Outcome:
-    """Runs to the end.  Raises the RftError of the part that failed first, or Interrupted."""
+async def run(mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime, begins: Callable[[], None]) -> Outcome:
+    """Runs to the end; `begins` is called first where anything is left to do.  Raises the first RftError, or Interrupted."""
     began = time.monotonic()
     with Signals() as signals:
         if (version := mode.done(rundir)) is not None:
             log.info("already trained to step %d", version.step)
             return Outcome(version, mode.plan.run_dir, 0.0, version)
-        runtime.number(rundir)
+        begins()
         rundir.state(mode.phase)
         async with runtime.open(mode.plan, rundir, signals) as parts:
             worked = False
@@ -108,11 +109,15 @@ class _Training(Mode):
         self._other: Manifest | None = None  # of another run, to begin with
 
     def done(self, rundir: RunDir) -> Version | None:
+        total = self.plan.trainer.total_steps
         self._found = manifests.latest(rundir.checkpoints) if self.plan.continue_from_checkpoint else None
-        if self._found is None:
-            self._other = origin(self.plan.resume_from_path)
-        elif self._found.version.step >= self.plan.trainer.total_steps:
-            return self._found.version
+        if self._found is not None:
+            return self._found.version if self._found.version.step >= total else None
+        self._other = other = origin(self.plan.resume_from_path)
+        if other is not None and other.version.step >= total:
+            why = f"is {total}, and steps count on from {other.folder}, which resume_from_path names: write more than "
+            why += f"{other.version.step}, or begin with the model alone (model.model_path: what rft export gives)"
+            raise ConfigError(why, key="trainer.total_steps", given=total)
         return None
 
     def outcome(self) -> tuple[Version, Version | None]:

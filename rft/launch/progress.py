@@ -7,7 +7,6 @@ delays anything; all it knows is in metrics.jsonl and the logs too.
 from __future__ import annotations
 
 import logging
-import re
 import shlex
 import sys
 import time
@@ -18,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rft.logs import redact
-from rft.monitor.curves import main_values, sparkline
+from rft.monitor.curves import is_evaluation, main_values, sparkline
 from rft.monitor.read import scan
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-_EVAL = re.compile(r"eval/(?P<taskset>.+)/(?P<what>mean@\d+|loss)")
 STARTING = {"starting": True}  # marks what is logged for those who wait for the first step
 _WINDOW = 10  # steps over which the time per step is averaged
 
@@ -48,7 +46,7 @@ class Progress:
         self._run_dir, self._notes = run_dir, notes
         self._bar: Bar | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
-        self._last = self._began = 0.0
+        self._began = 0.0
         self._starting = _Handler(self.started)
 
     def __enter__(self) -> Self:
@@ -61,7 +59,7 @@ class Progress:
             self._bar = _bar(self._console)
             self._bar.add_task("starting", total=self._total, facts="")
             self._bar.start()
-        self._last = self._began = time.monotonic()
+        self._began = time.monotonic()
         logging.getLogger("rft.launch").addHandler(self._starting)
         return self
 
@@ -81,11 +79,11 @@ class Progress:
             self._wait(" ".join(record.notes))
             return
         for name, value in record.values.items():
-            if found := _EVAL.fullmatch(name):
-                self._say(f"eval  step {record.step}: {found['taskset']} {found['what']} {value:.3f}")
+            if name.startswith("eval/") and is_evaluation(name):
+                self._say(f"eval  step {record.step}: {' '.join(name[5:].rsplit('/', 1))} {value:.3f}")
         for note in record.notes:
             self._say(f"note  {record.role} {record.step}: {note}")
-        if record.role == "trainer":
+        if "perf/step_s" in record.values:  # else an alarm
             self._step(record)
         elif record.role == "synchronizer" and self._bar is not None and not self._times:
             self._bar.update(self._bar.task_ids[0], description="exploring")
@@ -97,9 +95,7 @@ class Progress:
             self._say(f"wait  {text}")
 
     def _step(self, record: MetricRecord) -> None:
-        now = time.monotonic()
-        seconds = record.values.get("perf/step_s", now - self._last)
-        self._last = now
+        seconds = record.values["perf/step_s"]
         self._times.append(seconds)
         facts = step_facts(record.values, seconds)
         left = None if self._total is None else max(self._total - record.step, 0) * sum(self._times) / len(self._times)

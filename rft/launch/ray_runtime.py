@@ -10,7 +10,6 @@ import shlex
 import sys
 import threading
 import types
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -35,14 +34,10 @@ TIMELINE = "ray_timeline.json"
 
 
 class RayRuntime:
-    def number(self, rundir: RunDir) -> None:
-        """A run id for all that this process starts."""
-        rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
-
     @asynccontextmanager
     async def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AsyncIterator[Parts]:
         """Parts on the Ray of the plan; nothing of the run's id is left afterwards."""
-        run_id, ended = rundir.run_id, threading.Event()
+        os.environ[leftovers.RUN_ID], ended = rundir.run_id, threading.Event()
         connecting = asyncio.ensure_future(_connect(plan.cluster, ended))
         try:
             cluster = await signals.guard(asyncio.shield(connecting))
@@ -52,14 +47,14 @@ class RayRuntime:
             if isinstance(e, Interrupted) and plan.cluster.ray_address is None and not await _let_up(connecting, signals):
                 raise  # asked twice: this process ends at once, Ray's processes with it, and the next start cleans up
             ended.set()
-            _clean(run_id)
+            _clean(rundir.run_id)
             raise
         try:
             yield RayParts(plan, rundir, cluster)
         finally:
             await asyncio.to_thread(cluster.close)
             ended.set()
-            _clean(run_id)
+            _clean(rundir.run_id)
 
 
 async def _let_up(connecting: asyncio.Future[Cluster], signals: Signals) -> bool:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_id = ""  # of the processes that this run started
+        self.run_id = uuid.uuid4().hex[:12]  # of the processes that this one starts
         self._lock: int | None = None
         self._umask = -1  # from before, while the folder is ours
 
@@ -91,7 +92,8 @@ class RunDir:
 
     def state(self, phase: str, **facts: Any) -> None:
         """What the run is doing, for `rft status`."""
-        write_json(self.path / STATE, {"phase": phase, "pid": os.getpid(), "time": time.time(), "run_id": self.run_id, **facts})
+        me = {"pid": os.getpid(), "node": os.uname().nodename}
+        write_json(self.path / STATE, {"phase": phase, **me, "time": time.time(), "run_id": self.run_id, **facts})
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -130,10 +132,12 @@ class RunDir:
         return state
 
     def phase(self, state: Mapping[str, Any]) -> tuple[str, int | None]:
-        """What the run is doing by `state`, "died" where its process has gone without saying so; and the process that holds it."""
-        holder, phase = self._holder(), str(state.get("phase", "unknown"))
-        gone = holder is None and phase in ("starting", "waiting for the trainer", "running", "stopping")
-        return "died" if gone else phase, holder
+        """What the run is doing by `state`, "died" where its process has gone without saying so; and the process here that holds it."""
+        me, phase = os.uname().nodename, str(state.get("phase", "unknown"))
+        here = state.get("node", me) == me
+        holder = self._holder() if here else None
+        gone = holder is None if here else not self._locked()
+        return "died" if gone and phase in ("starting", "waiting for the trainer", "running", "stopping") else phase, holder
 
     def _holder(self) -> int | None:
         """The process that holds the run's lock now; None when it is free, or its holder was killed.
@@ -141,13 +145,31 @@ class RunDir:
         The holder's number stands in the file from the moment it took the lock.  The lock itself is left alone: trying it could make a
         run that starts at this moment fail.
         """
-        import psutil
-
         try:
             text, since = self.lock_file.read_text().strip(), self.lock_file.stat().st_mtime
-            return int(text) if text.isdecimal() and psutil.Process(int(text)).create_time() <= since + 1 else None
-        except (FileNotFoundError, psutil.NoSuchProcess):
+        except FileNotFoundError:
             return None
+        return int(text) if text.isdecimal() and lives(int(text), since) else None
+
+    def _locked(self) -> bool:
+        """Whether a process of another machine, which cannot be asked, has the lock; also where that cannot be found out."""
+        try:
+            with self.lock_file.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as e:
+            return not isinstance(e, FileNotFoundError)
+        return False
+
+
+def lives(pid: int, since: float) -> bool:
+    """Whether the process that had this number at `since`, seconds since the epoch, is still there."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return bool(process.create_time() <= since + 1 and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -102,10 +102,6 @@ class Bound:
 
 
 class Runtime(Protocol):
-    def number(self, rundir: RunDir) -> None:
-        """A run id for all that this process starts."""
-        ...
-
     def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AbstractAsyncContextManager[Parts]:
         """Where the parts of a run live; nothing of the run is left afterwards."""
         ...
@@ -143,9 +139,6 @@ def trainer_specs(plan: Plan, rundir: RunDir) -> list[PartSpec]:
 
 class LocalRuntime:
     """All parts in this process: for tests, for debugging a workflow, for machines without Ray."""
-
-    def number(self, rundir: RunDir) -> None:
-        """There is no other process."""
 
     @asynccontextmanager
     async def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AsyncIterator[Parts]:

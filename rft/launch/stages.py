@@ -26,7 +26,7 @@ from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 
 RECORD = "stages.json"
-_LENGTHS = {"buffer.total_epochs", "buffer.total_steps", "trainer.total_steps"}
+_LENGTHS = {"buffer.total_epochs", "buffer.total_steps", "buffer.total_tasks", "trainer.total_steps"}
 RunStage = Callable[[RunConfig, Plan], Outcome]
 
 
@@ -72,10 +72,9 @@ class Program:
             try:
                 loaded, plan = self._plan(stage, name, "")
                 if not plan.trains or apart(loaded):
-                    why = "is for a run of its own; a stage trains and hands on its model"
-                    raise ConfigErrors([ConfigError(why, key="mode", given=plan.mode)])
+                    raise ConfigError("is for a run of its own; a stage hands on its model", key="mode", given=plan.mode)
                 plans.append((loaded, plan))
-            except ConfigErrors as e:
+            except ConfigError as e:
                 errors += [ConfigError(f"{x.message}  (stage {stage})", key=x.key, given=x.given) for x in e.errors]
         if errors:
             raise ConfigErrors(errors)
@@ -142,6 +141,16 @@ def record(folder: Path) -> list[dict[str, Any]]:
         return []
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{file} is damaged ({e}); restore it, or choose another `name` for this run") from None
+
+
+def began_with(run_dir: Path) -> str:
+    """The model that a stage in `run_dir` began with, which the one before had exported; "" for the first, and for what is no stage."""
+    before = ""
+    for stage in record(run_dir.parent):
+        if stage["stage_name"] == run_dir.name:
+            return before
+        before = str(run_dir.parent / str(stage["model"]))
+    return ""
 
 
 def refuse_program(run_dir: Path) -> None:

@@ -18,7 +18,9 @@ from rft.launch.progress import STARTING
 from rft.sync.schedule import Schedule
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
+from rft.types import modelfiles
 from rft.types.ids import Version
+from rft.types.row_layout import text_config
 
 log = logging.getLogger(__name__)
 
@@ -43,21 +45,22 @@ def schedule(plan: Plan, start: Start) -> Schedule:
     return dataclasses.replace(planned(plan.sync), start_step=start.step)
 
 
-def origin(path: Path | None) -> Manifest | None:
-    """The checkpoint of another run that `resume_from_path` names: the folder itself, or the newest one of that run.
+def checkpoints(path: Path) -> list[Path]:
+    """What `resume_from_path` names: a checkpoint, or all of a run by step.  Raises ConfigError where there is none."""
+    if (path / manifests.NAME).is_file() or manifests.is_name(path.name):
+        return [path]
+    if found := manifests.committed(path) or manifests.committed(path / "checkpoints"):
+        return found
+    why = "holds no checkpoint; name a folder global_step_N, or the folder of a run (a model's folder is for model.model_path)"
+    raise ConfigError(why, key="resume_from_path", given=str(path))
 
-    Raises CheckpointInvalid or ConfigError where there is none that is whole.
-    """
+
+def origin(path: Path | None) -> Manifest | None:
+    """The checkpoint of another run to begin with, of several the newest whole one.  Raises CheckpointInvalid or ConfigError."""
     if path is None:
         return None
-    if (path / manifests.NAME).is_file() or manifests.is_name(path.name):
-        return manifests.read(path)
-    for folder in (path, path / "checkpoints"):
-        if (found := manifests.latest(folder)) is not None:
-            return found
-    raise ConfigError(
-        "holds no checkpoint; name a folder global_step_N, or the folder of a run", key="resume_from_path", given=str(path)
-    )
+    first, *_ = checkpoints(path)
+    return manifests.read(path) if first == path else manifests.latest(first.parent)
 
 
 async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = None) -> Start:
@@ -96,9 +99,14 @@ _LENGTH = 8  # what follows two tokens is computed less exactly, see decision 4
 
 
 def vocab_size(model_path: str) -> int:
-    """How many token ids the model has."""
-    config = json.loads((Path(model_path) / "config.json").read_text())
-    return int(config.get("text_config", config)["vocab_size"])
+    """How many token ids the model has: as config.json says, or, where that leaves it to a default, as its embedding has."""
+    folder = Path(model_path)
+    if (said := text_config(json.loads((folder / "config.json").read_text())).get("vocab_size")) is not None:
+        return int(said)
+    tensors = (tensor for path in modelfiles.files(folder) for tensor in modelfiles.header(path)[0].items())
+    if (rows := next((about["shape"][0] for name, about in tensors if name.endswith("embed_tokens.weight")), None)) is None:
+        raise ConfigError("config.json does not give its vocab_size; add it", key="model.model_path", given=model_path)
+    return int(rows)
 
 
 def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:

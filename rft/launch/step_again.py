@@ -18,6 +18,7 @@ from rft.config.plan import Plan
 from rft.config.verify import load_plan
 from rft.errors import ConfigError, RunFailed
 from rft.launch import parts
+from rft.launch.stages import began_with
 from rft.launch.start import Start, origin, schedule
 from rft.monitor.read import read
 from rft.trainer import manifest as manifests
@@ -59,7 +60,7 @@ def again(run_dir: Path, step: int, overrides: Sequence[str] = (), tell: Tell = 
         if not 1 <= step <= reader.last:
             raise ConfigError(f"the run trained steps 1 to {reader.last}", key="STEP", given=step)
         plan, other = _plan(run_dir, Path(aside), overrides)
-        found = _before(run_dir, step) or origin(other)
+        found = _before(run_dir, step, plan) or origin(other)
         if found is not None and found.version.step >= step:
             raise ConfigError(f"the run began with step {found.version.step} of another one", key="STEP", given=step)
         rows, values = asyncio.run(_train(plan, reader, found, step, tell))
@@ -92,9 +93,15 @@ async def _train(
         await part.close()
 
 
-def _before(run_dir: Path, step: int) -> Manifest | None:
-    """The newest whole checkpoint from before `step`; None: the run's own beginning."""
-    folders = [f for f in manifests.committed(run_dir / "checkpoints") if manifests.step_of(f) < step]
+def _before(run_dir: Path, step: int, plan: Plan) -> Manifest | None:
+    """The newest whole checkpoint from before `step`, where a window begins if the loss reads its first weights; None: the run's own
+    beginning."""
+    when, windows = schedule(plan, Start(1)), plan.learner.algorithm.proximal_window
+    folders = [
+        f
+        for f in manifests.committed(run_dir / "checkpoints")
+        if (at := manifests.step_of(f)) < step and (when.must_publish(at) or not windows)
+    ]
     best = max(folders, key=manifests.step_of, default=None)
     return None if best is None else manifests.read(best)
 
@@ -108,8 +115,10 @@ def _plan(run_dir: Path, aside: Path, overrides: Sequence[str]) -> tuple[Plan, P
         "mode=train", f"buffer.trainer_input.replay_run={run_dir.resolve()}", f"checkpoint_root_dir={aside}", "monitor.monitor_type=[]",
         "monitor.monitor_args=null", "monitor.keep_trainer_logprobs=false", "resume_from_path=null",
     ]  # fmt: skip
+    model = began_with(run_dir.resolve())
     _, whole = load_plan(file, ["monitor.monitor_type=[]", "monitor.monitor_args=null", *overrides])
-    _, plan = load_plan(file, [*changes, f"trainer.total_steps={whole.trainer.total_steps}", *overrides, "trainer.world_size=1"])
+    length = f"trainer.total_steps={whole.trainer.total_steps}"
+    _, plan = load_plan(file, [*changes, length, *overrides, "trainer.world_size=1"], model_path=model)
     return plan, whole.resume_from_path
 
 
@@ -121,7 +130,7 @@ async def _step(ranks: Any, learner: Any, lease: Lease, *, with_rows: bool) -> t
     needs = ranks.algorithm.needs
     if needs.pairs:
         raise ConfigError("trains on pairs, whose rows have no loss each", key="algorithm", given="pairs")
-    given = batch_builder.read(lease, samples=needs.samples)
+    given = batch_builder.read(lease, samples=needs.samples, any_sampling=needs.any_sampling)
     computed = await ranks.prepare(given.rows)
     batch = batch_builder.make(
         given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=ranks.settings.seed,
@@ -138,16 +147,17 @@ async def _step(ranks: Any, learner: Any, lease: Lease, *, with_rows: bool) -> t
 
 
 async def _losses(ranks: Any, learner: Any, given: Any, batch: Any) -> list[RowLoss]:
-    """Of every row of the lease; one that the step leaves out, because its loss is exactly 0, has 0."""
-    share = batch.shares[0]
-    made = dict(zip(batch.order, (row for micro in share.micro_batches for row in micro), strict=True))
-    now = dict(zip(made, await ranks.aside(learner.row_losses, share), strict=True))
+    """Of every row of the lease, as often as it was drawn; one that the step leaves out, because its loss is exactly 0, has 0."""
+    share, losses, kept = batch.shares[0], dict.fromkeys(range(len(given.rows)), 0.0), {}
+    for i, (loss, logprobs) in zip(batch.order, await ranks.aside(learner.row_losses, share), strict=True):
+        losses[i] += loss
+        kept[i] = logprobs
     found = []
     for i, x in enumerate(given.experiences):
-        row, (loss, logprobs) = made.get(i), now.get(i, (0.0, None))
+        loss, logprobs, advantages = losses[i], kept.get(i), batch.advantages.get(i)
         if not math.isfinite(loss):
             raise RunFailed("the loss of a row is not finite; look at its log-probs with rft buffer sample --tokens")
-        own = 0.0 if row is None or row.advantages is None else float(row.advantages.mean())
+        own = 0.0 if advantages is None else float(advantages.mean())
         apart = 0.0 if logprobs is None else float((logprobs - x.logprobs[x.loss_mask]).mean())
         found.append(RowLoss(str(x.id), x.reward, own, x.num_response_tokens, loss, apart))
     return found

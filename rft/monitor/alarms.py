@@ -26,6 +26,7 @@ WATCHED = (
     "rollout/", "eval/", "judge/", "actor/kl", "actor/ppo_kl", "advantage/kl", "mismatch/", "frac_reward_zero_std", "perf/step_s",
     "time/wait_s", "explorer/idle_ratio",
 )  # fmt: skip
+_TRAINERS = ("trainer", "frac_reward_zero_std")  # of accepted groups alone; rules read the explorer's of this name
 Points = list[tuple[int, float]]
 
 
@@ -58,7 +59,7 @@ class History:
 
     def add(self, record: MetricRecord) -> None:
         for name, value in record.values.items():
-            if name.startswith(WATCHED) and math.isfinite(value):
+            if name.startswith(WATCHED) and math.isfinite(value) and (record.role, name) != _TRAINERS:
                 low, high = self._range.get(name, (value, value))
                 self._range[name] = (min(low, value), max(high, value))
                 self._put(self.points[name], record.step, value)

@@ -17,6 +17,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict
 
 from rft.disk import write_whole
+from rft.monitor.read import MetricTail
 from rft.monitor.settings import MonitorSettings
 from rft.plugins import kind
 from rft.types.metrics import MetricRecord
@@ -57,13 +58,16 @@ class Tracker(ABC):
 class OneRun(Tracker):
     """A tracker that keeps all roles in one run.
 
-    The role that uses a metric's name first keeps it; another role's metric of the same name becomes `role/name`, since its steps
-    count something else.
+    The role that uses a metric's name first keeps it, also when the run resumes; another role's metric of the same name becomes
+    `role/name`, since its steps count something else.
     """
 
     def __init__(self, settings: MonitorSettings, args: Any) -> None:
         super().__init__(settings, args)
         self._owner: dict[str, str] = {}
+        for record in MetricTail(settings.folder / "metrics.jsonl").new():
+            for name in record.values:
+                self.name(record.role, name)
 
     def name(self, role: str, name: str) -> str:
         return name if self._owner.setdefault(name, role) == role else f"{role}/{name}"
@@ -99,10 +103,23 @@ def markdown(rows: Sequence[Row], limit: int = 100) -> str:
 
 def remembered_id(path: Path) -> str:
     """The tracker's own id of this run, kept in `path`, so that a resumed run continues it."""
-    if not path.exists():
+    if not path.exists() or copied(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, uuid.uuid4().hex[:16])
+        remember(path, uuid.uuid4().hex[:16])
     return path.read_text().strip()
+
+
+def remember(path: Path, text: str) -> None:
+    """`text` in `path`, and beside it where that is."""
+    write_whole(path, text)
+    write_whole(path.with_name(f"{path.name}.at"), str(path.absolute()))
+
+
+def copied(path: Path) -> bool:
+    """Whether what `path` remembers is another run's: the folder is a copy, and that from which it was copied is still there."""
+    at = path.with_name(f"{path.name}.at")
+    first = Path(at.read_text()) if at.is_file() else path
+    return first.is_file() and not first.samefile(path) and first.read_text() == path.read_text()
 
 
 def _escape(value: object) -> str:

@@ -40,7 +40,7 @@ CAPACITY = 10_000  # calls that may wait; a tracker further behind than that cou
 
 
 class Monitor:
-    """The `MetricSink` of a run.  One process owns it; others send their records there."""
+    """Takes the records and tables of a run.  One process owns it; others send theirs there."""
 
     def __init__(self, settings: MonitorSettings) -> None:
         """Opens metrics.jsonl in `settings.folder`; trackers open in their own threads."""
@@ -80,10 +80,6 @@ class Monitor:
             _write_rows(self._folder / SAMPLES / file, shown)
             self._mirror(lambda tracker: tracker.table(name, step, shown))
 
-    async def progress(self, text: str) -> None:
-        """Into the log: there is no display."""
-        log.info("%s", text)
-
     async def close(self, deadline_s: float = CLOSE_S) -> None:
         """Waits at most `deadline_s` for each tracker to take everything.  Nothing may be logged afterwards."""
         for mirror in self._mirrors:
@@ -107,15 +103,9 @@ class Monitor:
             mirror.submit(call)
 
     def _tracker_failed(self, kind: str, error: BaseException) -> None:
-        log.error(
-            "monitor %s failed and is switched off for the rest of this run; %s continues: %s: %s",
-            kind,
-            self._path,
-            type(error).__name__,
-            error,
-            exc_info=error,
-        )
-        alarm = msgspec.structs.replace(self._last, time=time.time(), values={ALARM: 1.0})
+        what = f"monitor {kind} failed and is switched off for the rest of this run: {type(error).__name__}: {error}"
+        log.error("%s; %s continues", what, self._path, exc_info=error)
+        alarm = msgspec.structs.replace(self._last, time=time.time(), values={ALARM: 1.0}, notes=(redact(what),))
         self._append(alarm)
         self._mirror(lambda tracker: tracker.log(alarm))
 
@@ -205,12 +195,8 @@ def _plugin(kind: str, plugin_dirs: Sequence[str]) -> Plugin:
 
 
 def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -> Callable[[], Tracker]:
-    def make() -> Tracker:
-        tracker: Tracker = plugin.obj(settings, plugin.obj.Args(**args))
-        return tracker
-
     checked_args(plugin, args, key=f"monitor.monitor_args.{plugin.name}")
-    return make
+    return lambda: plugin.obj(settings, plugin.obj.Args(**args))
 
 
 def _write_rows(path: Path, rows: list[Row]) -> None:

@@ -79,12 +79,12 @@ def _evals(records: list[MetricRecord]) -> dict[str, list[tuple[int, float]]]:
 
 
 ROWS = {"explorer": "explore", "trainer": "train", "synchronizer": "sync", "eval": "evaluate"}
-SYNC = ("stage", "wait", "pause", "load", "resume", "canary")  # one after the other; a record's time is the end of the last
+SYNC = ("stage", "wait", "drain", "pause", "load", "resume", "canary")  # one after the other; the last ends at the record
 STEP = ("wait", "train", "sync", "checkpoint")  # of a train step, in this order
 HELD = ("pause", "load", "resume")  # engines generate nothing
 COLORS = {
     "explore": "#3987e5", "train": "#d9772b", "checkpoint": "#c9a227", "evaluate": "#2f9e6e", "stage": "#b9a3d0", "wait": "#dddddd",
-    "pause": "#7d4fa3", "load": "#b65fc4", "resume": "#7d4fa3", "canary": "#e3c1ea", "sync": "#a99bc0",
+    "drain": "#cfc4dd", "pause": "#7d4fa3", "load": "#b65fc4", "resume": "#7d4fa3", "canary": "#e3c1ea", "sync": "#a99bc0",
 }  # fmt: skip
 
 WIDTH, LEFT, LANE, FOOT = 1000, 90, 18, 52  # pixels
@@ -150,7 +150,7 @@ def shares(found: Sequence[Bar]) -> dict[str, float]:
     whole = max(ended - began, 1e-9)
 
     def busy(*kinds: str) -> float:
-        return _covered([(max(b.begin, began), b.end) for b in found if b.kind in kinds and b.end > began]) / whole
+        return covered([(max(b.begin, began), b.end) for b in found if b.kind in kinds and b.end > began]) / whole
 
     return {
         "explorer idle": 1 - busy("explore", "evaluate"),
@@ -160,7 +160,8 @@ def shares(found: Sequence[Bar]) -> dict[str, float]:
     }
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of all (begin, end) together; where they overlap it counts once."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))

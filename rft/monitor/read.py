@@ -80,8 +80,18 @@ def read(path: Path) -> list[MetricRecord]:
 
 
 def series(records: Iterable[MetricRecord], name: str) -> list[tuple[int, float]]:
-    """(step, value) of one metric by step.  Where a resumed run wrote a step again, the later value holds."""
-    return sorted({r.step: r.values[name] for r in records if name in r.values}.items())
+    """(step, value) of one metric by step; of a name that two roles use, the role that used it first.
+
+    Where a resumed run wrote a step again, the later value holds; what an attempt wrote beyond the step that the next process began with
+    is left out, but for explore batches ahead of a checkpoint, which are not always played again.
+    """
+    role, found = "", dict[int, float]()
+    for r in records:
+        if begins(r) and (role != "explorer" or not r.step):
+            found = {step: value for step, value in found.items() if step <= r.step}
+        if name in r.values and r.role == (role := role or r.role):
+            found[r.step] = r.values[name]
+    return sorted(found.items())
 
 
 def begins(record: MetricRecord) -> bool:
@@ -96,7 +106,7 @@ class Spent:
     """
 
     def __init__(self) -> None:
-        self._before, self._now = 0.0, dict[str, float]()
+        self._before, self._now = 0.0, dict[tuple[str, str], float]()
         self.told = False  # whether any record names a cost
 
     def take(self, record: MetricRecord) -> None:
@@ -104,7 +114,7 @@ class Spent:
             self._before += sum(self._now.values())
             self._now.clear()
         for name in (n for n in record.values if n.endswith("/cost_usd")):
-            self._now[name] = max(record.values[name], self._now.get(name, 0.0))
+            self._now[record.role, name] = max(record.values[name], self._now.get((record.role, name), 0.0))
             self.told = True
 
     @property

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr
 
-from rft.disk import write_whole
 from rft.logs import learn_secrets
-from rft.monitor.base import OneRun, Row, Tracker, TrackerArgs, cell, columns, markdown, monitor, remembered_id
+from rft.monitor.base import OneRun, Row, Tracker, TrackerArgs, cell, columns, copied, markdown, monitor, remember, remembered_id
 from rft.monitor.settings import MonitorSettings
 from rft.types.metrics import MetricRecord
 
@@ -160,17 +159,17 @@ class Mlflow(OneRun):
         uri = args.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
         self._metric = Metric
-        kept = folder / "run_id"
-        if kept.exists():
+        kept, server = folder / "run_id", uri.startswith(("http", "databricks"))
+        if kept.exists() and not (server and copied(kept)):
             self._run = kept.read_text().strip()
             self._client.update_run(self._run, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(settings.project)
-        own = None if uri.startswith(("http", "databricks")) else (folder.resolve() / "artifacts").as_uri()
+        own = None if server else (folder.resolve() / "artifacts").as_uri()
         experiment = found.experiment_id if found else self._client.create_experiment(settings.project, artifact_location=own)
         tags = {"group": settings.group} if settings.group else {}
         self._run = self._client.create_run(experiment, run_name=settings.name, tags=tags).info.run_id
-        write_whole(kept, self._run)
+        remember(kept, self._run)
         params = [Param(_allowed(k), str(v)[:6000]) for k, v in _flat(settings.config).items()]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run, params=params[start : start + _PARAMS])

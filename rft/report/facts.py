@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeVar
 
 from rft.buffer.inspect import Shown, look
@@ -22,7 +22,8 @@ from rft.errors import ConfigError, RftError
 from rft.launch.progress import duration
 from rft.launch.rundir import RunDir
 from rft.monitor.curves import evaluations
-from rft.monitor.read import Spent, begins, series
+from rft.monitor.pictures import covered
+from rft.monitor.read import Spent, series
 from rft.notebook import StoredRun
 from rft.types.metrics import MetricRecord
 from rft.view.rollout_pages import written_by
@@ -30,7 +31,7 @@ from rft.view.rollout_pages import written_by
 T = TypeVar("T")
 ANSWERS = 3  # of each kind
 _Z = 1.96  # 95 %
-_AT = re.compile(r"(?P<prefix>.+)/mean@(?P<n>\d+)")
+_TOOK = ("perf/step_s", "rollout/time/batch", "sync/total_s")  # what ended with a record, seconds
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ class RunFacts:
 
 def collect(run: StoredRun, *, answers: bool = True) -> RunFacts:
     """Raises ConfigError and RunFailed where what is there cannot be read at all; a part that is missing is named in `missing`."""
+    if (run.run_dir / "stages.json").exists():
+        below = ", ".join(sorted(str(p.parent) for p in run.run_dir.glob("*/state.json")))
+        raise ConfigError(f"{run.run_dir} is a program of stages; give the folder of one ({below})", key="RUN")
     missing: list[str] = []
     found = run.records()
     if found.note:
@@ -115,7 +119,7 @@ def collect(run: StoredRun, *, answers: bool = True) -> RunFacts:
     except ConfigError as e:
         state = {}
         missing.append(e.message)
-    steps = max((r.step for r in found.records if r.role == "trainer"), default=0)
+    steps = next((r.step for r in reversed(found.records) if r.role == "trainer"), 0)
     return RunFacts(
         name=run.run_dir.resolve().name,
         folder=str(run.run_dir),
@@ -164,16 +168,21 @@ def _subject(tree: dict[str, Any], steps: int, records: Sequence[MetricRecord]) 
 
     given = at("buffer.explorer_input", {})
     train = [t for t in (given.get("taskset"), *given.get("tasksets", ())) if t]
+    evaluated = given | {"default_workflow_type": given.get("default_eval_workflow_type") or given.get("default_workflow_type")}
     lora = " with LoRA" if at("model.lora_configs") else ""
     rate = at("algorithm.optimizer.lr")
+    total = f" of {at('trainer.total_steps')}" if at("trainer.total_steps") else ""
+    v = next((r.values for r in reversed(records) if r.values.get("rollout/runs")), {})
+    groups = v.get("rollout/groups/accepted", 0.0) + v.get("rollout/groups/rejected", 0.0)
+    answers = f", {v['rollout/runs'] / groups:g} answers each" if groups else ""
     rows = [
         ("model", f"{at('model.model_path')}{lora}" if at("model.model_path") else ""),
         ("algorithm", at("algorithm.algorithm_type", "") + ("" if rate is None else f", learning rate {rate:g}")),
         *[("trained on", _taskset(t, given)) for t in train],
-        *[("evaluated on", _taskset(t, given)) for t in given.get("eval_tasksets", ())],
-        ("a step", f"{at('buffer.batch_size')} tasks, {at('algorithm.repeat_times', 1)} answers each" if train else ""),
+        *[("evaluated on", _taskset(t, evaluated)) for t in given.get("eval_tasksets", ())],
+        ("a step", f"{at('buffer.batch_size')} tasks{answers}" if train else ""),
         ("mode", at("mode", "")),
-        ("steps", f"{steps} of {at('trainer.total_steps', 'as many as the data gives')}" if steps or tree else ""),
+        ("steps", f"{steps}{total}" if steps or tree else ""),
     ]
     return [(name, text) for name, text in rows if text]
 
@@ -191,12 +200,11 @@ def eval_points(records: Sequence[MetricRecord]) -> list[EvalPoint]:
     """Every evaluation by name and step; of a step that was written twice the later one."""
     found: dict[tuple[str, int], EvalPoint] = {}
     for name in evaluations(records):
-        at = _AT.fullmatch(name)
-        for r in (r for r in records if name in r.values):
-            beside = {k: r.values.get(f"{at['prefix']}/{k}") for k in ("tasks", "runs", "failed", f"sem@{at['n']}")} if at else {}
-            counts = {k: _count(beside.get(k)) for k in ("tasks", "runs", "failed")}
-            sem = beside.get(f"sem@{at['n']}") if at else None
-            low, high = interval(r.values[name], sem, counts["tasks"]) if at else (None, None)
+        prefix, mean, n = name.rpartition("/mean@")  # else a loss, beside which nothing is counted
+        standing = dict(series(records, name))
+        for r in (r for r in records if name in r.values and r.step in standing):
+            counts = {k: _count(r.values.get(f"{prefix}/{k}")) for k in ("tasks", "runs", "failed")}
+            low, high = interval(r.values[name], r.values.get(f"{prefix}/sem@{n}"), counts["tasks"]) if mean else (None, None)
             found[name, r.step] = EvalPoint(name, r.step, r.values[name], low, high, **counts)
     return sorted(found.values(), key=lambda p: (p.name, p.step))
 
@@ -230,19 +238,21 @@ def alarms(records: Sequence[MetricRecord]) -> list[Raised]:
     ]
 
 
-def stretches(records: Sequence[MetricRecord]) -> Iterator[list[MetricRecord]]:
-    """The records of each process of the run, one after the other."""
-    firsts = [0, *(i for i, r in enumerate(records) if i and begins(r))]
-    for begin, end in zip(firsts, [*firsts[1:], len(records)], strict=True):
-        if end > begin:
-            yield list(records[begin:end])
+def worked_s(records: Iterable[MetricRecord]) -> float:
+    """Seconds in which the run did anything that is measured; not those between its processes, nor those of mode bench."""
+
+    def took(r: MetricRecord) -> float:
+        names = [n for n in r.values if n.startswith("eval/") and n.endswith("/time")] if r.role == "eval" else _TOOK
+        return max((r.values.get(n, 0.0) for n in names), default=0.0)
+
+    return covered((r.time - took(r), r.time) for r in records)
 
 
 def _cost(tree: dict[str, Any], records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
     """Hours, tokens and dollars."""
     if not records:
         return []
-    seconds = sum(s[-1].time - s[0].time + s[0].values.get("perf/step_s", 0.0) for s in stretches(records))
+    seconds = worked_s(records)
     spent = Spent()
     for record in records:
         spent.take(record)
@@ -256,8 +266,8 @@ def _cost(tree: dict[str, Any], records: Sequence[MetricRecord]) -> list[tuple[s
     explored = any(r.role == "explorer" for r in records)
     generated = total("engine/generated_tokens")
     rows = [
-        ("duration", f"{duration(seconds)} between the first and the last record"),
-        ("trainer", f"{ranks} rank(s): {duration(ranks * seconds)} held, {duration(ranks * busy)} at work"),
+        ("duration", f"{duration(seconds)}, pauses between its processes left out" if seconds else ""),
+        ("trainer", f"{ranks} rank(s): {duration(ranks * seconds)} held, {duration(ranks * busy)} at work" if busy else ""),
         ("engines", f"{engines} engine(s): {duration(engines * seconds)} held" if explored else ""),
         ("tokens generated", f"{generated:,.0f}" if generated else ""),
         ("tokens trained", f"{total('experience/response_tokens'):,.0f}" if total("experience/response_tokens") else ""),
@@ -267,9 +277,8 @@ def _cost(tree: dict[str, Any], records: Sequence[MetricRecord]) -> list[tuple[s
 
 
 def first_and_last(points: Sequence[EvalPoint]) -> list[tuple[EvalPoint, EvalPoint]]:
-    """Of each evaluation."""
-    names = dict.fromkeys(p.name for p in points)
-    mine = [[p for p in points if p.name == name] for name in names]
+    """Of each evaluation; `points` are in the order of `eval_points`."""
+    mine = [list(group) for _, group in groupby(points, key=lambda p: p.name)]
     return [(m[0], m[-1]) for m in mine]
 
 
@@ -293,7 +302,9 @@ def _answers(run: StoredRun, missing: list[str]) -> list[ShownAnswer]:
                 last = next(iter(answer.rows))[0]
             where = f"used_step > {last * 3 // 4}" if last else ""
             found, told = [], set[str]()
-            for kind, order, within in _kinds(where, _typical(questions, where)):
+            kinds: list[tuple[str, Order, str | None]] = [("best", "best", where), ("worst", "worst", where)]
+            kinds.append(("typical", "best", _typical(questions, where)))  # nothing is drawn at random: a report can be repeated
+            for kind, order, within in kinds:
                 for id in _of_different_tasks(questions, within, order, told) if within is not None else ():
                     told.add(id)
                     found.append(_answer(kind, look(questions, id=id)[0]))
@@ -312,11 +323,6 @@ def _of_different_tasks(questions: Questions, where: str, order: Order, told: se
         if row["id"] not in told:
             found.setdefault(row["group_id"], row["id"])
     return list(found.values())[:ANSWERS]
-
-
-def _kinds(where: str, typical: str | None) -> list[tuple[str, Order, str | None]]:
-    """Each kind, the order of its rows and the condition that they fulfil; nothing is drawn at random, so a report can be repeated."""
-    return [("best", "best", where), ("worst", "worst", where), ("typical", "best", typical)]
 
 
 def _typical(questions: Questions, where: str) -> str | None:

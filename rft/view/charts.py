@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rft.monitor.curves import REWARD, reward_parts
+from rft.monitor.pictures import covered
 from rft.view.metric_curves import AXES, Axis, Curves
 
 CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart without curves is not drawn
@@ -19,7 +20,7 @@ CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart wi
     ),
     "Truncated (share)": (r"rollout/truncated_ratio",),
     "Groups without spread (share)": (r"frac_reward_zero_std.*",),
-    "Entropy (nats)": (r"actor/entropy",),
+    "Entropy (nats)": (r"rollout/entropy", r"actor/entropy"),
     "KL (nats)": (r"actor/kl_loss", r"actor/ppo_kl", r"rollout_corr/kl", r"advantage/kl"),
     "Clip fraction (share)": (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"),
     "Log-prob mismatch (nats)": (
@@ -55,7 +56,9 @@ def numbers(curves: Curves) -> dict[str, Any]:
         "reward": next((curves.newest(n) for n in REWARD if n in curves.found), None),
         "evals": list(curves.evals()),
         "cost_usd": curves.cost_usd(),
-        "busy": {n: sum(curves.found[k].values) for n, k in BUSY.items() if k in curves.found},
+        "busy": {
+            n: covered(map(lambda t, v: (t - v, t), c.times, c.values)) for n, k in BUSY.items() if (c := curves.found.get(k))
+        },
         "names": sorted(curves.found),
         "num_records": curves.num_records,
         "problems": curves.problems[:3],

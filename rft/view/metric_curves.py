@@ -67,7 +67,6 @@ class AlarmLine:
     count: int
     first_step: int
     last_step: int
-    value: float
 
 
 class Curves:
@@ -109,23 +108,19 @@ class Curves:
         for name, value in record.values.items():
             curve = mine.get(name)
             if curve is None:
-                curve = mine[name] = self._curve(name, record.role)
+                key = name if name not in self.found else f"{name}@{record.role}"
+                curve = mine[name] = self.found[key] = Curve(alarm=name.startswith(_ALARM))
             curve.add(step, time, value)
             if curve.alarm:
                 old = self.alarms.get(name)
                 first = step if old is None else old.first_step
-                self.alarms[name] = AlarmLine(name, 1 if old is None else old.count + 1, first, step, value)
+                self.alarms[name] = AlarmLine(name, 1 if old is None else old.count + 1, first, step)
         self.notes.extend((record.role, record.step, note) for note in record.notes)
         self.recent.append(record)
         if record.role == "trainer":
             self.last = record
         elif begins(record):
             self._first_sync = record
-
-    def _curve(self, name: str, role: str) -> Curve:
-        key = name if name not in self.found else f"{name}@{role}"
-        found = self.found[key] = Curve(alarm=name.startswith(_ALARM))
-        return found
 
     def timeline(self, last: int) -> tuple[list[Bar], dict[str, float]]:
         """What `rft timeline` draws of the last train steps.  Raises RunFailed where there is nothing to draw."""

@@ -110,9 +110,7 @@ def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterato
     try:
         while True:
             part = list(islice(rows, _PORTION))
-            columns_of = {c: [_plain(v) for v in values] for c, values in zip(columns, zip(*part, strict=True), strict=False)}
-            for c in columns:
-                columns_of.setdefault(c, [])
+            columns_of = {c: [_plain(row[i]) for row in part] for i, c in enumerate(columns)}
             table = pa.table(columns_of, schema=None if writer is None else writer.schema)
             if writer is None:
                 types = [pa.field(f.name, pa.string() if pa.types.is_null(f.type) else f.type) for f in table.schema]

@@ -14,13 +14,14 @@ from rft.reward.build_reward import build
 from rft.testing.judge import FakeJudge, JudgeProbe, probes, score_with
 from rft.types.task import Task
 from tests.attacks.table import attack
+from tests.helpers.careless_judge import CarelessJudge
 
 load_all()
 TASK = Task(taskset="t", index=0, prompt="What is 17 + 25?", truth="42", workflow="w")
 
 
 def gullible(probe: JudgeProbe, honest: float = 1, **more: Any) -> FakeJudge:
-    return FakeJudge(honest, gullible=[probe.order] if probe.order else [], **more)
+    return CarelessJudge(honest, gullible=[probe.order] if probe.order else [], **more)
 
 
 def naive(probe: JudgeProbe, prompt: str, **more: Any) -> bool:

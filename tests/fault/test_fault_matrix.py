@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rft.testing.postgres import PostgresServer
 from tests.helpers.lab.cases import Case, kill_the_migration, matrix, postgres_matrix
 from tests.helpers.lab.judge import judge
 from tests.helpers.lab.lab import Lab, Nursery
 from tests.helpers.lab.nursery import Order
 from tests.helpers.lab.plan import Plan
+from tests.helpers.postgres import PostgresServer
 
 FORMAT1 = Path(__file__).parents[1] / "unit" / "buffer" / "format1.sql"
 STORAGES = ("sql", "file", "queue")

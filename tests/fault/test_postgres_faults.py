@@ -23,11 +23,11 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.location import find
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, SetupError
-from rft.testing.postgres import PostgresServer
 from rft.testing.storage_contract import fill, group, ids, take
 from rft.types.block import encode
 from rft.types.ids import Version
 from tests.helpers.breaking_wire import BreakingWire, Moment
+from tests.helpers.postgres import PostgresServer
 
 TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rft %'"
 PLACES = {  # statement, and which one of them, counted from the first explore batch on

@@ -239,8 +239,10 @@ def test_another_model_is_refused(two_checkpoints: Path, tiny_untied: Path, tiny
 
 
 def test_another_learning_rate_is_taken_and_logged(copy: Path, tiny_model: Path) -> None:
-    done = start(copy, tiny_model, "algorithm.optimizer.lr=5e-4", "trainer.total_steps=3")
+    done = start(copy, tiny_model, "algorithm.optimizer.lr=5e-4", "trainer.total_steps=3", f"resume_from_path={copy}")
     assert done.code == 0 and "from step 2 on" in done.output, done.output
+    assert "note  changed since the run began: algorithm.optimizer.lr 0.001 -> 0.0005" in done.output
+    assert "without effect: the run goes on from its own checkpoint" in done.output
     log = (folder(copy) / "logs" / "launcher.log").read_text()
     assert "changed since the run began: algorithm.optimizer.lr 0.001 -> 0.0005" in log
     step, rate = series(read(folder(copy) / "metrics.jsonl"), "actor/lr")[-1]
@@ -285,3 +287,18 @@ def test_a_finished_run_has_nothing_to_do(two_checkpoints: Path, tiny_model: Pat
     done = start(two_checkpoints, tiny_model, "trainer.save_interval=1", "trainer.save_hf_checkpoint=never")
     assert done.code == 0 and "nothing to do" in done.output and "is trained to step 2 already" in done.output
     assert metrics.read_bytes() == before, "no part has worked"
+    kept = (folder(two_checkpoints) / "config.resolved.yaml").read_bytes()
+    done = start(two_checkpoints, tiny_model, "algorithm.optimizer.lr=0.5", "trainer.save_hf_checkpoint=never")
+    assert done.code == 0 and "nothing to do" in done.output
+    assert (folder(two_checkpoints) / "config.resolved.yaml").read_bytes() == kept, "nothing was trained with that rate"
+
+
+def test_an_evaluation_that_failed_at_the_end_is_not_forgotten(copy: Path, tiny_model: Path, broken: Path) -> None:
+    """All steps are trained then, so the same command has nothing to do; it says what is missing."""
+    given = f"name: held, path: 'rft.testing.tiny:copy_tasks', split: eval, max_rows: 2, default_reward_fn_type: '{broken}:reward_raises'"
+    more = (f"{INPUT}.eval_tasksets=[{{{given}}}]", "explorer.eval_on_startup=false", "trainer.total_steps=3")
+    done = start(copy, tiny_model, *more)
+    assert done.code == 4 and "ended without a score" in done.output, done.output
+    done = start(copy, tiny_model, *more)
+    assert done.code == 0 and "nothing to do" in done.output
+    assert "its last process ended (failed) after all steps" in done.output and "mode=bench" in done.output, done.output

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rft.testing.postgres import PostgresServer
 from tests.helpers import runs
+from tests.helpers.postgres import PostgresServer
 
 BUFFER = "buffer.trainer_input.experience_buffer"
 STEPS = ("trainer.total_steps=12", "trainer.save_interval=3")

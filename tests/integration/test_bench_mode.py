@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rft.cli.status_command import collect
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
+from rft.notebook import open_run
 
 TINY = Path(__file__).with_name("tiny_config.yaml")
 EVAL = (
@@ -69,6 +71,8 @@ def test_only_the_last_one_of_another_run(run_dir: Path, tiny_model: Path, tmp_p
     )
     outcome = execute(TINY, options(tmp_path, tiny_model, *more), in_process=True)
     assert list(told(outcome.run_dir, "bench/copied/pass@2")) == [2]
+    facts = collect(outcome.run_dir)  # a folder of its own is one that all commands know
+    assert facts["phase"] == "done" and open_run(outcome.run_dir).config()["mode"] == "bench"
     rows = [json.loads(line) for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {r["role"] for r in rows} == {"eval"}
 
@@ -76,6 +80,8 @@ def test_only_the_last_one_of_another_run(run_dir: Path, tiny_model: Path, tmp_p
 def test_nothing_to_evaluate_and_damage_are_told(run_dir: Path, tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no checkpoint in .*explorer\.eval_on_startup: true"):
         execute(TINY, options(tmp_path, tiny_model, "mode=bench", "explorer.eval_on_startup=false"), in_process=True)
+    with pytest.raises(ConfigError, match=r"resume_from_path: holds no checkpoint"):  # and not: the base model alone
+        execute(TINY, options(tmp_path, tiny_model, "mode=bench", f"resume_from_path={tmp_path}"), in_process=True)
     with pytest.raises(ConfigError, match="mode bench plays these tasks"):
         execute(TINY, [*options(tmp_path, tiny_model, "mode=bench"), "buffer.explorer_input.eval_tasksets=[]"], in_process=True)
     broken = next((run_dir / "checkpoints" / "global_step_1" / "trainer").glob("*.safetensors"))

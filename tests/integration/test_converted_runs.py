@@ -114,7 +114,6 @@ def test_runs_two_windows_scaled_down(
 def test_nothing_of_them_waits(script: str, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     report = check(converted(script, "exact", tmp_path), schema_only=True)
-    assert {n.key for n in report.not_active if not n.harmless} == set()
     assert report.plan is not None
     assert [(m.names, m.engines[0].task, len(m.engines)) for m in report.plan.auxiliary] == (
         [(("auxiliary_model_0",), "score", 2)] if script == "ppo_rm" else []

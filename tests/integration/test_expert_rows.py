@@ -67,7 +67,20 @@ def test_each_batch_has_its_share_of_an_experts_rows(tmp_path: Path, tiny_model:
 def test_check_asks_for_the_data_set(tmp_path: Path, tiny_model: Path) -> None:
     file = config(tmp_path, tiny_model)
     report = check(file)
-    assert report.ok and not report.not_active
+    assert report.ok
     assert "each train batch has 16 rows of the policy and 4 of sft_dataset" in report.notes
     missing = check(file, ["algorithm.sample_strategy_args.sft_dataset_name=other"])
     assert "buffer.trainer_input.auxiliary_buffers.other" in [e.key for e in missing.errors]
+
+
+def test_check_looks_at_the_experts_rows(tmp_path: Path, tiny_model: Path) -> None:
+    key = "buffer.trainer_input.auxiliary_buffers.sft_dataset"
+    file = config(tmp_path, tiny_model)
+    (tmp_path / "two.jsonl").write_text("".join((tmp_path / "answers.jsonl").read_text().splitlines(keepends=True)[:2]))
+    for wrong, where, why in (
+        ("format.response_key=answer", f"{key}.format.response_key", "the row has no key 'answer'"),
+        (f"path={tmp_path}/none.jsonl", f"{key}.path", "does not exist"),
+        (f"path={tmp_path}/two.jsonl", key, "has 2 rows, and each train batch takes 4 of them"),
+    ):
+        report = check(file, [f"{key}.{wrong}"])
+        assert [(e.key, why in e.message) for e in report.errors] == [(where, True)], report.errors

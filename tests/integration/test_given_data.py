@@ -156,6 +156,9 @@ def test_it_begins_with_the_checkpoint_of_another_run(config: Callable[..., Path
     first = execute(file, ["name=first"], in_process=True)
     second = execute(file, ["name=second", f"resume_from_path={first.run_dir}", "trainer.total_steps=3"], in_process=True)
     assert second.version.step == 3 and list(metric(second.run_dir, "actor/loss")) == [3]
+    shutil.rmtree(first.run_dir)  # it has a checkpoint of its own now
+    longer = execute(file, ["name=second", f"resume_from_path={first.run_dir}", "trainer.total_steps=4"], in_process=True)
+    assert longer.version.step == 4 and longer.resumed_from == second.version
 
 
 def test_sft_then_grpo_in_one_file(tmp_path: Path, tiny_model: Path) -> None:

@@ -129,6 +129,43 @@ async def test_damaged_rows_are_not_trained_on(original: Path, tmp_path: Path) -
         await reader.lease(3, groups=None, rows=None, deadline_s=0, max_staleness=None)
 
 
+async def test_rows_that_the_ledger_does_not_hold_are_told(original: Path, tmp_path: Path) -> None:
+    """Those of an expert that were mixed into the steps."""
+    run = Path(shutil.copytree(original, tmp_path / "run"))
+    with closing(sqlite3.connect(run / "buffer/experience_buffer.db")) as raw, raw:
+        raw.execute("INSERT INTO mixed_uses (source, experience, lineage, step) VALUES ('sft_dataset', 'x', 1, 1)")
+    with pytest.raises(ConfigError, match="its steps had rows of sft_dataset too"), ReplayReader(run):
+        pass
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows of two steps, whose first weights the loss reads; rows are drawn anew, their tokens from a part of the distribution."""
+    root = tmp_path_factory.mktemp("windows")
+    (root / "r.py").write_text("def odd(task, transcript):\n    return float(transcript.turns[-1].completion.tokens[0] % 2)\n")
+    rejects = "{rollout_rs: token_k1, rollout_rs_threshold: 100}"
+    more = (
+        "trainer.total_steps=4",
+        "trainer.save_interval=1",
+        "trainer.max_checkpoints_to_keep=0",
+        "synchronizer.sync_interval=2",
+    )
+    drawn = ("algorithm.sample_strategy=pf_ppo", f"algorithm.rollout_correction={rejects}", "model.top_p=0.9")
+    reward = f"buffer.explorer_input.default_reward_fn_type={root}/r.py:odd"
+    given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={root}", "name=windows", reward, *more, *drawn]
+    return execute(SMALL, given, in_process=True).run_dir
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_step_inside_of_a_window(windows: Path, step: int) -> None:
+    found = again(windows, step)
+    assert found.begun_from == "global_step_2", "where its window begins"
+    for name in ("actor/loss", "actor/grad_norm"):
+        now, then = found.numbers[name]
+        assert now == then, name
+    assert sum(r.loss for r in found.rows) == pytest.approx(found.numbers["actor/loss"][0], abs=1e-6)
+
+
 def test_what_contradicts_it_is_refused(original: Path, tiny_model: Path) -> None:
     root = original.parents[2]
     key = f"buffer.trainer_input.replay_run={original}"

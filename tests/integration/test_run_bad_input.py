@@ -66,10 +66,7 @@ WRONG = {
         ("unknown argument 'apikey' for monitor 'wandb'", "Did you mean api_key?"),
     ),
     "name": (("name=../elsewhere",), ("name: given '../elsewhere'; must begin with a letter or digit and hold no slash",)),
-    "micro-batches": (
-        ("trainer.use_dynamic_bsz=false", "trainer.micro_batch_size_per_gpu=3"),
-        ("trainer.micro_batch_size_per_gpu: is 3", "does not divide the 8 experiences of a step", "use_dynamic_bsz: true"),
-    ),
+    "micro-batches": (("trainer.use_dynamic_bsz=false",), ("trainer.micro_batch_size_per_gpu: is required",)),
     "buffer too small": (
         ("buffer.trainer_input.experience_buffer.capacity=3",),
         ("capacity: is 3 groups, too few for a step of buffer.batch_size 4",),

@@ -15,6 +15,7 @@ from rft.cli.export_command import copy_model
 from rft.cli.status_command import collect, lines
 from rft.errors import CheckpointInvalid, ConfigError, ConfigErrors, RftError, SetupError
 from rft.launch.execute import execute
+from rft.launch.step_again import again
 
 TINY = Path(__file__).parent / "tiny_config.yaml"
 INPUT = {"default_workflow_type": "simple_workflow", "default_reward_fn_type": "exact_answer"}
@@ -85,9 +86,9 @@ def test_the_second_stage_begins_with_what_the_first_exported(
     assert weights(copy_model(root / "one", tmp_path / "first", None)) == weights(one)
 
     capsys.readouterr()
-    again = execute(program(), [], in_process=True)
+    resumed = execute(program(), [], in_process=True)
     said = capsys.readouterr().out
-    assert again.version == outcome.version and "stage one is done at step 2" in said and "begins" not in said
+    assert resumed.version == outcome.version and "stage one is done at step 2" in said and "begins" not in said
 
     execute(program([{**STAGES[0], "algorithm": algorithm(1e-3)}, STAGES[1]]), [], in_process=True)
     said = capsys.readouterr().out
@@ -115,6 +116,14 @@ def _changed(program: Callable[..., Path], root: Path) -> None:
     with pytest.raises(SetupError, match="stage two is done, but its model"):
         execute(program(three), [], in_process=True)
     assert not (root / "three").exists()
+
+
+def test_a_step_of_a_later_stage_is_trained_again_from_its_own_model(program: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "spread.py").write_text("def spread(task, transcript):\n    return sum(transcript.answer.encode()) / 1000\n")
+    given = taskset("copy", default_reward_fn_type=f"{tmp_path}/spread.py:spread")
+    execute(program([{**s, "buffer": given} for s in STAGES]), [], in_process=True)
+    rows = again(folder(tmp_path) / "two", 1).rows
+    assert any(r.loss for r in rows) and max(abs(r.apart) for r in rows) < 1e-4, "not what the first stage exported"
 
 
 def test_a_killed_program_skips_what_is_done(program: Callable[..., Path], tmp_path: Path, launch: Callable[..., Any]) -> None:
@@ -172,7 +181,10 @@ def test_the_last_stage_may_go_on(program: Callable[..., Path], tmp_path: Path, 
     outcome = execute(program(STAGES[:1]), ["stages.0.trainer.total_steps=3"], in_process=True, plugin_dirs=[str(tmp_path)])
     assert outcome.version.step == 3 and outcome.resumed_from is not None and outcome.resumed_from.step == 2
     assert collect(folder(tmp_path))["stages"][0]["version"] == str(outcome.version)
-    assert "has no effect" not in capsys.readouterr().out
+    tasks = [{**STAGES[0], "trainer": {"total_steps": None}, "buffer": {**taskset("copy"), "total_tasks": 4}}]
+    assert execute(program(tasks, name="tasks"), [], in_process=True).version.step == 1
+    outcome = execute(program(tasks, name="tasks"), ["stages.0.buffer.total_tasks=8"], in_process=True)
+    assert outcome.version.step == 2 and "has no effect" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["bench", "explore"])

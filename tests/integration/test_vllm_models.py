@@ -22,6 +22,7 @@ from rft.errors import ConfigError
 from rft.testing import tiny
 from rft.testing.engine_contract import ask
 from rft.types.completion import Completion
+from rft.types.ports import GenerateRequest
 from rft.types.task import SamplingArgs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -66,7 +67,9 @@ async def test_a_reward_model_gives_the_models_logits(tmp_path: Path, environmen
 # ---------------------------------------------------------------- parsers
 
 
-def parsed(folder: Path, text: str, tools: tuple[dict[str, Any], ...] = (), **named: str) -> Completion:
+def parsed(
+    folder: Path, text: str, tools: tuple[dict[str, Any], ...] = (), template_args: dict[str, Any] | None = None, **named: str
+) -> Completion:
     settings = EngineSettings(model_path=str(folder), **named)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(settings)
     tokenizer.add_tokens(["<think>", "</think>"])
@@ -75,7 +78,7 @@ def parsed(folder: Path, text: str, tools: tuple[dict[str, Any], ...] = (), **na
         prompt_tokens=np.array([1], np.int32), tokens=np.array(ids, np.int32), logprobs=np.zeros(len(ids), np.float32), text=text,
         finish_reason="stop", version_spans=(), sampling=SamplingArgs(),
     )  # fmt: skip
-    return Parsers(settings, tokenizer)(c, tools)
+    return Parsers(settings, tokenizer)(c, GenerateRequest(tools=tools, chat_template_args=template_args or {}))
 
 
 TOOL = {
@@ -94,6 +97,7 @@ def test_tool_calls_are_taken_out(tiny_model: Path) -> None:
     )
     assert c.message == {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
     assert parsed(tiny_model, text, (TOOL,), tool_call_parser="hermes").tool_calls == c.tool_calls, "equal answers give equal ids"
+    assert call["id"].isalnum() and len(call["id"]) == 9, "Mistral's templates take no others"
     plain = parsed(tiny_model, text, (), tool_call_parser="hermes")
     assert plain.text == text and plain.tool_calls == (), "a request without tools is not looked at"
 
@@ -105,6 +109,14 @@ def test_reasoning_is_taken_out(name: str, tiny_model: Path) -> None:
     both = '<think>hm</think>So:<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     c = parsed(tiny_model, both, (TOOL,), reasoning_parser=name, tool_call_parser="hermes")
     assert (c.reasoning, c.text, len(c.tool_calls)) == ("hm", "So:", 1)
+
+
+def test_a_request_says_whether_it_is_thought_about(tiny_model: Path) -> None:
+    """A taskset's `format.enable_thinking` goes before the model's, for what reads the answer too."""
+    plain = parsed(tiny_model, "It is 2.", template_args={"enable_thinking": False}, reasoning_parser="qwen3")
+    assert (plain.reasoning, plain.text) == ("", "It is 2.")
+    c = parsed(tiny_model, "one and one</think>It is 2.", template_args={"enable_thinking": True}, reasoning_parser="deepseek_v3")
+    assert (c.reasoning, c.text) == ("one and one", "It is 2.")
 
 
 def test_parsers_that_vllm_does_not_have(tiny_model: Path) -> None:

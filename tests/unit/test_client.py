@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from rft.client import Client, ServeError
+from rft.client import Client, ClientSession, ServeError
 
 
 def client(*answers: httpx.Response, patience_s: float = 60.0) -> Client:
@@ -26,4 +26,14 @@ def test_a_proxy_may_say_in_any_way_when_to_come_again(after: str, monkeypatch: 
 def test_no_wait_goes_beyond_the_patience() -> None:
     busy = httpx.Response(503, headers={"Retry-After": "3600"}, json={"error": {"code": "stopping", "message": "stopping"}})
     with client(busy, busy, patience_s=0.05) as rft, pytest.raises(ServeError, match="stopping"):
+        rft.commit()
+
+
+def test_a_reward_waits_for_the_answers_under_way() -> None:
+    error = {"error": {"code": "calls_under_way", "message": "calls of this session are under way"}}
+    busy = httpx.Response(409, headers={"Retry-After": "0"}, json=error)
+    with client(busy, httpx.Response(200, json={"status": "ok"})) as rft:
+        assert rft.reward(ClientSession("s1", "http://127.0.0.1:1/run/s1/v1", "key"), 1.0) == "ok"
+    over = httpx.Response(409, json={"error": {"code": "session_over", "message": "over"}})
+    with client(over) as rft, pytest.raises(ServeError, match="session_over"):
         rft.commit()

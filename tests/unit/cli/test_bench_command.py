@@ -143,3 +143,9 @@ def test_what_is_missing_is_named(stored: Path, tmp_path: Path) -> None:
 def test_the_converter_writes_options_that_exist() -> None:
     offered = {o for c in get_command(make("bench")).commands.values() for p in c.params for o in p.opts}  # type: ignore[attr-defined]
     assert set(verl_eval.OPTIONS.values()) <= offered
+
+
+def test_a_file_without_rows_is_refused(stored: Path) -> None:
+    (empty := stored.parent / "empty.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="has no rows"):
+        run("--input", str(empty), "--reward-fn", f"{stored.parent / 'score.py'}:compute_score")

@@ -444,6 +444,18 @@ def test_sample_by_step_and_reward(run_dir: Path) -> None:
     assert not said("buffer", "sample", str(run_dir), "--step", "9")[0]
 
 
+async def test_a_row_without_log_probs_shows_none(tmp_path: Path) -> None:
+    """They were shown as 0.00: as if the model had been sure of every token."""
+    buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+    await buffer.open()
+    await buffer.start_lineage(None, None)
+    rows = [msgspec.structs.replace(x, has_logprobs=False, logprobs=0 * x.logprobs) for x in group(1, 0, 0)]
+    await buffer.writer(1).append(encode(rows), accepted=True)
+    await buffer.close()
+    out, _, code = said("buffer", "sample", str(tmp_path), "--id", str(rows[0].id), "--tokens")
+    assert code == 0 and f"⟦{rows[0].tokens[6]} -⟧" in out
+
+
 def test_sample_shows_tokens_with_their_log_probs(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer, models
 

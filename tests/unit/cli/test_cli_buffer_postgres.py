@@ -12,8 +12,8 @@ import pytest
 
 from rft.buffer.query import open_run
 from rft.errors import ConfigError
-from rft.testing.postgres import PostgresServer
 from tests.helpers.asked_ledger import play, said
+from tests.helpers.postgres import PostgresServer
 
 
 @pytest.fixture(scope="module")

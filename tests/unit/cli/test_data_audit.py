@@ -154,3 +154,15 @@ def test_other_numbers_are_other_tasks(a: str, b: str, same: bool) -> None:
 
     texts = [TaskText(i, t.casefold(), tuple(re.findall(r"\d+", t)), "x") for i, t in enumerate((a, b))]
     assert near(texts) == ([(1, 0)] if same else [])
+
+
+def test_what_a_task_pipeline_will_make_is_audited_before_it_is_written(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*rows(0, 20), *rows(0, 3)]))
+    made = f"data_processor.task_pipeline={{inputs: [{tmp_path}/raw.jsonl], operators: [{{name: deduplicate}}]}}"
+    more = [made, f"buffer.explorer_input.taskset.path={tmp_path}/made.jsonl"]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(1000, 4)))
+    out, err, code = said("data", "audit", *asked(tmp_path, tiny_model), *more, "--json")
+    assert code == 0, err
+    assert [t["rows"] for t in json.loads(out)["tasksets"]] == [20, 4] and not (tmp_path / "made.jsonl").exists()
+    out, err, code = said("debug", "reward", *asked(tmp_path, tiny_model), *more, "--answer", WORDS[0])
+    assert code == 0, err

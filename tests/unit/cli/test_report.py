@@ -16,7 +16,7 @@ import pytest
 import rft
 from rft.errors import ConfigError
 from rft.monitor.read import read
-from rft.report.facts import collect, eval_points, interval, stretches
+from rft.report.facts import _cost, _subject, collect, eval_points, interval
 from rft.report.page import MAX_BYTES, page
 from rft.types.metrics import MetricRecord
 from tests.helpers.asked_ledger import EVIL, play, said
@@ -170,20 +170,37 @@ def test_costs_of_processes_are_added(tmp_path: Path) -> None:
 
     records = [
         record("synchronizer", 0, sync__version=0.0),
-        record("explorer", 100, judge__j__cost_usd=0.25),
-        record("explorer", 200, judge__j__cost_usd=0.5),
+        record("explorer", 100, judge__j__cost_usd=0.25, rollout__time__batch=100.0),
+        record("trainer", 150, perf__step_s=150.0, time__wait_s=100.0),
+        record("explorer", 200, judge__j__cost_usd=0.5, rollout__time__batch=120.0),
         record("synchronizer", 1000, sync__version=0.0),  # the run was stopped and went on
-        record("explorer", 1100, judge__j__cost_usd=0.125),
+        record("explorer", 1100, judge__j__cost_usd=0.125, rollout__time__batch=90.0),
+        record("eval", 1110, eval__sums__time=20.0),
+        record("eval", 90_000, bench__sums__time=20.0, judge__j__cost_usd=0.5),  # the next day its checkpoints were evaluated
     ]
-    assert [len(s) for s in stretches(records)] == [3, 2]
-    from rft.report.facts import _cost
-
-    assert dict(_cost({}, records)) | {"trainer": ""} == {
-        "duration": "5m00s between the first and the last record",
-        "trainer": "",
+    assert dict(_cost({"trainer": {"world_size": 2}}, records)) == {
+        "duration": "5m00s, pauses between its processes left out",
+        "trainer": "2 rank(s): 10m00s held, 1m40s at work",
         "engines": "1 engine(s): 5m00s held",
-        "judges and servers": "0.6250 USD",
+        "judges and servers": "1.1250 USD",
     }
+
+
+def test_a_resumed_training_on_data_did_not_last_while_it_was_stopped() -> None:
+    steps = [MetricRecord(role="trainer", step=s, time=t, values={"perf/step_s": 10.0}) for s, t in ((1, 10.0), (2, 86_400.0))]
+    assert dict(_cost({}, steps))["trainer"] == "1 rank(s): 20s held, 20s at work"
+
+
+def test_the_subject_says_what_was_played_and_not_what_nobody_has_written() -> None:
+    """A null repeat_times is the algorithm's, which was told as 1; evaluations may have a workflow of their own."""
+    tasks = {"taskset": {"name": "t"}, "eval_tasksets": [{"name": "e"}]}
+    both = {"default_workflow_type": "w", "default_eval_workflow_type": "v", "default_reward_fn_type": "r"}
+    tree = {"algorithm": {"repeat_times": None}, "buffer": {"batch_size": 4, "explorer_input": tasks | both}}
+    values = {"rollout/runs": 40.0, "rollout/groups/accepted": 4.0, "rollout/groups/rejected": 1.0}
+    told = dict(_subject(tree, 2, [MetricRecord(role="explorer", step=1, time=0.0, values=values)]))
+    assert told["a step"] == "4 tasks, 8 answers each" and told["steps"] == "2"
+    assert "workflow w" in told["trained on"] and "workflow v" in told["evaluated on"]
+    assert dict(_subject(tree, 0, []))["a step"] == "4 tasks"
 
 
 def test_runs_beside_each_other(tmp_path: Path) -> None:
@@ -217,6 +234,12 @@ def test_json_is_json_whatever_was_measured(tmp_path: Path) -> None:
     assert json.loads(said("compare", *map(str, runs), "--json")[0])["newest"]["actor/loss"]["a"] is None
 
 
+def test_the_check_of_a_service_is_json() -> None:
+    """Its trainer waits for rows without end, which was printed as Infinity."""
+    out, _, code = said("check", "--config", "examples/serve/config.yaml", "--schema-only", "--json")
+    assert code == 0 and json.loads(out, parse_constant=pytest.fail)["plan"]["trainer"]["read_deadline_s"] is None
+
+
 def test_points_are_those_of_the_file(tmp_path: Path) -> None:
     run = write(tmp_path, [*curve(0.9), curve(0.8)[-1]])
     (first, last) = eval_points(read(run / "metrics.jsonl"))
@@ -224,3 +247,11 @@ def test_points_are_those_of_the_file(tmp_path: Path) -> None:
     assert (last.step, last.mean, last.failed) == (3, 0.8, 2), "of a step that was written twice the later value"
     with pytest.raises(ConfigError):
         collect(rft.open_run(tmp_path / "nothing"))
+
+
+def test_what_an_attempt_without_a_checkpoint_reached_is_not_told_of_the_next_one(tmp_path: Path) -> None:
+    lines = [("eval", 0, "eval/x/mean@1"), ("eval", 5, "eval/x/mean@1"), ("trainer", 5, "perf/step_s")]
+    lines += [("synchronizer", 0, "sync/version"), ("eval", 0, "eval/x/mean@1"), ("trainer", 1, "perf/step_s")]
+    records = [{"role": role, "step": step, "time": 1.0, "values": {name: 1.0}} for role, step, name in lines]
+    facts = collect(rft.open_run(write(tmp_path / "run", records)), answers=False)
+    assert facts.steps == 1 and [p.step for p in facts.evals] == [0]

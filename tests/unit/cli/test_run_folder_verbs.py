@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -15,7 +16,7 @@ import pytest
 import rft
 from rft.cli import chat_command, export_command, status_command
 from rft.cli import main as cli
-from rft.errors import CheckpointInvalid, ConfigError
+from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.launch.rundir import RunDir
 from rft.report.facts import collect
 from rft.trainer import manifest as manifests
@@ -81,6 +82,9 @@ def test_status_tells_alarms_and_names_what_shows_more(run_dir: Path) -> None:
     assert code == 0 and "alarm        explorer 9: alarm no_spread: all alike" in out and "note" not in out
     assert "curve        0.250 ▁█ 0.900  eval/sums/mean@8" in out
     assert f"next         rft report {run_dir} -o report.html" in out and f"rft compare {run_dir} OTHER_RUN" in out
+    with (run_dir / "metrics.jsonl").open("a") as file:  # one of the trainer is no step
+        file.write(json.dumps(alarm | {"role": "trainer", "step": 10}) + "\n")
+    assert "step         10  reward 0.500  s/step 2.0" in said("status", str(run_dir))[0]
 
 
 def test_runs_below_a_folder(run_dir: Path) -> None:
@@ -101,6 +105,10 @@ def test_status_of_a_run_that_goes_on(run_dir: Path) -> None:
     assert (facts["phase"], facts["holder"]) == ("running", os.getpid())
     text = "\n".join(status_command.lines(facts))
     assert "waiting      the trainer waits for rows" in text and f"engine-0 {2**22 - 1} (gone)" in text
+    state = json.loads((run_dir / "state.json").read_text()) | {"node": "elsewhere"}
+    (run_dir / "state.json").write_text(json.dumps(state))
+    text = "\n".join(status_command.lines(status_command.collect(run_dir)))
+    assert "phase        running, on elsewhere, since" in text and "(gone)" not in text, "nothing is known of processes there"
     claimed.release()
 
 
@@ -229,6 +237,26 @@ def test_log_follows(logs: Path) -> None:
     finally:
         following.kill()
         following.communicate()
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed(manifest: manifests.Manifest, *_: object, **__: object) -> None:
+        shutil.rmtree(manifest.folder)
+        (manifest.folder / "huggingface" / "config.json").read_bytes()
+
+    monkeypatch.setattr(export_command, "_fill", removed)
+    with pytest.raises(SetupError, match="global_step_10 was removed meanwhile"):
+        export_command.copy_model(run_dir, run_dir / "out", None)
+    assert not (run_dir / "out").exists()
+
+
+def test_a_program_of_stages_has_no_logs_and_no_numbers_of_its_own(run_dir: Path) -> None:
+    (run_dir.parent / "stages.json").write_text('{"stages": []}')
+    with pytest.raises(ConfigError, match=f"is a program of stages; .*{run_dir}"):
+        collect(rft.open_run(run_dir.parent))
+    (run_dir.parent / "logs").mkdir()  # as whoever owns a folder makes it
+    with pytest.raises(ConfigError, match=f"it holds the runs {run_dir}"):
+        status_command.log(run_dir.parent)
 
 
 # ------------------------------------------------------------ killed

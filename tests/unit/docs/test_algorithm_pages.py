@@ -43,7 +43,7 @@ def test_example(page: str, i: int, body: str, tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(given), encoding="utf-8")
     report = check(path, schema_only=True)
-    assert not report.errors and not report.warnings and not report.not_active
+    assert not report.errors and not report.warnings
 
 
 @pytest.mark.e2e

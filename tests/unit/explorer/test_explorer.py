@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from rft.buffer.settings import PipelineSettings
 from rft.errors import ConfigError, EngineFailed, FrameRejected, RunFailed, ShortBatch, WeightSyncFailed
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch
@@ -347,14 +348,16 @@ async def test_rows_the_buffer_refuses_become_failed_records(world):
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, "\ud800"])
-async def test_values_that_cannot_be_stored_become_failed_records(world, value):
+@pytest.mark.parametrize("copied", [False, True])
+async def test_values_that_cannot_be_stored_become_failed_records(world, tmp_path, value, copied):
     @workflow("test_unstorable")
     class Unstorable:
         async def run(self, task, ctx):
             await ctx.chat([{"role": "user", "content": "?", **({"meta": value} if task.index == 1 else {})}])
             return ctx.transcript(score=Score(value=1.0))
 
-    await world.explorer(tasksets=(world.taskset(workflow="test_unstorable", reward=None),), total_batches=1).run()
+    copy = PipelineSettings(input_path=tmp_path / "copy.jsonl" if copied else None)
+    await world.explorer(tasksets=(world.taskset(workflow="test_unstorable", reward=None),), total_batches=1, pipeline=copy).run()
     assert world.buffer.closed == [(0, 2, 2, {"rejected": 1})]
     refused = [r for r in world.buffer.rows if r.id.task == 1]
     assert {r.status for r in refused} == {"failed"} and all("not_storable: " in r.reason for r in refused)

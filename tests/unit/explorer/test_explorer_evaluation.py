@@ -9,8 +9,10 @@ from statistics import fmean
 import pytest
 
 from rft.errors import ConfigError, RunFailed
-from rft.explorer.evaluate import at_k
+from rft.explorer.evaluate import at_k, bench
+from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch
+from rft.reward import judge_metrics
 from rft.reward.base import Reward, reward
 from rft.types.completion import Score
 from rft.types.ids import Version
@@ -58,6 +60,39 @@ async def test_each_taskset_has_its_own_runs_and_arguments(world):
     )
     assert told["eval/greedy/greedy"] == told["eval/greedy/mean@1"] and told["eval/many/model_version/max"] == 0
     assert {c.sampling.max_tokens for c in world.engine.calls if c.request_id.startswith("eval-greedy-")} == {3}
+
+
+async def test_a_run_without_a_score_is_counted_as_one(world):
+    """It was left out of the mean and counted nowhere."""
+
+    @reward("test_scores_half")
+    class Half:
+        async def __call__(self, task, transcript):
+            return Score(value=1.0 if task.index % 2 else None, reason="too long to be judged")
+
+    held = world.taskset("held", is_eval=True, reward="test_scores_half")
+    await world.explorer(eval_tasksets=(held,), total_batches=1, eval_at_end=False).run()
+    told = world.sink.of("eval")[0]
+    assert (told["eval/held/runs"], told["eval/held/failed"], told["eval/held/mean@2"]) == (16, 8, 1.0)
+
+
+async def test_what_judges_did_in_the_last_evaluation_is_told(world, monkeypatch):
+    monkeypatch.setattr(judge_metrics, "_BY_NAME", {})
+
+    @reward("test_pays")
+    class Pays:
+        async def __call__(self, task, transcript):
+            judge_metrics.of("paid").calls += 1
+            return 1.0
+
+    tasks, held = world.taskset(reward="test_pays"), world.taskset("held", is_eval=True, reward="test_pays")
+    settings = {"tasksets": (tasks,), "eval_tasksets": (held,), "total_batches": 2, "eval_on_startup": False}
+    await world.explorer(**settings).run()
+    told = [(r.step, r.values["judge/paid/calls"]) for r in world.sink.records if "judge/paid/calls" in r.values]
+    assert told == [(1, 4), (2, 8), (3, 24)] and {r.role for r in world.sink.records[-1:]} == {"explorer"}
+    await bench(ExplorerSettings(tasksets=(), eval_tasksets=(held,), batch_size=1), world.engine, world.sink, Version(1, 7))
+    last = world.sink.records[-1]
+    assert (last.role, last.step, last.values["judge/paid/calls"]) == ("eval", 7, 40)
 
 
 async def test_rewards_are_closed_where_the_final_evaluation_fails(world):

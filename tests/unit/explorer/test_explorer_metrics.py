@@ -109,5 +109,19 @@ def test_a_part_of_the_reward_does_not_hide_the_reward() -> None:
     assert found["rollout/response_length/mean"] > 0
 
 
+def test_a_run_of_many_rows_weighs_as_much_as_one_of_few() -> None:
+    """Step by step each call is a row: runs of many calls decided the means of metrics and parts of the reward."""
+    id = GroupId(1, 0, 0, 0)
+
+    def run(number: int, calls: int, part: float) -> PlayedRun:
+        rows = (row(id.run(number, 0, step)) for step in range(calls))
+        made = tuple(replace(r, reward_parts={"right": part}, metrics={"calls": float(calls)}) for r in rows)
+        return PlayedRun(made, part, 1.0, 0.0, 1)
+
+    task = Task(taskset="t", index=0, prompt="x", workflow="w", num_runs=2)
+    found = rollout_metrics([PlayedGroup(id, task, (run(0, 2, 1.0), run(1, 10, 0.0)), True, "")], 1.0)
+    assert (found["rollout/calls/mean"], found["rollout/right/mean"], found["rollout/right/std"]) == (6.0, 0.5, 0.5)
+
+
 def test_a_batch_that_no_weights_of_ours_wrote_has_no_version() -> None:
     assert "rollout/model_version" in measured() and "rollout/model_version" not in measured(version_spans=(), is_expert=True)

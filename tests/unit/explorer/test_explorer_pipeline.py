@@ -15,10 +15,13 @@ from rft.buffer.operators.base import Operator, Result, operator
 from rft.buffer.settings import BufferSettings, OperatorSettings, PipelineSettings
 from rft.errors import RunFailed, ShortBatch
 from rft.plugins import REGISTRY
+from rft.reward.base import reward
 from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
+from rft.types.completion import Score
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest
+from rft.workflow.base import Workflow, workflow
 
 
 @pytest.fixture(autouse=True)
@@ -181,14 +184,23 @@ async def test_a_group_that_breaks_an_operator_fails_with_the_traceback_and_is_r
                 raise KeyError("no such column")
             return Result(rows)
 
-    await world.explorer(total_batches=1, pipeline=pipeline(plugin(Picky))).run()
+    @workflow("test_two_rows")
+    class TwoRows(Workflow):
+        async def run(self, task, ctx):
+            for _ in range(2):
+                await ctx.chat(task.chat())
+            return ctx.transcript(layout="steps")
+
+    tasks = (world.taskset(workflow="test_two_rows"),)
+    await world.explorer(tasksets=tasks, total_batches=1, pipeline=pipeline(plugin(Picky))).run()
     (bad,) = [(rows, reason) for rows, accepted, reason in world.buffer.groups if not accepted]
     assert bad[1] == "operator" and [r.status for r in bad[0]] == ["failed"] * 2
     assert bad[0][0].reason == "operator test_picky raised KeyError: 'no such column'"
     assert 'raise KeyError("no such column")' in bad[0][0].info["traceback"]
     assert world.buffer.closed == [(0, 2, 2, {"operator": 1})]
     m = world.sink.of("explorer")[1]
-    assert m["experience_pipeline/failed_count"] == 2 and m["rollout/failed"] == 0 and m["rollout/groups/rejected"] == 1
+    assert m["experience_pipeline/failed_count"] == 2, "runs, of two rows each"
+    assert m["rollout/failed"] == 0 and m["rollout/groups/rejected"] == 1
 
 
 async def test_an_operator_that_always_breaks_stops_the_run(world):
@@ -247,3 +259,50 @@ async def test_an_operator_may_ask_the_policy_or_another_model_to_judge(world, p
 async def test_without_operators_nothing_is_reported(world):
     await world.explorer(total_batches=1).run()
     assert not [k for k in world.sink.of("explorer")[1] if k.startswith("experience_pipeline/")]
+
+
+@workflow("test_pipeline_one_breaks")
+class OneBreaks(Workflow):
+    """The first run of the first task fails; where `greedy` is asked for, that run of it alone."""
+
+    def __init__(self, greedy: bool = False) -> None:
+        self.greedy = greedy
+
+    async def run(self, task, ctx):
+        if task.index == 0 and ctx.run == 0 and (not self.greedy or task.sampling.temperature == 0):
+            raise ValueError("broken on purpose")
+        await ctx.chat(task.chat())
+        return ctx.transcript()
+
+
+@pytest.mark.parametrize("operators", [(), ("pass_rate_calculator",)])
+@pytest.mark.parametrize(
+    ("more", "greedy", "reason"), [({"whole_groups": True}, False, "too_few"), ({"baseline": True}, True, "no_baseline")]
+)
+async def test_operators_do_not_make_a_rejected_group_trainable(world, operators, more, greedy, reason):
+    tasksets = (world.taskset(num_runs=4, workflow="test_pipeline_one_breaks", workflow_args={"greedy": greedy}),)
+    await world.explorer(total_batches=1, tasksets=tasksets, pipeline=pipeline(*operators), **more).run()
+    assert world.buffer.closed == [(0, 2, 2, {reason: 1})]
+    (rejected,) = [(rows, why) for rows, accepted, why in world.buffer.groups if not accepted]
+    assert rejected[1] == reason and rejected[0][0].task_index == 0
+
+
+@reward("test_pipeline_says_nothing")
+async def says_nothing(task, transcript):
+    return Score(value=None)
+
+
+async def test_a_reward_of_an_operator_makes_a_group_trainable(world, plugin):
+    """Runs without a score are not lost: the others of their group go on, and an operator scores them."""
+
+    class Scores(Operator):
+        stage = "reward"
+
+        async def process(self, rows, group):
+            return Result([msgspec.structs.replace(r, reward=1.0) for r in rows])
+
+    tasksets = (world.taskset(num_runs=4, reward="test_pipeline_says_nothing", workflow="test_pipeline_one_breaks"),)
+    settings = {"total_batches": 1, "tasksets": tasksets, "stop_hopeless": True, "max_concurrent_runs": 1}
+    await world.explorer(pipeline=pipeline(plugin(Scores)), **settings).run()
+    assert world.buffer.closed == [(0, 2, 2, {})], "3 of 4 runs are enough"
+    assert sum(r.trainable for r in world.buffer.rows) == 7

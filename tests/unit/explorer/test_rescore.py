@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from rft.explorer.rescore import Rescored, StoredAnswer, rescore, summary, transcript_of
 from rft.plugins import load_all
-from rft.reward.base import Reward
+from rft.reward.base import FunctionReward, Reward
 from rft.reward.build_reward import build
 from rft.testing.storage_contract import row
 from rft.types.completion import Transcript, VersionSpan
@@ -93,3 +95,12 @@ def test_pairs_that_the_new_reward_turns_round() -> None:
     found = [Rescored(str(i), "toy", "g", "", old, new) for i, (old, new) in enumerate([(0, 1), (1, 0), (2, 3)])]
     assert summary(found)["toy"]["order_kept"] == pytest.approx(2 / 3)
     assert set(summary([*found, Rescored("9", "other", "h", "", None, None)])) == {"toy", "other", "all"}
+
+
+async def test_a_reward_reads_what_the_calls_have_told() -> None:
+    def told(task: Task, transcript: Transcript) -> float:
+        return float(any(t.info.get("found") for t in transcript.turns))
+
+    rows = [stored(0, run, "4", 1.0) for run in (0, 1)]
+    rows[0] = dataclasses.replace(rows[0], experience=replace(rows[0].experience, info={"found": True}))
+    assert [r.new for r in await score(rows, FunctionReward(told))] == [1.0, 0.0]

@@ -1,18 +1,23 @@
-"""Auxiliary models as the explorer gets them: every name, each model once, clients of servers closed again."""
+"""Auxiliary models as the explorer gets them: every name, each model once, clients of servers closed again; the policy's vocabulary."""
 
 from __future__ import annotations
 
+import json
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rft.config.load import from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
 from rft.engine.pool import EnginePool
-from rft.errors import EngineFailed
+from rft.errors import ConfigError, EngineFailed
 from rft.launch.parts import _models
+from rft.launch.start import vocab_size
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine
 
@@ -42,3 +47,18 @@ async def test_names_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
             await models["api"].generate(ask())
     with pytest.raises(EngineFailed, match="closed"):
         await client.health()
+
+
+def test_how_many_tokens_a_model_knows(tmp_path: Path) -> None:
+    """Configurations of models that also take images leave out what is their family's default, as Gemma 3's."""
+    save_file({"language_model.model.embed_tokens.weight": np.zeros((12, 4), np.float32)}, tmp_path / "model.safetensors")
+    for config, size in (
+        ({"vocab_size": 9}, 9),
+        ({"text_config": {"vocab_size": 7}}, 7),
+        ({"text_config": {"hidden_size": 4}}, 12),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert vocab_size(str(tmp_path)) == size
+    save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="does not give its vocab_size"):
+        vocab_size(str(tmp_path))

@@ -48,6 +48,15 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+def test_an_alarm_of_the_trainer_is_no_step() -> None:
+    """It was shown as a step of 0 seconds, which halved the time that was left."""
+    alarm = MetricRecord(role="trainer", step=3, time=0.0, values={"alarm/kl_jump": 1.0}, notes=("alarm kl_jump: too large",))
+    steps = shown(False, 15, record(3, **VALUES), alarm, record(4, **VALUES)).splitlines()[3:]
+    assert (
+        steps[1] == "note  trainer 3: alarm kl_jump: too large" and steps[2].endswith("s/step 8.0  ETA 1m28s") and len(steps) == 3
+    )
+
+
 def test_a_wait_says_what_it_is_for() -> None:
     """In the bar on a terminal, as a line elsewhere; it is in no file."""
     news = MetricRecord(role="explorer", step=0, time=0.0, values={}, notes=("evaluating sums: 40 of 224 tasks, 12 s",))

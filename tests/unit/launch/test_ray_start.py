@@ -45,3 +45,15 @@ def test_an_error_nobody_knows_is_not_hidden(starts):
     starts += [Exception("surprise")]
     with pytest.raises(Exception, match="surprise"):
         Cluster.connect(None)
+
+
+def test_a_ray_in_the_environment_is_not_joined(monkeypatch):
+    """Clusters set RAY_ADDRESS in every shell; without cluster.ray_address the run has a Ray of its own."""
+    ray = pytest.importorskip("ray")
+    from ray._private.services import canonicalize_bootstrap_address
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "init", lambda **how: given.update(how))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6399")
+    Cluster.connect(None).close()
+    assert canonicalize_bootstrap_address(given.get("address"), given["_temp_dir"]) is None, "it would join that one"

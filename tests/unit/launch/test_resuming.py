@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
+from rft.errors import ConfigError
+from rft.launch.modes import TrainOffline
+from rft.launch.rundir import RunDir
 from rft.launch.start import begin
+from rft.trainer import manifest as manifests
+from rft.types.ids import Version
+from rft.types.ports import Consumption
 
 
 async def test_a_second_start_without_a_checkpoint_says_that_it_begins_again(
@@ -27,3 +35,23 @@ async def test_a_second_start_without_a_checkpoint_says_that_it_begins_again(
         said.append((start.lineage, [r.getMessage() for r in caplog.records if "starting" in vars(r)]))
     again = "no checkpoint of the earlier attempt (trainer.save_interval): step 0 again, 0 experiences set aside"
     assert said == [(1, []), (2, [again])]
+
+
+def test_a_run_that_would_end_where_another_one_ended_is_refused(tmp_path: Path) -> None:
+    """Steps count on from the checkpoint that resume_from_path names: a run of fewer would train nothing, and say that it is done."""
+    folder = tmp_path / "other" / "checkpoints" / "global_step_7"
+    folder.mkdir(parents=True)
+    used = Consumption(num_uses=3, digest="ab" * 16, cursor=4)
+    manifests.commit(folder, version=Version(2, 7), parent=None, consumption=used)
+    run = RunDir(tmp_path / "run")
+
+    def begun(total: int) -> TrainOffline:
+        plan: Any = SimpleNamespace(
+            continue_from_checkpoint=True, resume_from_path=folder, trainer=SimpleNamespace(total_steps=total), run_dir=run.path
+        )
+        return TrainOffline(plan)
+
+    assert begun(8).done(run) is None
+    for total in (5, 7):
+        with pytest.raises(ConfigError, match=rf"trainer.total_steps: is {total}, and .*global_step_7.*more than 7"):
+            begun(total).done(run)

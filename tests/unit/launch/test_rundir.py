@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
+import psutil
 import pytest
 
 from rft.errors import SetupError
+from rft.launch.execute import _clean_after_a_crash
 from rft.launch.rundir import RunDir, write_json
 from rft.logs import learn_secrets
 
@@ -55,3 +58,38 @@ def test_json_is_never_half_written(tmp_path):
         write_json(tmp_path / "a.json", {("not", "a", "key"): 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_run_of_another_machine_lives_as_long_as_its_lock(tmp_path):
+    """Its processes cannot be asked from here, where folders are shared: another one may have the number of its process."""
+    run = RunDir.claim(tmp_path)
+    run.state("running")
+    state = json.loads((tmp_path / "state.json").read_text()) | {"node": "elsewhere"}
+    run.lock_file.write_text(str(2**22 - 1))
+    assert RunDir(tmp_path).phase(state) == ("running", None)
+    run.release()
+    assert RunDir(tmp_path).phase(state) == ("died", None)
+
+
+def test_a_copy_of_a_run_that_lives_leaves_its_processes_alone(tmp_path):
+    """What a killed run has left is ended by the next start in its folder; this one's launcher is there."""
+    with ExitStack() as started:
+
+        def sleeper(**environment: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(["sleep", "60"], env={**os.environ, **environment})
+            started.callback(process.wait)
+            started.callback(process.kill)
+            return process
+
+        launcher, part = sleeper(), sleeper(RFT_RUN_ID="0123456789ab")
+        run = RunDir(tmp_path)
+        run.run_id = "0123456789ab"
+        run.state("running")
+        state = json.loads((tmp_path / "state.json").read_text()) | {"pid": launcher.pid}
+        (tmp_path / "state.json").write_text(json.dumps(state))
+        _clean_after_a_crash(run)
+        assert part.poll() is None
+        launcher.kill()
+        launcher.wait()
+        _clean_after_a_crash(run)
+        assert not psutil.pid_exists(part.pid)

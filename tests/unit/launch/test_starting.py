@@ -22,6 +22,7 @@ class Starting:
         self.began, self.up = threading.Event(), threading.Event()
         monkeypatch.setattr(ray_runtime.Cluster, "connect", self.connect)
         monkeypatch.setattr(ray_runtime, "_clean", lambda run_id: self.events.append("killed what is left"))
+        monkeypatch.setenv(ray_runtime.leftovers.RUN_ID, "0")  # what is not cleaned stays
 
     def connect(self, address: str | None, *, num_cpus: int | None = None) -> Any:
         self.began.set()

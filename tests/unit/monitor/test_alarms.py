@@ -81,6 +81,16 @@ def test_jumps_of_kl_and_mismatch() -> None:
     assert (ess.name, ess.subject) == ("mismatch_jump", "mismatch/ess")
 
 
+def test_groups_without_spread_are_those_of_the_explorer() -> None:
+    """The trainer's share, of the groups that operators leave, has the same name and took its place."""
+    told = [
+        r
+        for s in range(1, 12)
+        for r in (record("explorer", s, frac_reward_zero_std=0.99), record("trainer", s, frac_reward_zero_std=0.0))
+    ]
+    assert [(f.name, f.step) for f in alarms(told)] == [("no_spread", 10)]
+
+
 def test_who_starves() -> None:
     slow = [record("trainer", s, perf__step_s=20.0, time__wait_s=19.5) for s in range(1, 12)]
     assert [(f.name, f.subject, f.step) for f in alarms(slow)] == [("starving", "trainer", 10)]

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -173,6 +174,18 @@ def test_series_takes_the_later_value_of_a_repeated_step() -> None:
     assert series(records, "a") == [(1, 1.0), (2, 20.0)]
 
 
+def test_series_leaves_out_what_lay_beyond_the_begin_of_a_later_process() -> None:
+    def made(role: Any, step: int, **values: float) -> MetricRecord:
+        return MetricRecord(role=role, step=step, time=0.0, values=values)
+
+    attempt = [made("trainer", s, a=1.0) for s in (1, 2, 3)] + [made("explorer", s, b=1.0) for s in (1, 2, 3, 4)]
+    resumed = [*attempt, made("synchronizer", 2, version=2.0)]
+    assert series(resumed, "a") == [(1, 1.0), (2, 1.0)]
+    assert series(resumed, "b") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)], "explored ahead of the checkpoint, and not again"
+    anew = [*attempt, made("synchronizer", 0, version=0.0), made("trainer", 1, a=5.0), made("explorer", 1, b=5.0)]
+    assert series(anew, "a") == [(1, 5.0)] == series(anew, "b"), "nothing was saved, so all steps are done again, or never"
+
+
 # ---------------------------------------------------------------- samples and secrets
 
 
@@ -234,14 +247,15 @@ async def test_a_failing_tracker_is_switched_off_once_and_loudly(
 ) -> None:
     m = monitor(tmp_path, kind, "recorder")
     for step in range(3):
-        await m.log(record(step, loss=1.0))
+        await m.log(MetricRecord(role="trainer", step=step, time=0.0, values={"loss": 1.0}, notes=("a group was rejected",)))
     await m.close()
     errors = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1
     assert what in errors[0].getMessage()
     found = read(tmp_path / "metrics.jsonl")
     assert [r.step for r in found if "loss" in r.values] == [0, 1, 2]
-    assert len([r for r in found if ALARM in r.values]) == 1
+    (alarm,) = [r for r in found if ALARM in r.values]
+    assert alarm.notes == (errors[0].getMessage().partition(";")[0],), "what happened, not what the record before had to say"
     (other,) = [t for t in Recorder.opened if type(t) is Recorder]
     assert other.closed
     assert [r.step for r in other.records if "loss" in r.values] == [0, 1, 2]
@@ -312,13 +326,24 @@ def test_watching_loads_no_torch_and_no_tracker() -> None:
 # ---------------------------------------------------------------- helpers
 
 
-def test_one_run_keeps_names_of_different_roles_apart() -> None:
-    class Names(OneRun):
-        def send(self, role: str, step: int, when: float, values: dict[str, Any]) -> None: ...
-        def table(self, name: str, step: int, rows: Sequence[Row]) -> None: ...
-        def close(self) -> None: ...
+class Names(OneRun):
+    def send(self, role: str, step: int, when: float, values: dict[str, Any]) -> None: ...
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None: ...
+    def close(self) -> None: ...
 
-    names = Names(MonitorSettings(folder=Path()), None)
+
+async def test_a_name_of_two_roles_is_the_first_ones_also_when_the_run_resumes(tmp_path: Path) -> None:
+    """Where rows wait in the buffer the trainer is the first to report then; the two curves changed places in the tracker."""
+    m = monitor(tmp_path)
+    for role, value in (("explorer", 1.0), ("trainer", 0.5)):
+        await m.log(record(1, role, spread=value))
+    await m.close()
+    assert Names(MonitorSettings(folder=tmp_path), None).name("trainer", "spread") == "trainer/spread"
+    assert series(read(tmp_path / "metrics.jsonl"), "spread") == [(1, 1.0)]
+
+
+def test_one_run_keeps_names_of_different_roles_apart(tmp_path: Path) -> None:
+    names = Names(MonitorSettings(folder=tmp_path), None)
     assert [names.name(r, "time/step") for r in ("trainer", "explorer", "trainer")] == [
         "time/step",
         "explorer/time/step",
@@ -354,3 +379,16 @@ def test_a_full_disk_leaves_no_empty_id(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert len(remembered_id(path)) == 16
+
+
+def test_the_copy_of_a_run_is_a_run_of_its_own_in_trackers(tmp_path: Path) -> None:
+    """A folder that was moved goes on in the same one; two that are there would write into each other."""
+    first = remembered_id(tmp_path / "first" / "wandb" / "rft_run_id")
+    shutil.copytree(tmp_path / "first", tmp_path / "branch")
+    branch = tmp_path / "branch" / "wandb" / "rft_run_id"
+    assert remembered_id(branch) != first and remembered_id(branch) == branch.read_text()
+    assert remembered_id(tmp_path / "first" / "wandb" / "rft_run_id") == first
+    (tmp_path / "first").rename(tmp_path / "moved")
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    assert remembered_id(tmp_path / "moved" / "wandb" / "rft_run_id") == first
+    assert remembered_id(tmp_path / "link" / "wandb" / "rft_run_id") == first

@@ -46,6 +46,12 @@ def test_bars_lie_where_the_records_say() -> None:
     assert Bar("evaluate", "evaluate", "copy, version 1", 19, 20) in found
 
 
+def test_engines_that_roll_end_their_requests_before_they_pause() -> None:
+    """Without it the phases before stood too late by as much."""
+    (stage, drain, *_) = bars([record("synchronizer", 1, 30, **SYNC, **{"sync/drain_s": 10.0})])
+    assert (stage.kind, stage.begin, drain.kind, drain.begin, drain.end) == ("stage", 18.0, "drain", 18.5, 28.5)
+
+
 def test_shares_count_from_the_first_version_on() -> None:
     """From the first bar of a sync to end, 12 ... 20 less what was before the first phase ended."""
     told = shares([b for b in bars(run()) if b.label != "version 0" or b.kind == "canary"])

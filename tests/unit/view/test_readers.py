@@ -20,6 +20,7 @@ from rft.monitor.pictures import bars, shares
 from rft.monitor.read import MetricTail, read, series
 from rft.testing.storage_contract import fill, take
 from rft.types.ids import Version
+from rft.view.charts import numbers
 from rft.view.filters import ORDERS, Filters
 from rft.view.found_runs import FoundRuns, differences
 from rft.view.metric_curves import MOST_POINTS, Curves, spark
@@ -99,6 +100,14 @@ def test_costs_of_all_processes_are_added(tmp_path: Path) -> None:
     curves = Curves(tmp_path)
     curves.refresh()
     assert curves.cost_usd() == pytest.approx(0.9)
+
+
+def test_time_in_which_two_batches_are_explored_counts_once(tmp_path: Path) -> None:
+    lines = [line("explorer", s, t, rollout__time__batch=10.0) for s, t in ((1, 10.0), (2, 15.0), (3, 40.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    curves = Curves(tmp_path)
+    curves.refresh()
+    assert numbers(curves)["busy"] == {"exploring": 25.0}
 
 
 def test_long_curves_keep_their_extremes(tmp_path: Path) -> None:
