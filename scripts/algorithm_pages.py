@@ -32,6 +32,7 @@ from rft.algorithm.args import Args
 from rft.algorithm.base import AlgorithmDefaults
 from rft.algorithm.catalog import algorithm_defaults, algorithms, shipped
 from rft.config.describe import default_text, type_text
+from rft.config.schema.walk import extra
 from rft.plugins import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
@@ -190,8 +191,8 @@ def _table(model: type[BaseModel]) -> str:
     rows = ["| Argument | Type | Default | Meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         meaning = str(field.description)
-        if isinstance(extra := field.json_schema_extra, dict) and isinstance(mark := extra.get("not_active"), dict):
-            meaning += f"  *{'No meaning here' if mark.get('moot') else 'Not active yet'}: {mark['instead']}*"
+        if why := extra(field, "moot"):
+            meaning += f"  *No meaning here: {why}*"
         rows.append(f"| `{name}` | {type_text(field)} | {default_text(field)} | {_linked(meaning)} |")
     return "\n".join(rows)
 

@@ -13,7 +13,7 @@ from rft.config.extends import SECTIONS
 from rft.config.foreign import ignored, instead, not_offered
 from rft.config.inert import Inert, inert
 from rft.config.schema.root import RunConfig
-from rft.config.schema.walk import aliases, models
+from rft.config.schema.walk import aliases, extra, models
 
 HEAD = """# Configuration reference
 
@@ -84,20 +84,16 @@ def markdown() -> str:
 def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
     rows = ["| Key | Type | Default | Unit | Meaning | On resume |\n|---|---|---|---|---|---|\n"]
     for key, field in _fields(model, prefix, own):
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         entry = None if inert(key.rpartition(".")[0]) else inert(key)
         meaning = field.description if entry is None else f"{field.description}  {_inert(entry)}"
-        cells = [f"`{key}`", type_text(field), default_text(field), extra.get("unit", ""), meaning, extra.get("on_resume", "")]
+        cells = [f"`{key}`", type_text(field), default_text(field), extra(field, "unit"), meaning, extra(field, "on_resume")]
         rows.append(f"| {' | '.join(str(c) for c in cells)} |\n")
     return "".join(rows)
 
 
 def _inert(entry: Inert) -> str:
-    which = ", ".join(f"`{v}`" for v in entry.values)
-    if entry.level == "later":
-        return f"*{f'{which} not' if which else 'Not'} active yet: {entry.why}*"
     refused = ", refused" if entry.level == "refused" else ""
-    return f"*{f'{which} has n' if which else 'N'}o meaning here{refused}: {entry.why}*"
+    return f"*No meaning here{refused}: {entry.why}*"
 
 
 _SAME_KEYS = (  # as others that are listed

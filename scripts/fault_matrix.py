@@ -21,13 +21,12 @@ from typing import Any
 
 import pages
 
-from rft.testing.postgres import PostgresServer, programs
-
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.helpers.lab.cases import Case, kill_the_migration, matrix, postgres_matrix  # noqa: E402
 from tests.helpers.lab.lab import Nursery, build_shim, nursery  # noqa: E402
+from tests.helpers.postgres import PostgresServer, programs  # noqa: E402
 
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- matrix: written by scripts/fault_matrix.py -->", "<!-- end of the matrix -->"

@@ -1,6 +1,6 @@
 """Every sync style over every transport: whole runs of the tiny model with Ray, vLLM and the FSDP2 trainer, one after the other.
 
-    python scripts/sync_matrix.py [--styles fixed,fully_async] [--transports memory,checkpoint] [--seeds 0,1,2] [--write] [--missing]
+    python scripts/sync_matrix.py [--styles "fixed;fully_async"] [--transports memory,checkpoint] [--seeds 0,1,2] [--write] [--missing]
 
 `--transports` takes names of `synchronizer.sync_method` (without the option: all that work), each with further keys where it needs
 some: `NAME:key=value;key=value`.  `--write` puts the rows into docs/sync-matrix.md; rows that were not measured stay as they are.

@@ -92,7 +92,6 @@ def judged(path: Path, name: str, work: Path) -> Outcome:
         return Outcome(name, "refused", refused)
     warnings = tuple(dict.fromkeys(w for r in alone for w in r.warnings))
     needs = tuple(dict.fromkeys(str(n) for r in alone for n in r.needs if n.kind not in GIVEN))
-    needs += tuple(f"{n.key}: {n.instead}" for r in alone for n in r.not_active if not n.harmless)
     if needs:
         return Outcome(name, "needs", needs, warnings)
     whole = [check(path, brought(report, work), stage=stage) for report, stage in zip(alone, stages, strict=True)]

@@ -7,9 +7,9 @@ Programs run in the sandbox that `code_reward` uses, without network, files or m
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from rft import Task, ToolArgs, ToolWorkflow, register
 from rft.reward.sandbox import ProgramLimits, Sandbox
@@ -32,6 +32,14 @@ class PythonMathArgs(ToolArgs):
     python_timeout: float = Field(10.0, gt=0, description="seconds that one program may take")
     system_prompt: str = Field(INSTRUCTION, description="what the model is told first, unless the task brings its own")
     type: str = Field("gsm8k", pattern="^gsm8k$", description="Trinity-RFT's name of this kind of task")
+
+    @model_validator(mode="after")
+    def _in_time(self) -> Self:
+        if self.python_timeout >= self.tool_timeout:
+            raise ValueError(
+                f"python_timeout {self.python_timeout:g} must be less than tool_timeout {self.tool_timeout:g}, which ends the whole call"
+            )
+        return self
 
 
 @register.workflow("python_math_workflow", args=PythonMathArgs)

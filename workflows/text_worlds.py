@@ -181,15 +181,18 @@ class SciWorld(World):
 
         row = task.row if "task_name" in task.row else json.loads(str(task.prompt))
         with _LOCK:
-            self.env = _IDLE.pop() if _IDLE else None
-        if self.env is None:
-            self.env = ScienceWorldEnv("", envStepLimit=10_000)  # turns are counted here
-        self.env.load(str(row["task_name"]), int(row.get("var_num", 0)), self.args.simplification)
-        observation, info = self.env.reset()
+            env = _IDLE.pop() if _IDLE else None
+        if env is None:
+            env = ScienceWorldEnv("", envStepLimit=10_000)  # turns are counted here
+        env.load(str(row["task_name"]), int(row.get("var_num", 0)), self.args.simplification)
+        observation, info = env.reset()
+        self.env = env
         return f"{info['taskDesc'].strip()}\n{observation.strip()}"
 
     def act(self, command: str) -> tuple[str, float, bool]:
-        observation, _, done, info = self.env.step(command)
+        env, self.env = self.env, None  # of a run that is given up meanwhile no other run gets it
+        observation, _, done, info = env.step(command)
+        self.env = env
         return str(observation).strip(), max(self._score, info["score"] / 100), bool(done)
 
     def close(self) -> None:
