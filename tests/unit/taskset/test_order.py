@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft.errors import ConfigError
-from rft.taskset.base import RowSource, Taskset
+from rft.taskset.base import RowSource, Taskset, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 from rft.taskset.task_order import TaskOrder, num_batches
 
@@ -145,3 +145,10 @@ def test_refused(tasksets, batch, message):
 def test_too_few_rows_for_one_batch_are_refused():
     with pytest.raises(ConfigError, match="3 rows and 1 epochs do not fill one batch of 4 tasks"):
         TaskOrder([rows("a", 3)], 4, 1).num_batches(1)
+
+
+def test_rows_have_the_fingerprints_of_earlier_versions() -> None:
+    """They stand in the ledgers of runs that go on."""
+    rows = [{"prompt": "2+2?", "answer": 4, "nested": {"b": [1.5, None], "a": "ä"}}, {"answer": 5, "prompt": "x"}]
+    assert sample_fingerprint(rows, ("split", "train")) == "fc1d6af4dfa5bf3b7c2b5d71bdac3bc1"
+    assert sample_fingerprint([{1: "a", "b": (1, 2)}]) == "87ecf9378289afb7e85a97a99ee84d51"
