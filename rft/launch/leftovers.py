@@ -64,10 +64,10 @@ def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     psutil.wait_procs(new(), timeout=grace_s)
     ours = new()
     mine = {p.pid for p in ours}
-    others = _Others(exclude=mine)
     found = [f"process {_describe(p)}" for p in ours]
-    for what, paths in (("shared memory", _shm()), ("temporary folder", _temp_folders())):
-        found += [f"{what} {p}" for p in paths if str(p) not in before.paths and not others.use(p) and not others.own(p)]
+    there = [*(("shared memory", p) for p in _shm()), *(("temporary folder", p) for p in _temp_folders())]
+    others = _Others(exclude=mine)  # after the list: what they make meanwhile is not in it
+    found += [f"{what} {p}" for what, p in there if str(p) not in before.paths and not others.use(p) and p.exists()]
     listeners = set(_open_listeners({*mine, os.getpid()})) - before.listeners
     return [*found, *(f"listener {line}" for line in sorted(listeners))]
 
@@ -85,8 +85,8 @@ def orphans() -> list[str]:
 
 def unused_shm() -> list[str]:
     """Names in /dev/shm that look like ours and that no living process has open."""
-    others = _Others()
-    return [p.name for p in _shm() if not others.use(p) and not others.own(p)]
+    there, others = _shm(), _Others()
+    return [p.name for p in there if not others.use(p) and p.exists()]
 
 
 def clean(run_id: str) -> list[str]:
@@ -252,6 +252,7 @@ class _Others:
         return (
             any(not _ending(p) for p in self._closed)
             or str(path) in self._paths
+            or self.own(path)
             or any(p.startswith(inside) for p in self._paths)
             or any(inside in c or c.endswith(str(path)) for c in self._commands)
         )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -209,3 +209,19 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (leftovers.SHM / "psm_abc").write_bytes(b"x")
     assert leftovers_command.main(["--after", str(file)]) == 1
     assert "left over: shared memory" in capsys.readouterr().out
+
+
+def test_what_others_make_or_remove_while_they_are_looked_at_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    before = leftovers.snapshot()
+    gone = tmp_path / "sem.mp-gone"
+    gone.touch()
+
+    class Others(leftovers._Others):
+        def __init__(self, exclude: Collection[int] = ()) -> None:
+            super().__init__(exclude)
+            (tmp_path / "sem.mp-new").touch()
+            gone.unlink(missing_ok=True)
+
+    monkeypatch.setattr(leftovers, "_Others", Others)
+    assert leftovers.compare(before, grace_s=0) == []
