@@ -24,6 +24,7 @@ from rft.errors import RftError
 from rft.explorer.assign import Assignments, BatchAssigner
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
+from rft.faults import fault
 from rft.launch import drive
 from rft.launch.signals import Signals
 from rft.sync.schedule import Schedule
@@ -166,7 +167,11 @@ class Engine(ScriptedEngine):
     async def load(self, manifest: WeightManifest) -> Any:
         self._found.playing_at_load.append(self._under_way)
         await asyncio.sleep(self._world.load_s)
-        return await super().load(manifest)
+        before = self._key
+        report = await super().load(manifest)
+        if fault("sync.skip"):
+            self._key = before
+        return report
 
 
 class Ranks:
