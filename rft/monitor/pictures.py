@@ -108,7 +108,7 @@ def bars(records: Sequence[MetricRecord], *, last: int | None = None) -> list[Ba
     """
     firsts = [i for i, r in enumerate(records) if begins(r)]
     if not firsts:
-        raise RunFailed("no weights have been published yet, so there is nothing to draw")
+        raise RunFailed("no weights have been published: a timeline is drawn of a run that explores, from its first version on")
     found = [bar for r in records[firsts[-1] :] for bar in _of(r) if bar.end > bar.begin]
     steps = [b for b in found if b.kind == "train"]
     if last is None or len(steps) <= last:
