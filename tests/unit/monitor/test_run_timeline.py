@@ -69,7 +69,7 @@ def test_only_the_newest_process_and_its_last_steps() -> None:
     assert min(b.begin for b in found) == 110 and {b.label for b in found if b.kind == "train"} == {"step 2"}
     more = [*run(), record("trainer", 2, 24, **{"perf/step_s": 4.0, "time/train_s": 4.0})]
     assert {b.label for b in bars(more, last=1)} == {"step 2"}
-    with pytest.raises(RunFailed, match="nothing to draw"):
+    with pytest.raises(RunFailed, match="a timeline is drawn of a run that explores"):
         bars(run()[1:2])
 
 
