@@ -233,16 +233,7 @@ def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int,
 
 def _server(ctx: Context, model: AuxiliaryModelConfig, key: str, name: str, max_model_len: int) -> EngineSettings:
     e = model.external_model_config or ExternalModelConfig()
-    ours = {
-        "engine_type",
-        "name",
-        "model_path",
-        "external_model_config",
-        "max_concurrent",
-        "request_timeout",
-        "start_timeout",
-        "task",
-    }
+    ours = set("engine_type name model_path external_model_config max_concurrent request_timeout start_timeout task".split())
     others = sorted(type(model).model_fields.keys() - ours)
     if unused := [n for n in others if model.written(n) and not inert(f"explorer.auxiliary_models[].{n}")]:
         ctx.warn(f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect; the server decides this")

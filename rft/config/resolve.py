@@ -160,10 +160,8 @@ def _workload(
     train, evals = limit_prompts(ctx.config, train, evals, engine, num_process(ctx.config, ctx.facts))
     prepared = None
     if ctx.config.mode == "train" and reads_data(ctx.config):
-        p, why = (
-            ctx.config.data_processor,
-            "it is for tasks and what is sampled; rows that are there already are trained on as they are",
-        )
+        p = ctx.config.data_processor
+        why = "it is for tasks and what is sampled; rows that are there already are trained on as they are"
         p.idle("data_processor", ("task_pipeline",), why, ctx)
         p.experience_pipeline.idle("data_processor.experience_pipeline", ("operators", "save_input"), why, ctx)
     else:

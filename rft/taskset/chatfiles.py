@@ -92,8 +92,16 @@ class ChatFiles:
         """Token ids of each text, as it stands."""
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    @cached_property
+    def _marks_beginnings(self) -> bool:
+        """Whether a text begins with other tokens than stand in the middle of one: some tokenizers put a space before it."""
+        alone, behind = self.encode_each(("a", "\na"))
+        return behind[-len(alone) :] != alone
+
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Token ids of pieces of one text, each as it stands behind the one before: some tokenizers put a space before a text."""
+        """Token ids of pieces of one text, each as it stands behind the one before."""
+        if not self._marks_beginnings:
+            return self.encode_each(pieces)
         alone, joined = self.encode_each(pieces), self.encode_each(map("".join, itertools.pairwise(pieces)))
         behind = zip(alone, joined, alone[1:], strict=False)
         return [alone[0], *(both[len(a) :] if both[: len(a)] == a else b for a, both, b in behind)]

@@ -42,6 +42,17 @@ def logits(folder: Path) -> torch.Tensor:
     return found
 
 
+def both_ways(learner: Learner, root: Path) -> list[Path]:
+    """Its model as it is exported, and as it is put together from a checkpoint."""
+    folders = [root / name for name in ("exported", "assembled")]
+    for folder in folders:
+        folder.mkdir()
+    learner.export(str(folders[0]))
+    learner.save(str(root / "step" / "trainer"), 1)
+    hf_folder.assemble(root / "step" / "trainer", folders[1])
+    return folders
+
+
 @pytest.mark.parametrize("family", EXPERTS)
 def test_an_export_has_the_names_of_the_base_and_the_weights_of_the_trainer(family: str, tmp_path: Path) -> None:
     base = families.make(family, tmp_path / "base")
@@ -49,12 +60,7 @@ def test_an_export_has_the_names_of_the_base_and_the_weights_of_the_trainer(fami
     learner = shaken(Learner(settings))
     with torch.no_grad():
         want = learner.policy.lm(torch.arange(24).view(2, 12), use_cache=False).logits
-    folders = [tmp_path / name for name in ("exported", "assembled")]
-    for folder in folders:
-        folder.mkdir()
-    learner.export(str(folders[0]))
-    learner.save(str(tmp_path / "step" / "trainer"), 1)
-    hf_folder.assemble(tmp_path / "step" / "trainer", folders[1])
+    folders = both_ways(learner, tmp_path)
     names = {n: t.dtype for n, t in load_file(base / "model.safetensors").items()}
     for folder in folders:
         assert {n: t.dtype for n, t in load_file(folder / "model.safetensors").items()} == names
@@ -142,12 +148,7 @@ def test_an_export_keeps_what_is_not_trained(tmp_path: Path) -> None:
     more = {"visual.blocks.0.weight": torch.randn(3, 2).bfloat16(), "lm_head.weight": torch.zeros(259, 128)}  # the head is tied
     save_file(load_file(base / "model.safetensors") | more, base / "model.safetensors", metadata={"format": "pt"})
     learner = shaken(Learner(LearnerSettings(model_path=str(base))))
-    folders = [tmp_path / name for name in ("exported", "assembled")]
-    for folder in folders:
-        folder.mkdir()
-    learner.export(str(folders[0]))
-    learner.save(str(tmp_path / "step" / "trainer"), 1)
-    hf_folder.assemble(tmp_path / "step" / "trainer", folders[1])
+    folders = both_ways(learner, tmp_path)
     for folder in folders:
         found = load_file(folder / "model.safetensors")
         assert torch.equal(found.pop("visual.blocks.0.weight"), more["visual.blocks.0.weight"])
