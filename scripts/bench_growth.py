@@ -1,7 +1,7 @@
-"""Cost as work grows: more concurrent runs, a larger ledger, more engines, longer contexts.
+"""Cost as work grows: more concurrent runs and explorers, a larger ledger, more engines, longer contexts, larger models.
 
 Each point is measured in a process of its own, `python scripts/bench_growth.py PART SIZE`, which prints its costs as JSON.  Costs are
-processor time of that process, all threads, and not time on the clock: who else uses the machine matters little.
+processor time of that process and those that it starts, all threads, and not time on the clock: who else uses the machine matters little.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import bench_harness as harness
 import numpy as np
 import torch
 from bench_explorer import NoTimeForWork, Writer, play
+from growth_scale import Scorer, broadcast, explorers, model, rows
 
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
@@ -33,14 +34,13 @@ from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.testing import tiny
-from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
+from rft.testing.scripted import ScriptedEngine, echo, weights_key
 from rft.testing.storage_contract import group, take
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings
 from rft.types.block import encode
 from rft.types.ids import Version
-from rft.types.ports import ScoreRow
 
 PICTURE = harness.ROOT / "docs" / "assets" / "growth.svg"
 TOKENS = 32_768  # of one train step, whatever the context
@@ -123,14 +123,14 @@ class Synced:
 
 
 def engines(size: int) -> dict[str, float]:
-    """One version for `size` scripted engines: loaded, compared with its hashes, proven."""
+    """One version for `size` scripted engines: loaded, compared with its hashes, proven; one of 64 MB for `size` receivers over gloo."""
     made = asyncio.run(synced(size, versions=12))
-    return {"ms_per_engine": statistics.median(made.spent_s[2:]) / size * 1e3}
+    return {"ms_per_engine": statistics.median(made.spent_s[2:]) / size * 1e3, "broadcast_ms_per_engine": broadcast(size) * 1e3}
 
 
 async def synced(size: int, *, versions: int) -> Synced:
     """Publishes `versions` versions to `size` engines."""
-    settings, scorer, spent = SyncSettings(method="checkpoint"), _Scorer(), []
+    settings, scorer, spent = SyncSettings(method="checkpoint"), Scorer(), []
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         transport = make(settings, Path(name))
         made = [ScriptedEngine(answer=echo) for _ in range(size)]
@@ -148,18 +148,6 @@ async def synced(size: int, *, versions: int) -> Synced:
         transport.close()
     (asked,) = {len(e.calls) for e in made}
     return Synced(spent, asked, scorer.calls, scorer.positions)
-
-
-class _Scorer:
-    """Scores as the engines do that have the weights `key`."""
-
-    def __init__(self) -> None:
-        self.key = self.calls = self.positions = 0
-
-    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        self.calls += 1
-        self.positions += sum(len(r.tokens) - 1 for r in rows)
-        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
 
 
 def context(size: int) -> dict[str, float]:
@@ -190,25 +178,12 @@ def tiny_learner(tokens: int) -> Iterator[Learner]:
             learner.close()
 
 
-def rows(count: int, length: int, draw: np.random.Generator) -> tuple[TrainRow, ...]:
-    """Rows that share nothing, the second half of each trained."""
-    mask = np.arange(length) >= length // 2
-    return tuple(
-        TrainRow(
-            tokens=draw.integers(3, 259, length).astype(np.int32),
-            loss_mask=mask,
-            logprobs=np.zeros(length, np.float32),
-            temperatures=1.0,
-            advantages=np.ones(int(mask.sum()), np.float32),
-        )
-        for _ in range(count)
-    )
-
-
 PARTS: dict[str, tuple[Callable[[int], dict[str, float]], tuple[int, ...], tuple[int, ...]]] = {
     "runs": (runs, (32, 512, 8192), (32, 128, 512, 2048, 8192)),
     "buffer": (buffer, (10_240, 40_960, 163_840), (10_240, 102_400, 1_024_000)),
     "engines": (engines, (1, 4, 8), (1, 2, 4, 8)),
+    "explorers": (explorers, (1, 4), (1, 2, 4, 8, 16)),
+    "model": (model, (10, 135), (10, 135, 500, 1700)),
     "context": (context, (1024, 4096, 16_384), (1024, 2048, 4096, 8192, 16_384, 32_768)),
 }
 BOUNDS = {  # cost -> how much more it may be for the largest size than for the smallest
@@ -218,6 +193,12 @@ BOUNDS = {  # cost -> how much more it may be for the largest size than for the 
     ("buffer", "reopen_us_per_row"): 1.5,
     ("buffer", "audit_us_per_row"): 1.5,
     ("engines", "ms_per_engine"): 1.5,
+    ("engines", "broadcast_ms_per_engine"): 1.5,
+    ("explorers", "buffer_us_per_group"): 1.5,
+    ("explorers", "coordinator_us_per_group"): 1.5,
+    ("explorers", "explorers_us_per_group"): 1.5,
+    ("model", "train_ns_per_weight"): 1.5,
+    ("model", "sync_ns_per_weight"): 1.5,
 }
 
 
@@ -226,7 +207,10 @@ def growth(quick: bool) -> harness.Result:
 
     `runs`: of one run, 32 to 8,192 at a time, with a scripted engine: flat.  `buffer`: of one row to append, to lease (8 groups at a time),
     to open the ledger again and to audit it, of 10,240 rows and more: flat, so opening and auditing are at most linear.  `engines`: of one
-    engine in a weight sync, 1 to 8 scripted ones in one process: at most flat, so a sync is at most linear.  `context`: of one token
+    engine in a weight sync, 1 to 8 scripted ones in one process, and of one receiver of a broadcast over gloo: at most flat, so a sync is
+    at most linear.  `explorers`: of one group of two runs, 1 to 16 explorers on Ray with scripted engines, for the buffer, the coordinator
+    and all explorers with their engines: flat.  `model`: of one weight, 10 million to 1.7 billion, in a train step of 512 tokens with LoRA
+    and in a version that one engine takes from shared memory: at most flat.  `context`: of one token
     in a train step of 32,768 tokens of the tiny model on one thread, in rows of 1,024 to 32,768: a constant and a part that is linear in
     the context, attention's (so a row is quadratic); memory is published.  `tests/unit/scripts/test_growth.py` counts operations: calls of
     functions, instructions of the database, requests and scored positions, FLOP.
@@ -269,13 +253,15 @@ def _draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
         "runs": "runs at a time",
         "buffer": "rows in the ledger",
         "engines": "engines in a sync",
+        "explorers": "explorers of a run",
+        "model": "million weights",
         "context": "tokens in a row",
     }
     with matplotlib.rc_context(
         {"svg.hashsalt": "growth", "svg.fonttype": "none", "text.color": "#858585", "axes.labelcolor": "#858585"}
     ):
-        figure = Figure(figsize=(10, 6), layout="constrained")
-        for axes, (part, sizes) in zip(figure.subplots(2, 2).flat, found.items(), strict=True):
+        figure = Figure(figsize=(10, 9), layout="constrained")
+        for axes, (part, sizes) in zip(figure.subplots(3, 2).flat, found.items(), strict=True):
             for cost in next(iter(sizes.values())):
                 axes.plot(list(sizes), [max(c[cost], 1e-2) for c in sizes.values()], marker="o", label=cost.replace("_", " "))
             axes.set(xscale="log", yscale="log", xlabel=titles[part])

@@ -1,4 +1,4 @@
-"""Runs that an earlier rft left behind (tests/fixtures/v1_runs) are opened, audited and gone on with by the code as it is."""
+"""Runs that an earlier rft left behind (tests/fixtures) are opened, audited and gone on with by the code as it is."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from rft.buffer.settings import BufferSettings
 from rft.types.block import decode
 from rft.types.ids import Version
 from rft.types.ports import Consumption
+from tests.fixtures.v2_runs.make import used
 
 ROOT = Path(__file__).parents[2]
-STORED = ROOT / "tests/fixtures/v1_runs/runs.tar.xz"
+STORED = ROOT / "tests/fixtures"
 NEWEST = {"sql": 4, "queue": 4, "file": 3}  # step of the newest checkpoint; `file` was killed in step 4
 storages = pytest.mark.parametrize("storage", sorted(NEWEST))
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with tarfile.open(STORED) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+    return extracted("v1_runs", tmp_path)
+
+
+def extracted(name: str, to: Path) -> Path:
+    with tarfile.open(STORED / name / "runs.tar.xz") as archive:
+        archive.extractall(to, filter="data")
+    return to
 
 
 def folder(root: Path, storage: str) -> Path:
@@ -74,14 +79,29 @@ async def test_the_buffer_goes_on_from_its_checkpoint(root: Path, storage: str) 
     await buffer.close()
 
 
-@pytest.mark.slow
-@storages
-def test_the_run_goes_on(root: Path, storage: str) -> None:
-    run = folder(root, storage)
-    changes = (f"name={storage}", f"buffer.trainer_input.experience_buffer.storage_type={storage}", "trainer.total_steps=6")
-    command = [sys.executable, "-m", "rft.cli.main", "run", "--in-process", "-c", "config.yaml", *changes]
+def go_on(root: Path, config: str, *changes: str) -> None:
+    command = [sys.executable, "-m", "rft.cli.main", "run", "--in-process", "-c", config, *changes]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done  step 6" in done.stdout
-    audit = audit_run(run)
+
+
+@pytest.mark.e2e
+@storages
+def test_the_run_goes_on(root: Path, storage: str) -> None:
+    changes = (f"name={storage}", f"buffer.trainer_input.experience_buffer.storage_type={storage}", "trainer.total_steps=6")
+    go_on(root, "config.yaml", *changes)
+    audit = audit_run(folder(root, storage))
     assert (audit.ok, audit.used, audit.num_uses, audit.used_twice) == (True, 24, 24, 0), audit
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("algorithm", ("sft", "dpo", "grpo", "ppo"))
+def test_a_run_goes_on_with_the_rows_that_the_earlier_rft_would_have_used(tmp_path: Path, algorithm: str) -> None:
+    root = extracted("v2_runs", tmp_path)
+    go_on(root, f"{algorithm}.yaml")
+    run = folder(root, algorithm)
+    assert used(run) == json.loads((root / "used.json").read_bytes())[algorithm]
+    if (run / "buffer").exists():
+        audit = audit_run(run)
+        assert (audit.ok, audit.used_twice) == (True, 0), audit
