@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import torch
 
+from rft.config.plan import Plan
 from rft.config.verify import load_plan
 from rft.engine.weights import WeightIntake
 from rft.launch.ray_runtime import RayRuntime
@@ -42,7 +43,7 @@ from rft.types.ids import Version
 from rft.types.ports import LoadReport, ScoreRow, WeightManifest
 
 CONFIG = harness.ROOT / "tests" / "integration" / "tiny_config.yaml"
-GROUPS, WARM, BATCHES = 8, 4, 24  # of a batch; batches of an explorer before it is measured, and while
+GROUPS, WARM, BATCHES = 8, 4, 320  # of a batch; batches of an explorer before costs are measured; of all of them meanwhile
 ENDLESS = 1_000_000
 
 
@@ -80,32 +81,31 @@ class Scorer:
 
 def explorers(size: int) -> dict[str, float]:
     """`size` explorers of one run, each in an actor of Ray with a scripted engine in another; nothing is trained."""
-    return asyncio.run(_explorers(size))
-
-
-async def _explorers(size: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         model = tiny.make(Path(name) / "tiny")
         given = [f"model.model_path={model}", f"checkpoint_root_dir={name}", f"buffer.batch_size={GROUPS}", "mode=both"]
         given += ["explorer.rollout_model.engine_type=scripted", "synchronizer.sync_style=trainer_driven"]
         given += [f"synchronizer.max_staleness={ENDLESS}", f"trainer.total_steps={ENDLESS}", f"buffer.total_epochs={ENDLESS}"]
         given += ["explorer.eval_on_startup=false", "explorer.eval_at_end=false", f"explorer.max_inflight_batches={2 * size}"]
-        plan = load_plan(CONFIG, given)[1]
-        rundir = RunDir.claim(plan.run_dir)
-        with Signals() as signals:
-            async with RayRuntime().open(plan, rundir, signals) as parts, _playing(parts, plan, size) as coordinator:
-                await _batches(coordinator, WARM * size)
-                before = {part: _processor_s(pid) for part, pid in parts.pids.items()}
-                await _batches(coordinator, (WARM + BATCHES) * size)
-                spent = {part: _processor_s(pid) - before[part] for part, pid in parts.pids.items()}
-        rundir.release()
-    groups = BATCHES * size * GROUPS
+        return asyncio.run(_explorers(load_plan(CONFIG, given)[1], size))
+
+
+async def _explorers(plan: Plan, size: int) -> dict[str, float]:
+    rundir = RunDir.claim(plan.run_dir)
+    with Signals() as signals:
+        async with RayRuntime().open(plan, rundir, signals) as parts, _playing(parts, plan, size) as coordinator:
+            await _batches(coordinator, WARM * size)
+            before = {part: _processor_s(pid) for part, pid in parts.pids.items()}
+            await _batches(coordinator, WARM * size + BATCHES)
+            spent = {part: _processor_s(pid) - before[part] for part, pid in parts.pids.items()}
+    rundir.release()
+    groups = BATCHES * GROUPS
     cost = {f"{part}_us_per_group": spent.pop(part) / groups * 1e6 for part in ("buffer", "coordinator")}
     return {**cost, "explorers_us_per_group": sum(spent.values()) / groups * 1e6}
 
 
 @asynccontextmanager
-async def _playing(parts: Parts, plan: Any, size: int) -> AsyncIterator[Any]:
+async def _playing(parts: Parts, plan: Plan, size: int) -> AsyncIterator[Any]:
     """The coordinator of a run that `size` explorers play without end, from version 0 on."""
     await parts.start([PartSpec("buffer", "buffer", (plan,))])
     start: Start = await begin(parts.made["buffer"], None, None)
