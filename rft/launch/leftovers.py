@@ -66,7 +66,7 @@ def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     mine = {p.pid for p in ours}
     found = [f"process {_describe(p)}" for p in ours]
     there = [*(("shared memory", p) for p in _shm()), *(("temporary folder", p) for p in _temp_folders())]
-    others = _Others(exclude=mine)  # after the list: what they make meanwhile is not in it
+    others = _Others(exclude=mine)  # after the lists
     found += [f"{what} {p}" for what, p in there if str(p) not in before.paths and not others.use(p) and p.exists()]
     listeners = set(_open_listeners({*mine, os.getpid()})) - before.listeners
     return [*found, *(f"listener {line}" for line in sorted(listeners))]
@@ -102,14 +102,15 @@ def clean(run_id: str) -> list[str]:
 
 def _remove_files() -> list[str]:
     """Removes shared memory and folders of processes of this user that are dead; says what, one line each."""
-    done, others = [], _Others()
-    for path in _shm():
+    files, folders = _shm(), _temp_folders()
+    done, others = [], _Others()  # after the lists: what they make meanwhile is not in them
+    for path in files:
         # a file without its owner's name that is only just made may belong to a process that has not opened it yet
         dead = not others.own(path) if _OWNER_IN_NAME.match(path.name) else _age_s(path) >= SETTLED_S
         if dead and path.is_file() and _is_mine(path) and not others.use(path):
             path.unlink(missing_ok=True)
             done.append(f"removed shared memory {path}")
-    for path in _temp_folders():
+    for path in folders:
         of_ray = any(any(path.glob(name)) for name in ("ray/session_*", "session_*"))
         dead = of_ray or (_OWNER_IN_NAME.match(path.name) is not None and not others.own(path))
         if dead and path.name.startswith("rft-") and _is_mine(path) and not others.use(path):
@@ -272,9 +273,9 @@ def _open_paths(pid: int) -> Iterable[str]:
     folder = Path(f"/proc/{pid}/fd")
     try:
         for link in folder.iterdir():
-            target = str(link.readlink())
-            if target.startswith(wanted):
-                yield target
+            with contextlib.suppress(FileNotFoundError):  # it closed that one meanwhile
+                if (target := str(link.readlink())).startswith(wanted):
+                    yield target
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
             if (at := line.find("/")) >= 0 and line.startswith(wanted, at):
                 yield line[at:]

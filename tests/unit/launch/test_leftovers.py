@@ -225,3 +225,21 @@ def test_what_others_make_or_remove_while_they_are_looked_at_is_not_left(tmp_pat
 
     monkeypatch.setattr(leftovers, "_Others", Others)
     assert leftovers.compare(before, grace_s=0) == []
+
+
+def test_what_a_process_maps_is_found_although_it_closes_a_file_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = leftovers.SHM / "sem.mp-used"
+    used.write_bytes(b"x" * 64)
+    code = f"import mmap; file = open({str(used)!r}, 'r+b'); kept = mmap.mmap(file.fileno(), 64); {SLEEPER}"
+    child, asked = started(code), []
+
+    def closed(link: Path) -> Path:
+        asked.append(link)
+        raise FileNotFoundError(link)
+
+    monkeypatch.setattr(Path, "readlink", closed)
+    try:
+        assert str(used) in set(leftovers._open_paths(child.pid))
+        assert asked
+    finally:
+        ended(child)
