@@ -79,7 +79,7 @@ def buffer(size: int) -> dict[str, float]:
 async def _buffer(size: int) -> dict[str, float]:
     cost: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
-        settings = BufferSettings(folder=Path(name) / "buffer")
+        settings = BufferSettings(folder=Path(name) / "buffer", capacity=size, capacity_bytes=1 << 50)
         ledger = Buffer(settings)
         await ledger.open()
         await ledger.start_lineage(None, None)

@@ -70,6 +70,7 @@ LIMITS = {
 NAMED = re.compile(
     r"\bhangs|was restarted|is brought back|is gone|had to leave|has ended|DiskFull|No space left|DeadlineExceeded"
 )
+ERROR = re.compile(r"[A-Z]\w+: ")  # what rft prints when it fails; libraries may print after it
 DISK, APART = "2g", "SOAK_IS_APART"
 
 
@@ -99,7 +100,7 @@ class Program:
     def __init__(self, name: str, kind: str, command: list[str], env: dict[str, str], folder: Path, *, ledger: bool) -> None:
         self.name, self.kind, self.command, self.env, self.folder, self.ledger = name, kind, command, env, folder, ledger
         self.run: runs.Run | None = None
-        self.ends: list[tuple[float, int, str]] = []  # when, exit code, last line
+        self.ends: list[tuple[float, int, str]] = []  # when, exit code, the error that it told, or its last line
         self.back_s: list[float] = []  # from an end to the next progress
         self.problems: list[str] = []
         self.audits, self.acked = 0, 0
@@ -144,7 +145,8 @@ class Program:
 
     def ended(self, code: int) -> None:
         assert self.run is not None
-        last = next((line.strip() for line in reversed(self.run.lines) if line.strip()), "")
+        said = [line.strip() for line in reversed(self.run.lines) if line.strip()]
+        last = next((line for line in said if ERROR.match(line)), said[0] if said else "")
         self.ends.append((time.monotonic(), code, "killed" if code == -signal.SIGKILL else last[:160]))
         if self.ledger:
             _, alive = psutil.wait_procs(runs.parts(self.phase().get("run_id", "none")), timeout=90)
