@@ -33,11 +33,14 @@ if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["RFT_TESTS_TMP"] = str(own)
     atexit.register(shutil.rmtree, own, ignore_errors=True)
 
+import hypothesis
 import pytest
 
 from rft import logs
 from tests.helpers.postgres import postgres as postgres
 
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")  # a test tells how fast it is by what it counts
 pytest_plugins = ["tests.helpers.leftovers_plugin"]
 
 # Whole runs on Ray or vLLM: with several workers (-n) one of them plays these, one after the other, and begins with them.

@@ -120,7 +120,7 @@ ALL = [n for k, n in shipped() if k == "policy_loss_fn"]
 
 @pytest.mark.parametrize("mode", AGG_MODES)
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_same_data_other_cut_same_gradient(name: str, mode: str, data: st.DataObject) -> None:
     _other_cut(name, mode, data)
@@ -128,7 +128,7 @@ def test_same_data_other_cut_same_gradient(name: str, mode: str, data: st.DataOb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_same_data_many_other_cuts_same_gradient(name: str, data: st.DataObject) -> None:
     _other_cut(name, data.draw(st.sampled_from(AGG_MODES)), data)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def run(script: str | Path, world: int, folder: Path, *arguments: object, deadline_s: float = 120.0) -> None:
+def run(script: str | Path, world: int, folder: Path, *arguments: object, deadline_s: float = 600.0) -> None:
     """`python SCRIPT RANK WORLD RENDEZVOUS ARGUMENTS` for each of `world` ranks, who meet at a file in `folder`, on one thread each.
 
     Raises AssertionError with what a rank has printed if its exit code is not 0, TimeoutExpired after `deadline_s` seconds.

@@ -113,7 +113,7 @@ class Run:
 
 
 @pytest.mark.parametrize(("kind", "max_uses"), [("sql", 1), ("queue", 1), ("sql", 2)])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=STEPS)
 def test_the_accounting_always_balances(kind: str, max_uses: int, actions: list[str]) -> None:
     async def play() -> None:

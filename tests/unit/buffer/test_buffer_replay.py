@@ -350,14 +350,14 @@ def play(max_uses: int, actions: list[str]) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("max_uses", [1, 3])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
 def test_reading_and_counting_agree_with_a_model(max_uses: int, actions: list[str]) -> None:
     play(max_uses, actions)
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS, max_uses=st.sampled_from([1, 2, UNLIMITED]))
 def test_reading_and_counting_agree_with_a_model_at_length(max_uses: int, actions: list[str]) -> None:
     play(max_uses, actions)

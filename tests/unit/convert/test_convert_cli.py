@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft.cli.main import main
@@ -233,7 +233,7 @@ KEYS = st.one_of(st.sampled_from(KNOWN), st.sampled_from(["nonsense", "trainer.n
 
 
 @pytest.mark.e2e
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=12), st.sampled_from(["main_ppo", "fully_async", "sft", "main_eval", "yaml"]),
        st.sampled_from(["exact", "guide"]))  # fmt: skip
 def test_any_arguments_are_told_once_or_named_in_an_error(pairs: list[tuple[str, Any]], program: Any, profile: Any) -> None:

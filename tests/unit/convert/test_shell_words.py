@@ -19,7 +19,7 @@ from rft.errors import ConfigError
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.sh"))
 QUICK = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -92,7 +92,7 @@ def test_resume_at_any_step_goes_on_within_the_bound(k: int, s: int, start: int,
     assert max(ages[held:]) <= s + k - 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     k=st.integers(1, 6),
     s=st.integers(0, 6),

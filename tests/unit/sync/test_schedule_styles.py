@@ -125,7 +125,7 @@ def bounded(case: dict[str, object], extra: int | None) -> Schedule:
     return plain if extra is None else Schedule(**case, max_staleness=plain.least_staleness + extra)  # type: ignore[arg-type]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=CASES, extra=st.sampled_from([None, 0, 1, 3]), seed=st.integers(0, 1 << 16))
 def test_nobody_waits_for_ever_and_nothing_is_too_old(case: dict[str, object], extra: int | None, seed: int) -> None:
     s, rng = bounded(case, extra), random.Random(seed)
@@ -136,7 +136,7 @@ def test_nobody_waits_for_ever_and_nothing_is_too_old(case: dict[str, object], e
     assert s.max_staleness is None or max(ages) <= s.max_staleness
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=CASES, extra=st.sampled_from([None, 0, 2]), start=st.integers(0, 9), ahead=st.integers(1, 12))
 def test_the_first_batch_that_waits_for_a_step(case: dict[str, object], extra: int | None, start: int, ahead: int) -> None:
     plain = bounded(case, extra)

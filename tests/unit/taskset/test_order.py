@@ -3,7 +3,7 @@ from __future__ import annotations
 import collections
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rft.errors import ConfigError
@@ -42,7 +42,6 @@ def test_random_does_not_repeat_inside_a_batch():
     assert len(TaskOrder([rows("a", 2, selector="random")], 4, 1).batch(0)) == 4
 
 
-@settings(deadline=None)  # a busy machine
 @given(
     seed=st.integers(0, 99), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3), batch=st.integers(1, 9),
     selector=st.sampled_from(["sequential", "shuffle", "random"]), asked=st.lists(st.integers(0, 40), max_size=8),
