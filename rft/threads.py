@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
+import inspect
 import logging
 import threading
 import time
@@ -73,6 +74,15 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return await result
+
+
+async def unblocked(call: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """The result of `call`, contained.  It may be async; an ordinary function has a thread called `name`, so that it may block."""
+    with contained(name):
+        if inspect.iscoroutinefunction(call):
+            return await call(*args, **kwargs)
+        result = await in_thread(lambda: call(*args, **kwargs), name)
+        return await result if inspect.isawaitable(result) else result
 
 
 class OutOfTime(TimeoutError):

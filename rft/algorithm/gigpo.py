@@ -52,7 +52,8 @@ class GigpoArgs(Args):
 def gigpo(x: StepInputs, args: GigpoArgs) -> Advantages:
     """A = A_E + omega A_S, one number per row, on all of its tokens.
 
-    r_t is info[step_reward_key]; where no row of the task has that key, the reward of the run's last step and 0 before it.
+    r_t is info[step_reward_key]; where no row of the task has that key, the reward of the run's last step and 0 before it.  A step that an
+    operator dropped counts, too, where rows have the reward of their step; with that of the run its r_t is not known.
     A_E = N(sum of r_t) over the runs of the task.  A_S = N(sum of gamma^(k - t) r_k, k >= t) over the rows of the task (`states_of: batch`:
     of the step) with the same info[env_state_hash_key].  N(y) = (y - mean) / (d + epsilon) with d = 1, or with `fnorm: std` the unbiased
     standard deviation; 0 where there is one y, or all are equal.
@@ -92,25 +93,22 @@ def _returns(x: StepInputs, rows: Sequence[StepRow], args: GigpoArgs) -> tuple[d
                 f'group {name}: info["{args.step_reward_key}"] is there for {sum(given)} of {len(given)} rows; run {missing.run}, step '
                 f"{missing.step} has none.  Write it for every step of the task or for none"
             )
-        runs: dict[int, list[int]] = defaultdict(list)
-        for i in sorted(mine, key=lambda i: rows[i].step):
-            runs[rows[i].run].append(i)
-        if any(given):
-            rewards = {run: np.array([_number(rows[i], args.step_reward_key) for i in steps]) for run, steps in runs.items()}
-            episodes[name] = {run: float(r.sum()) for run, r in rewards.items()}
-            for run, steps in runs.items():
-                for i, value in zip(steps, to_go(rewards[run], args.gamma), strict=True):
-                    returns[i] = float(value)
-            continue
         known = described(x.groups[name])
-        steps_of: dict[int, list[int]] = defaultdict(list)
-        episodes[name] = {}
-        for run, step, reward in sorted(zip(known.runs, known.steps, known.rewards, strict=True)):
-            steps_of[run].append(step)
-            episodes[name][run] = reward
+        members = sorted(zip(known.runs, known.steps, known.rewards, strict=True))
+        if any(given):
+            own = {(rows[i].run, rows[i].step): _number(rows[i], args.step_reward_key) for i in mine}
+            apart = len({(run, r) for run, _, r in members}) > len(set(known.runs))  # the rows of a run do not share its reward
+            by_step = apart and all(rows[i].reward == own[rows[i].run, rows[i].step] for i in mine)
+            members = [(run, step, own.get((run, step), r)) for run, step, r in members if by_step or (run, step) in own]
+        runs: dict[int, dict[int, float]] = defaultdict(dict)
+        for run, step, reward in members:
+            if not any(given):
+                runs[run] = dict.fromkeys(runs[run], 0.0)
+            runs[run][step] = reward
+        episodes[name] = {run: sum(steps.values()) for run, steps in runs.items()}
+        ahead = {run: dict(zip(r, to_go(np.array([*r.values()]), args.gamma), strict=True)) for run, r in runs.items()}
         for i in mine:
-            steps = steps_of[rows[i].run]
-            returns[i] = args.gamma ** (len(steps) - 1 - steps.index(rows[i].step)) * episodes[name][rows[i].run]
+            returns[i] = float(ahead[rows[i].run][rows[i].step])
     return episodes, returns
 
 

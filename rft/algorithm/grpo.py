@@ -118,7 +118,7 @@ def step_wise_grpo(x: StepInputs, args: StepWiseGrpoArgs) -> np.ndarray:
     A = (R_last - mean) / (std + epsilon) over the runs of the task; with `std_cal_level: batch`, std is over the runs of all groups
     of the step.  The last step is the one with the highest number among the scored steps.  Returns float32 [S].
     """
-    last = {name: _last_rewards(group) for name, group in _groups(x).items()}
+    last = {row.group: _last_rewards(described(group)) for row, group in members(x)}
     batch = unbiased_std([r for runs in last.values() for r in runs.values()]) if args.std_cal_level == "batch" else None
 
     def one(row: StepRow, group: GroupStats) -> float:
@@ -130,11 +130,6 @@ def step_wise_grpo(x: StepInputs, args: StepWiseGrpoArgs) -> np.ndarray:
         return score / group.runs.count(row.run) if args.enable_step_norm else score
 
     return np.array([one(row, group) for row, group in members(x)], np.float32)
-
-
-def _groups(x: StepInputs) -> dict[str, GroupStats]:
-    """The groups of the rows in the step."""
-    return {row.group: described(group) for row, group in members(x)}
 
 
 def _last_rewards(group: GroupStats) -> dict[int, float]:

@@ -42,7 +42,6 @@ class LeaseOrder:
         self._policy = settings.on_short_batch
         self._num_explorers = settings.num_explorers
         self._selector = make_selector(settings, clock)
-        self._cursor = cursor
         self._next: Key = (cursor, 0)  # the first batch that is not closed
         self._pending: dict[Key, dict[str, WaitingGroup]] = {}  # groups of batches that are not reached yet
         self._strangers: dict[int, set[int]] = {}  # batch -> explorers that this run does not have any more

@@ -189,11 +189,18 @@ def find(run_dir: Path | str, ledger_url: str | None = None) -> Location:
 
 
 def leave_pointer(where: Location, folder: Path) -> None:
-    """Say in the run's folder where its ledger is, unless it is there itself."""
+    """Say in the run's folder where its ledger is, unless it is there itself.  Raises BufferFailed where it was in another schema."""
     file = folder / f"{where.name}{POINTER_SUFFIX}"
     if where.path is not None and where.path.parent == folder:
         file.unlink(missing_ok=True)  # of an earlier run of this name
         return
+    with contextlib.suppress(msgspec.MsgspecError, OSError):
+        then = msgspec.json.decode(file.read_bytes(), type=_Pointer)
+        if where.schema and then.schema not in ("", where.schema):
+            raise BufferFailed(
+                f"{file}: the ledger is schema {then.schema}; under its present name the run would begin an empty one, {where.schema}.  "
+                "Give it the old name again (project, group, name), or remove that file to begin anew"
+            )
     url = f"sqlite:///{where.path}" if where.url is None else _without_secrets(where.url)
     folder.mkdir(parents=True, exist_ok=True)
     aside = file.with_suffix(".tmp")

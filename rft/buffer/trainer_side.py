@@ -327,10 +327,8 @@ def _cursor(tx: Connection, ledger: Ledger, step: int) -> int:
 def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
     b = batches.c
     mine = select(b.batch).where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= ledger.cursor).order_by(b.batch)
-    for expected, closed in enumerate(tx.scalars(mine), start=ledger.cursor):
-        if closed != expected:
-            return expected
-    return ledger.cursor + (tx.scalar(select(func.count()).select_from(mine.subquery())) or 0)
+    closed = tx.scalars(mine).all()
+    return next((n for n, batch in enumerate(closed, ledger.cursor) if n != batch), ledger.cursor + len(closed))
 
 
 def group_statistics(name: str, members: Sequence[tuple[float, int, int, int]]) -> GroupStats:

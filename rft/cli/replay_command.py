@@ -29,7 +29,7 @@ def replay(
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key.path=value; repeatable", show_default=False)] = None,
     where: Annotated[str, typer.Option(help="SQL condition on the columns of v_experiences", show_default=False)] = "",
-    step: Annotated[int | None, typer.Option(min=1, help="only rows that this train step used", show_default=False)] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="only runs that this train step used", show_default=False)] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=0, help="groups at most, evenly spread; 0: all")] = 0,
     to: Annotated[
         Path | None, typer.Option(help="new .jsonl file for every answer, old and new reward", show_default=False)
@@ -88,12 +88,11 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
     from rft.taskset.open_source import open_taskset
 
     known = {name: open_taskset(settings) for name, settings in tasksets(plan).items()}
-    conditions = [
-        "status <> 'failed'",
-        *([f"({where}\n)"] if where.strip() else []),
-        *([f"used_step = {step:d}"] if step else []),
-    ]
-    question = f"SELECT id, group_id, taskset, task_index, reward FROM v_experiences WHERE {' AND '.join(conditions)} ORDER BY id"
+    condition = f"({where.strip() or '1 = 1'}\n)" + (f" AND used_step = {step:d}" if step else "")
+    question = (
+        "SELECT id, group_id, taskset, task_index, reward FROM v_experiences WHERE status <> 'failed' AND (group_id, run) IN "
+        f"(SELECT group_id, run FROM v_experiences WHERE {condition}) ORDER BY id"  # a run is scored whole
+    )
     with open_run(run) as questions:
         with questions.ask(question) as answer:
             rows = list(answer.rows)

@@ -225,14 +225,20 @@ def log(
         raise ConfigError(f"{run_dir} {why}", key="RUN_DIR", given=str(run_dir))
     tails = _Tails(run_dir / "logs")
     watch = FolderChanges(run_dir / "logs") if follow else None  # before the first read, so that nothing falls between
-    wanted = (e for e in heapq.merge(*tails.new()) if matches(e, keyword, level.lower()))
-    for entry in deque(wanted, maxlen=last) if last is not None else wanted:
+    shown: dict[str, bool] = {}  # by file: whether its newest entry was
+
+    def wanted(entry: Entry) -> bool:
+        goes_on = not entry[0] and shown.get(entry[1], False)  # the rest of one that was read while it was written
+        shown[entry[1]] = goes_on or matches(entry, keyword, level.lower())
+        return shown[entry[1]]
+
+    found = filter(wanted, heapq.merge(*tails.new()))
+    for entry in deque(found, maxlen=last) if last is not None else found:
         show(entry)
     while watch is not None:
         watch.wait()
-        for entry in heapq.merge(*tails.new()):
-            if matches(entry, keyword, level.lower()):
-                show(entry)
+        for entry in filter(wanted, heapq.merge(*tails.new())):
+            show(entry)
 
 
 def matches(entry: Entry, keyword: str | None, level: str) -> bool:

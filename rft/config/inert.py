@@ -57,6 +57,7 @@ TABLE: dict[str, Inert] = {
     ),
     f"{_TASKS}.max_retry_interval": Inert("rows are read once, at the start", "warned"),
     f"{_TASKS}.enable_progress_bar": Inert("files are opened, not read through", "warned"),
+    "buffer.explorer_input.eval_tasksets[].weight": Inert("an evaluation plays all rows of each of its tasksets", "warned"),
     f"{_DATA}.format.preset": Inert(_FOR_TASKS),
     f"{_DATA}.format.workflow_key": Inert(_FOR_TASKS),
     f"{_DATA}.format.reward_fn_key": Inert(_FOR_TASKS),

@@ -18,11 +18,12 @@ from pydantic import ValidationError
 from rft.config import expansions, extends, foreign, yamlfile
 from rft.config.foreign import advice, value_advice
 from rft.config.schema.root import RunConfig
-from rft.config.schema.source import STEP, Loc, Source, dotted, hidden, is_secret, leaves, plain, undotted
+from rft.config.schema.source import Loc, Source, dotted, hidden, is_secret, leaves, plain, undotted
 from rft.config.schema.walk import aliases, all_keys, extra, field_at, fields_at
 from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
 from rft.logs import REDACTED, is_secret_name, learn_secrets, looks_random, url_passwords
 
+_PATH = re.compile(r"""[^.\[\]"']+(\.?\[-?\d+\]|\.[^.\[\]"']+)*""")
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -113,12 +114,11 @@ def _override(written: extends.Written, overrides: Sequence[str]) -> dict[Loc, s
         written.origins.update((leaf, "override") for leaf, _ in leaves(value, loc))
         raw[loc] = text
     raise_all(errors)
-    origins = written.origins
 
     def given_here(loc: Loc) -> bool:
-        return any(o.startswith("override") for at, o in origins.items() if at[: len(loc)] == loc)
+        return any(o.startswith("override") for at, o in written.origins.items() if at[: len(loc)] == loc)
 
-    written.warnings += foreign.expand(written.values, origins, given_here)
+    written.warnings += foreign.expand(written.values, written.origins, given_here)
     return raw
 
 
@@ -128,10 +128,10 @@ def assign(values: dict[str, Any], override: str) -> tuple[Loc, tuple[str, Any]]
     path = path.strip()
     if not equals or not path:
         raise ConfigError(f"override {override!r} is not of the form key.path=value, e.g. algorithm.optimizer.lr=1e-5")
-    if path[0] in "+~":
+    if path[0] in "+~-":
         raise ConfigError(f"override {override!r}: leave out the {path[0]!r}; write key.path=value (null removes a value)")
     steps = list(undotted(path))
-    if dotted(tuple(steps)) != path and STEP.sub("", path).strip("."):
+    if not _PATH.fullmatch(path):
         raise ConfigError(f"override {override!r}: cannot read the key {path!r}; write a.b.c, a.b.0.c or a.b[0].c")
     value = yamlfile.scalar(text, f"override {path}")
     place: Any = values
@@ -254,7 +254,7 @@ def explain(error: ValidationError, source: Source) -> list[ConfigError]:
     """One ConfigError for each key that is wrong, in the order of the schema."""
     found: dict[str, ConfigError] = {}
     for e in error.errors(include_url=False):
-        loc = _real(tuple(e["loc"]))
+        loc = _real(tuple(e["loc"]), source.values)
         key = dotted(loc)
         if key not in found:
             found[key] = ConfigError(_sentence(e, loc, source), key=key, given=_shown(loc, e.get("input")))
@@ -305,7 +305,7 @@ def did_you_mean(loc: Loc, near: list[str]) -> str:
     close = [k for k in all_keys() if k.rsplit(".", 1)[-1] == last]
     here = difflib.get_close_matches(last, near, n=1, cutoff=0.65) or [n for n in near if len(last) > 2 and last in n]
     close = close or _below(loc, last) or [dotted((*loc[:-1], n)) for n in here]
-    close = close or [k for k in difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.8) if not key.startswith(f"{k}.")]
+    close = close or [k for k in difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.9) if not key.startswith(f"{k}.")]
     return f"  Did you mean {' or '.join(close[:2])}?" if close else ""
 
 
@@ -386,10 +386,12 @@ def _show(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _real(loc: tuple[Any, ...]) -> Loc:
-    """pydantic puts names of union members and validators into the path; only keys and indexes stay."""
+def _real(loc: tuple[Any, ...], values: Any) -> Loc:
+    """pydantic puts names of union members and validators into the path; what stands in `values`, keys and indexes stay."""
     kept: list[str | int] = []
     for part in loc:
-        if isinstance(part, int) or not (any(c in part for c in "[(- ") or (kept and part in ("str", "int", "float", "bool"))):
+        there = part in (values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ())
+        if there or not (any(c in str(part) for c in "[(- ") or (kept and part in ("str", "int", "float", "bool"))):
             kept.append(part)
+            values = values[part] if there else None
     return tuple(kept)

@@ -118,6 +118,9 @@ def expert(
     if b.data_selector.selector_type not in ("sequential", "shuffle"):
         ctx.error(f"{key}.data_selector.selector_type", "an expert's rows come sequential or shuffle")
     ctx.note(f"each train batch has {own_rows} rows of the policy and {count} of {name}")
+    if whole := ctx.config.buffer.train_batch_size:
+        own = whole - math.ceil(whole * share)
+        ctx.warn(f"buffer.train_batch_size {whole} counts the policy's rows alone; to count the expert's as well, write {own}")
     given = _source(ctx, b, b.split or "train", name, "chats", engine, key)
     return MixSettings(name=name, rows=count, shuffle=given.rows.selector == "shuffle", seed=given.rows.seed), given
 

@@ -300,6 +300,10 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
         )
     if e.tool_call_parser is not None and not e.enable_auto_tool_choice:
         ctx.note(f"{key}.tool_call_parser {e.tool_call_parser} has no effect without enable_auto_tool_choice: true")
+    for name, stub in (("tool_call_parser", "openai"), ("reasoning_parser", "openai_gptoss")):
+        if getattr(e, name) == stub and (name == "reasoning_parser" or e.enable_auto_tool_choice):
+            text = f"{stub} reads no texts in vLLM, so every answer would fail; leave it out and read gpt-oss's answers in the workflow"
+            ctx.error(f"{key}.{name}", text)
     return {
         "engine_type": engine_type,
         "device": device,

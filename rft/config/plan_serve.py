@@ -21,6 +21,10 @@ _KEYS = {  # what a service needs of the schedule, and why
     ("synchronizer", "sync_style"): ("trainer_driven", "clients do not wait for weights"),
     ("buffer", "on_short_batch"): ("carry", "a step waits for rewards"),
 }
+_PLAYING = (  # keys of the exploring loop, which a service does not have
+    "max_group_timeout group_policy stop_hopeless_groups max_retry_times dynamic_timeout over_rollout max_concurrent_runs "
+    "max_failed_groups runner_state_report_interval eval_interval eval_on_startup eval_at_end eval_in_background"
+).split()
 ENDLESS = 1_000_000_000  # train steps
 
 
@@ -46,8 +50,10 @@ def config(ctx: Context) -> RunConfig:
         ctx.note("no trainer.total_steps: the service goes on until it is stopped")
         made = made.model_copy(update={"trainer": made.trainer.model_copy(update={"total_steps": ENDLESS})})
     given = made.buffer.explorer_input
-    why = "clients of the service bring the tasks; evaluate its checkpoints with mode: bench"
+    why = "clients of the service bring the tasks and play them; evaluate its checkpoints with mode: bench"
     given.idle("buffer.explorer_input", ("taskset", "tasksets", "eval_tasksets"), why, ctx)
+    operators = made.data_processor.experience_pipeline.operators  # their deadline is max_timeout
+    made.explorer.idle("explorer", _PLAYING if operators else ("max_timeout", *_PLAYING), why, ctx)
     none = {"taskset": None, "tasksets": (), "eval_tasksets": ()}
     return made.model_copy(update={"buffer": made.buffer.model_copy(update={"explorer_input": given.model_copy(update=none)})})
 
@@ -70,6 +76,7 @@ def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:
         ctx.error("explorer.listen_address", "must be an IP address, for example 127.0.0.1, or 0.0.0.0 for every interface")
     path = e.serve.clients_file
     made: dict[str, Any] = {"session_ttl_s": e.serve.session_ttl, "group_deadline_s": e.serve.group_deadline}
+    made["max_timeout_s"] = e.max_timeout
     return ServeSettings(
         host=e.listen_address,
         port=e.proxy_port,

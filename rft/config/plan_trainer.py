@@ -84,7 +84,7 @@ def learner(
         seed=ctx.config.seed,
         deterministic=ctx.config.deterministic,
         **_forwards(ctx, budget, longest),
-        **_sharding(ctx, device, world),
+        **_sharding(ctx, device, world, steps),
     )
 
 
@@ -220,8 +220,8 @@ def micro_batches(ctx: Context, train: Tasksets, learner: LearnerSettings, criti
 # ---------------------------------------------------------------- ranks and memory
 
 
-def _sharding(ctx: Context, device: str, world: int) -> dict[str, Any]:
-    """Fields of `LearnerSettings`."""
+def _sharding(ctx: Context, device: str, world: int, steps: int | None) -> dict[str, Any]:
+    """Fields of `LearnerSettings`; `steps` is the length of the run."""
     t = ctx.config.trainer
     loaded = t.checkpoint.load_contents
     return {
@@ -238,7 +238,7 @@ def _sharding(ctx: Context, device: str, world: int) -> dict[str, Any]:
         "compile": t.use_torch_compile,
         "save_contents": t.checkpoint.save_contents,
         "load_contents": loaded and tuple("model" if name == "hf_model" else name for name in loaded),
-        "profiler": _profiler(ctx, world),
+        "profiler": _profiler(ctx, world, steps),
     }
 
 
@@ -398,9 +398,11 @@ def trainer(ctx: Context, device: str, steps: int | None) -> TrainerSettings:
     )
 
 
-def _profiler(ctx: Context, world: int) -> ProfilerSettings:
+def _profiler(ctx: Context, world: int, steps: int | None) -> ProfilerSettings:
     f = ctx.config.trainer.profiler
     ranks = tuple(range(world)) if f.all_ranks else (0,) if f.ranks is None else f.ranks
     if wrong := [r for r in ranks if not 0 <= r < world]:
         ctx.error("trainer.profiler.ranks", f"has {wrong[0]}; there are {world} training rank(s), from 0")
+    if late := [n for n in f.steps or () if n > (steps or n)]:
+        ctx.warn(f"trainer.profiler.steps {late} are not traced: the run has {steps} train steps")
     return ProfilerSettings(steps=tuple(f.steps or ()), ranks=ranks, discrete=f.discrete, folder=ctx.run_dir / "profile")

@@ -8,6 +8,7 @@ never reaches a first step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from rft.algorithm.catalog import KINDS, check_args
 from rft.config.context import Problems
 from rft.config.plan import Plan
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY
+from rft.plugins import REGISTRY, checked_args
 from rft.taskset.settings import TasksetSettings
 from rft.workflow.recipes import GIVES, TEACHER, workflow_class
 
@@ -43,6 +44,14 @@ def look(plan: Plan, tasksets: Sequence[Taskset], problems: Problems) -> None:
             name = plan.learner.algorithm.advantage_fn
             text = f"{name} reads the reward of a greedy run of every task, which no client plays; choose another advantage"
             problems.error("algorithm.advantage_fn", text, given=name)
+    for taskset, flow in flows if plan.explorer.baseline else ():
+        with suppress(ConfigError):  # told where its arguments are
+            plugin = REGISTRY.get("workflow", flow)
+            if checked_args(plugin, taskset.workflow_args).get("credit") == "step":
+                text = (
+                    f"subtracts the reward of a whole greedy run, and rows of {flow} have that of their step; write credit: run"
+                )
+                problems.error("algorithm.advantage_fn", text, given=plan.learner.algorithm.advantage_fn)
     for kind, part, want in _required(plan):
         for taskset, flow in flows:
             given = _provided("workflow", [(flow, taskset.workflow_args)])

@@ -50,8 +50,8 @@ class Change:
     kind: Literal["safe", "refuse"]
 
 
-def save(config: RunConfig, run_dir: Path) -> None:
-    """Writes the three files, each aside and renamed."""
+def save(config: RunConfig, run_dir: Path, began_with: str = "") -> None:
+    """Writes the three files, each aside and renamed.  `began_with`: a stage's model, where that is not the one that is written."""
     source = config.source
     tree = config.shown()
     head = (f"# {source.path}\n" if source.path else "") + (f"# stage: {source.stage}\n" if source.stage else "")
@@ -69,7 +69,9 @@ def save(config: RunConfig, run_dir: Path) -> None:
     }
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "config.yaml", redact(head + said) + written)
-    write_whole(run_dir / RESOLVED, yamlfile.dump(config.shown(again=True)))
+    again = config.shown(again=True)
+    again["model"]["model_path"] = began_with or again["model"]["model_path"]
+    write_whole(run_dir / RESOLVED, yamlfile.dump(again))
     write_whole(run_dir / "config.json", json.dumps(record, indent=1))
 
 

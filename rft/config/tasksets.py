@@ -68,10 +68,10 @@ def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int, any_s
                     key=key,
                     path=ctx.find(t.path),
                     storage_type=ctx.find(t.storage_type) if ":" in t.storage_type else t.storage_type.lower(),
-                    reader_path=_found(t.reader_path, ctx.find),
+                    reader_path=t.reader_path and ctx.find(t.reader_path),
                     format=columns(t.format, key, ctx, reward_is_named=named is not None),
                     workflow=ctx.find(workflow or ""),
-                    reward=_found(named, ctx.find),
+                    reward=named and ctx.find(named),
                     reward_args=dict(t.reward_fn_args),
                     sampling=sampling_args(ctx, t.rollout_args, max_response_tokens, key, is_eval, any_sampling),
                     num_runs=runs,
@@ -189,10 +189,6 @@ def _name(t: TasksetConfig, is_eval: bool, names: dict[str, str], key: str, prob
         name = f"{base}_{n}"
     names[name] = key
     return name
-
-
-def _found(name: str | None, find: Callable[[str], str]) -> str | None:
-    return None if name is None else find(name)
 
 
 def sampling_args(

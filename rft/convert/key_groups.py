@@ -366,6 +366,9 @@ def explain(d: Draft) -> None:
             d.note("save_interval and eval_interval count steps here and iterations in veRL; the guide copies the numbers")
         if f"{ROLLOUT}.val_kwargs.temperature" not in d.given:
             d.note("evaluation inherits the training temperature in the guide's profile; veRL evaluates greedily")
+    for key in (f"{ACTOR}.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps"):
+        if d.stated(key) and not d.whole(key) and d.number(f"{key}_ratio"):
+            d.warn(f"{key} 0 and a ratio: the ratio is taken, as newer veRL does; older FSDP workers do not warm up then")
     if d.number(f"{ACTOR}.optim.lr_warmup_steps_ratio") and not d.stated("trainer.total_training_steps"):
         d.note(f"{OPTIM}.lr_warmup_steps_ratio is a share of all steps, which are epochs x whole batches of the tasksets")
     if not is_async(d):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def images(d: Draft, a: Argument) -> ArgumentOutcome:
     if d.terse:
         return ArgumentOutcome("ignored", "veRL's default; a taskset with images is refused when it is read")
-    return ArgumentOutcome("refused", "rows with images are not offered; --allow reads the texts alone")
+    return ArgumentOutcome("refused", "rows with images are not offered; name data of texts and leave this out")
 
 
 _OLD_RS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}

@@ -346,9 +346,9 @@ def _load_model(settings: EngineSettings) -> Any:
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Those of vLLM: of generation_config.json, or without that file of config.json, and the tokenizer's."""
     ids: set[int] = set()
-    configured = vars(model.config).get("eos_token_id")  # none of a model that also takes images
-    for given in (model.generation_config.eos_token_id, configured, tokenizer.eos_token_id):
+    for given in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         ids |= set(given) if isinstance(given, list | tuple) else {given} if given is not None else set()
     return tuple(sorted(ids))
 

@@ -92,7 +92,7 @@ class BatchRunner:
                 played = await self._play(batch, task(number), number, number == first)
             if rejected := [v for v in played.versions if not await self._is_verified(v)]:
                 played = played.refused(f"weights {rejected[0]} failed their canary", reason=REJECTED_WEIGHTS)
-            processed = await self._process(batch, played) if self._pipeline.active and not rejected else played
+            processed = played if rejected else await after_operators(self._pipeline, played, batch.pipeline)
             began = time.monotonic()
             group = await self._store(processed)
             if self._pipeline.active:
@@ -165,17 +165,6 @@ class BatchRunner:
             batch.begun(left)  # a group that was ended early has runs that never began
             del self.playing[group]
 
-    async def _process(self, batch: Batch, played: PlayedGroup) -> PlayedGroup:
-        """The group after the operators.  One that an operator cannot handle becomes failed runs, with the traceback."""
-        try:
-            done = await self._pipeline.process(played.task, played.rows, played.needed)
-        except OperatorFailed as e:
-            log.warning("group %s: %s", played.id, e)
-            batch.pipeline.append(Metric("failed_count", len(played.runs), "sum"))
-            return played.refused(str(e), reason="operator", traceback=e.traceback)
-        batch.pipeline += done.metrics
-        return played.after(done.rows, accepted=done.accepted, reason=done.reason)
-
     async def _store(self, group: PlayedGroup) -> PlayedGroup:
         """Appends the group.  One that cannot be stored (values of its workflow, too large, no token) becomes failed runs instead."""
         try:
@@ -185,6 +174,20 @@ class BatchRunner:
             group = group.refused(f"rejected by the buffer: {e}")
             await self._buffer.append(encode(group.rows), accepted=False, reason=group.reason)
         return group
+
+
+async def after_operators(pipeline: ExperiencePipeline, played: PlayedGroup, metrics: list[Metric]) -> PlayedGroup:
+    """The group after the operators, which add to `metrics`.  One that they cannot handle becomes failed runs, with the traceback."""
+    if not pipeline.active:
+        return played
+    try:
+        done = await pipeline.process(played.task, played.rows, played.needed)
+    except OperatorFailed as e:
+        log.warning("group %s: %s", played.id, e)
+        metrics.append(Metric("failed_count", len(played.runs), "sum"))
+        return played.refused(str(e), reason="operator", traceback=e.traceback)
+    metrics += done.metrics
+    return played.after(done.rows, accepted=done.accepted, reason=done.reason)
 
 
 def _encoded(group: PlayedGroup) -> bytes:

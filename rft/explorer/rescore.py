@@ -56,23 +56,24 @@ async def rescore(
     max_concurrent: int,
     told: Callable[[int], None] = lambda n: None,
 ) -> list[Rescored]:
-    """In the order of `rows`, which has the runs of a group together.  `told` hears how many are done.
+    """In the order of `rows`, which has groups, and in them runs, together; a run is scored whole.  `told` hears how many are done.
 
     Raises RftError (a model is gone, a budget is used up): what was scored until then is lost, but for what judges keep in their cache.
     """
     room, done = asyncio.Semaphore(max_concurrent), 0
 
-    async def one(group: list[StoredAnswer]) -> list[Rescored]:
+    async def one(runs: list[list[StoredAnswer]]) -> list[Rescored]:
         nonlocal done
         async with room:
-            said = [transcript_of(s.experience, s.task) for s in group]
-            found = await scored_or_not(reward, group[0].task, said, timeout_s)
-        done += len(group)
+            said = [joined([transcript_of(s.experience, s.task) for s in run]) for run in runs]
+            found = await scored_or_not(reward, runs[0][0].task, said, timeout_s)
+        done += sum(map(len, runs))
         told(done)
-        return [_beside(s, r) for s, r in zip(group, found, strict=True)]
+        return [_beside(s, r) for run, r in zip(runs, found, strict=True) for s in run]
 
-    # each answer alone, except for a reward that sees a group
-    groups = [list(g) for _, g in groupby(rows, key=lambda s: s.group)] if reward.whole_group else [[s] for s in rows]
+    # each run alone, except for a reward that sees a group
+    runs = [list(rows) for _, rows in groupby(rows, key=lambda s: (s.group, s.experience.id.run))]
+    groups = [list(g) for _, g in groupby(runs, key=lambda run: run[0].group)] if reward.whole_group else [[run] for run in runs]
     try:
         await reward.prepare(models)
         return [r for part in await asyncio.gather(*map(one, groups)) for r in part]
@@ -119,6 +120,12 @@ def transcript_of(x: Experience, task: Task) -> Transcript:
         info = dict(x.info) if i == said[-1] else {}  # that of a row is its last call's and its run's
         turns.append(Turn(messages=tuple(messages[:i]), tools=x.tools, completion=completion, info=info))
     return Transcript(turns=tuple(turns), metrics=dict(x.metrics), info=dict(x.info))
+
+
+def joined(rows: Sequence[Transcript]) -> Transcript:
+    """The run whose rows these are: of several each has its own calls, and perhaps shows those before them."""
+    turns = (t for row in rows for t in row.turns if len(rows) == 1 or len(t.completion.tokens) or t is row.turns[-1])
+    return Transcript(turns=tuple(turns), metrics=rows[-1].metrics, info=rows[-1].info)
 
 
 def _pieces(x: Experience) -> list[np.ndarray]:

@@ -78,9 +78,9 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
         "rollout/groups/partial": float(sum(g.accepted and any(run.failed for run in g.runs) for g in groups)),
         "rollout/time/batch": wall_s,
     }
-    if runs:
-        out["rollout/time/run"] = fmean(run.run_s for run in runs)
-        out["rollout/time/reward"] = fmean(run.reward_s for run in runs)
+    if begun := [run for run in runs if run.run_s]:  # others were ended before there was room for them
+        out["rollout/time/run"] = fmean(run.run_s for run in begun)
+        out["rollout/time/reward"] = fmean(run.reward_s for run in begun)
     out |= _spread("rollout/reward", [reward for g in groups for reward in g.rewards])
     by_taskset: defaultdict[str, list[float]] = defaultdict(list)
     for g in groups:
@@ -103,7 +103,7 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
         out |= _percentiles("rollout/reward", [reward for g in groups for reward in g.rewards])
         out |= _percentiles("rollout/response_length", responses)
         out |= _percentiles("rollout/prompt_length", [r.num_tokens - n for r, n in zip(whole, responses, strict=True)])
-        out |= _percentiles("rollout/time/run", [run.run_s for run in runs])
+        out |= _percentiles("rollout/time/run", [run.run_s for run in begun])
     if several := [g.rewards for g in groups if len(g.rewards) > 1]:
         out["frac_reward_zero_std"] = fmean(len(set(rewards)) == 1 for rewards in several)
     return named | out  # a part that is called "reward" does not hide the reward

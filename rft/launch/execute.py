@@ -31,7 +31,7 @@ from rft.launch.progress import Progress
 from rft.launch.remote import memory_remedy
 from rft.launch.rundir import INTERRUPTED, STATE, RunDir, lives
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
-from rft.launch.stages import Program, refuse_program
+from rft.launch.stages import Program, began_with, refuse_program
 from rft.monitor.monitor import check_available
 from rft.serve.access import clients
 from rft.taskset import task_pipeline as tasks
@@ -109,9 +109,8 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
                 ended: list[str] = []
                 try:
                     with leftovers.collected() as ended:
-                        outcome = asyncio.run(
-                            modes.run(mode, rundir, progress.update, runtime, partial(save, loaded, rundir.path))
-                        )
+                        saving = partial(save, loaded, rundir.path, began_with(rundir.path))
+                        outcome = asyncio.run(modes.run(mode, rundir, progress.update, runtime, saving))
                 finally:  # a run that fails is the one that leaves things
                     for line in ended:
                         log.info("left by the run: %s", line)

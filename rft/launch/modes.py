@@ -32,7 +32,7 @@ from rft.launch.remote import ANSWER_S
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Bound, Parts, PartSpec, Runtime, engine_specs, explorer_specs, trainer_specs
 from rft.launch.signals import Signals
-from rft.launch.start import Start, begin, begin_offline, origin
+from rft.launch.start import Start, begin, begin_offline, begins_window, origin
 from rft.sync.waits import all_of
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
@@ -152,7 +152,7 @@ class ExploreAndTrain(_Training):
     async def _start_training(self, parts: Parts) -> None:
         plan = self.plan
         await parts.start([PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)])
-        self.begun = await begin(parts.made["buffer"], self._found, self._other)
+        self.begun = await begin(parts.made["buffer"], self._found, self._other, (plan.sync.batch_units, plan.sync.step_units))
         buffer, node = Bound(parts.made["buffer"], self.begun.lineage), parts.nodes.get("trainer-0", "")
         wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
         await parts.start([PartSpec("coordinator", "coordinator", wiring)])
@@ -175,6 +175,8 @@ class TrainOffline(_Training):
     """The trainer alone, on a data set."""
 
     async def start(self, parts: Parts) -> bool:
+        if self.plan.trainer.replay_run is not None and self._found is not None:
+            self._found = manifests.latest(self.plan.run_dir / "checkpoints", partial(begins_window, self.plan))
         await parts.reserve(engines=False, trainer=True)
         await parts.start([*trainer_specs(self.plan, parts.rundir), PartSpec("coordinator", "monitor", (self.plan,))])
         self.begun = begin_offline(self._found, self._other)

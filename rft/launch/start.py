@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from rft.config.plan import Plan
 from rft.config.plan import schedule as planned
@@ -45,6 +46,11 @@ def schedule(plan: Plan, start: Start) -> Schedule:
     return dataclasses.replace(planned(plan.sync), start_step=start.step)
 
 
+def begins_window(plan: Plan, step: int) -> bool:
+    """Whether steps after `step` can be trained again from there: no checkpoint holds the first weights of a window that it is inside."""
+    return not plan.learner.algorithm.proximal_window or planned(plan.sync).must_publish(step)
+
+
 def checkpoints(path: Path) -> list[Path]:
     """What `resume_from_path` names: a checkpoint, or all of a run by step.  Raises ConfigError where there is none."""
     if (path / manifests.NAME).is_file() or manifests.is_name(path.name):
@@ -63,23 +69,24 @@ def origin(path: Path | None) -> Manifest | None:
     return manifests.read(path) if first == path else manifests.latest(first.parent)
 
 
-async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = None) -> Start:
+async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = None, sizes: tuple[int, int] = (1, 1)) -> Start:
     """Take the next lineage of the buffer, going on from the checkpoint `found` if there is one.
 
-    `other`: another run's checkpoint to begin with where there is none.  Its weights, optimizer and place in the data are taken; its
-    rows stay where they are, so nothing counts as their use here.
+    `other`: another run's checkpoint to begin with where there is none.  Its weights, optimizer and step are taken; the explore batch is
+    the one that this run, with `sizes` of a batch and a step, reaches by that step.  Its rows stay where they are: none is used here.
     """
     if found is None:
-        step, place = (0, None) if other is None else (other.version.step, other.consumption)
+        step = 0 if other is None else other.version.step
+        place = None if other is None else structs.replace(other.consumption, cursor=step * sizes[1] // sizes[0])
         started = await buffer.start_lineage(None, place, step)
         lineage = started.lineage
         if lineage > 1:
             message = "no checkpoint of the earlier attempt (trainer.save_interval): step %d again, %d experiences set aside"
             log.info(message, step, started.orphaned, extra=STARTING)
-        if other is None:
+        if other is None or place is None:
             return Start(lineage)
-        log.info("lineage %d begins with %s of another run", lineage, other.folder)
-        return Start(lineage, other.version.step, None, other.consumption.cursor, str(other.folder))
+        log.info("lineage %d begins with %s of another run, at explore batch %d", lineage, other.folder, place.cursor)
+        return Start(lineage, step, None, place.cursor, str(other.folder))
     lineage = await buffer.start_lineage(found.version, found.consumption)
     message = "resumes from the checkpoint of step %d, %d experiences set aside"
     log.info(message, found.version.step, lineage.orphaned, extra=STARTING)

@@ -19,7 +19,7 @@ from rft.config.verify import load_plan
 from rft.errors import ConfigError, RunFailed
 from rft.launch import parts
 from rft.launch.stages import began_with
-from rft.launch.start import Start, origin, schedule
+from rft.launch.start import Start, begins_window, origin, schedule
 from rft.monitor.read import read
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
@@ -96,12 +96,8 @@ async def _train(
 def _before(run_dir: Path, step: int, plan: Plan) -> Manifest | None:
     """The newest whole checkpoint from before `step`, where a window begins if the loss reads its first weights; None: the run's own
     beginning."""
-    when, windows = schedule(plan, Start(1)), plan.learner.algorithm.proximal_window
-    folders = [
-        f
-        for f in manifests.committed(run_dir / "checkpoints")
-        if (at := manifests.step_of(f)) < step and (when.must_publish(at) or not windows)
-    ]
+    there = manifests.committed(run_dir / "checkpoints")
+    folders = [f for f in there if (at := manifests.step_of(f)) < step and begins_window(plan, at)]
     best = max(folders, key=manifests.step_of, default=None)
     return None if best is None else manifests.read(best)
 
@@ -116,7 +112,7 @@ def _plan(run_dir: Path, aside: Path, overrides: Sequence[str]) -> tuple[Plan, P
         "monitor.monitor_args=null", "monitor.keep_trainer_logprobs=false", "resume_from_path=null",
     ]  # fmt: skip
     model = began_with(run_dir.resolve())
-    _, whole = load_plan(file, ["monitor.monitor_type=[]", "monitor.monitor_args=null", *overrides])
+    _, whole = load_plan(file, ["monitor.monitor_type=[]", "monitor.monitor_args=null", *overrides], model_path=model)
     length = f"trainer.total_steps={whole.trainer.total_steps}"
     _, plan = load_plan(file, [*changes, length, *overrides, "trainer.world_size=1"], model_path=model)
     return plan, whole.resume_from_path

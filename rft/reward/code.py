@@ -38,6 +38,7 @@ from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
 LOCAL = Sandbox()
+_local, _remote = lru_cache(Sandbox), lru_cache(maxsize=8)(RemoteSandbox)  # one for all that ask for the same
 _FIRST_CASES = 10  # of which a share is scored, as in veRL
 
 
@@ -140,18 +141,8 @@ class PrimeCodeReward(CodeReward):
 
 def _place(args: CodeArgs) -> ProgramJudge:
     if args.sandbox_url is not None:
-        return _remote(args.sandbox_url, args.sandbox_max_concurrent)
-    return LOCAL if args.sandbox_level is None else _of_level(args.sandbox_level)
-
-
-@lru_cache
-def _of_level(level: Level) -> Sandbox:
-    return Sandbox(level=level)
-
-
-@lru_cache(maxsize=8)
-def _remote(url: str, max_concurrent: int) -> RemoteSandbox:
-    return RemoteSandbox(url, max_concurrent=max_concurrent)
+        return _remote(args.sandbox_url, max_concurrent=args.sandbox_max_concurrent)
+    return LOCAL if args.sandbox_level is None else _local(level=args.sandbox_level)
 
 
 def _first(checks: Checks) -> Checks:

@@ -11,7 +11,6 @@ A reward that is no such function is called in its own way, whatever the manager
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rft.errors import ConfigError
 from rft.reward.base import Reward
 from rft.reward.wrap import ChangedReward
-from rft.threads import guarded, in_thread
+from rft.threads import unblocked
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -58,9 +57,8 @@ def with_acc(inner: Reward) -> Reward:
 
 async def answer(fn: Callable[..., Any], given: Mapping[str, Any], manager: ManagerArgs, name: str) -> Any:
     """What `fn`, which may be async, gives; an unscored Score once its time is up."""
-    work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), f"reward {name}")
     try:
-        return await asyncio.wait_for(guarded(work, "the reward"), manager.reward_timeout_s)
+        return await asyncio.wait_for(unblocked(fn, f"reward {name}", **given), manager.reward_timeout_s)
     except TimeoutError:
         if manager.reward_timeout_s is None:
             raise

@@ -7,7 +7,6 @@ program from the network, from files, memory and environment of others, or from 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -126,7 +125,7 @@ class Sandbox(JobPool):
 
     async def run(self, program: str, limits: ProgramLimits, stdin: bytes = b"") -> jobs.Ran:
         """What the program prints, and why it did not end well."""
-        return await asyncio.wrap_future(self._submit(lambda: jobs.run(self._open(), program, stdin, limits)))
+        return await self._done(lambda: jobs.run(self._open(), program, stdin, limits))
 
     def level(self) -> Level:
         """How programs are closed off here.  Raises SandboxUnavailable."""

@@ -55,8 +55,8 @@ class Feedback(ServeBody):
 
     reward: Value
     msg_ids: Annotated[list[Text], Field(min_length=1, max_length=1000)]
-    task_id: Text = ""
-    run_id: Text | int = ""  # a label of the client's
+    task_id: Text | None = None  # without one: that of the answers' session
+    run_id: Text | int | None = None  # a label of the client's
 
 
 def call_of(message: str) -> str:

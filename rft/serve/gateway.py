@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rft.serve import bodies
@@ -71,6 +73,12 @@ class Gateway(Endpoint):
         router.add_post("/commit", self._commit)
         router.add_get("/metrics", self._metrics)
 
+    def add(self, session: Session) -> str:
+        assert isinstance(session, LiveSession), "this server has no other ones"
+        self._of_sessions[session.id] = Quota(self._settings.limits)
+        session.on_answer = partial(self._count, session)
+        return super().add(session)
+
     def remove(self, session: Session) -> None:
         super().remove(session)
         self._of_sessions.pop(session.id, None)
@@ -90,29 +98,29 @@ class Gateway(Endpoint):
     async def respond(self, request: web.Request, asked: ApiRequest, retry_key: str) -> tuple[Session, ApiAnswer]:
         name = None if "run" in request.match_info else self._clients.get(key_of(request))
         if name is not None:
-            quotas = [self.quotas[name]]
-            with self._limited(quotas):  # before there is a session: what is refused leaves none behind
+            with self._limited([self.quotas[name]]):  # before there is a session: what is refused leaves none behind
                 session = self.book.alone(name, retry_key)
                 try:
                     answer = await session.answer(asked, retry_key)
                 except BaseException:
                     await self.book.abandon(session)
                     raise
-        else:
-            found = self._session(request)
-            assert isinstance(found, LiveSession), "this server has no other ones"
-            session = found
-            quotas = [self._of_sessions.setdefault(session.id, Quota(self._settings.limits))]
-            quotas += [q for q in (self.quotas.get(session.stored.client),) if q is not None]  # a client may have been removed
-            with self._limited(quotas):
-                answer = await session.answer(asked, retry_key)
-        if answer.id not in session.counted:  # else it was sent again
-            session.counted.add(answer.id)
-            used = usage(answer.completions, asked.n)
-            self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
-            for quota in quotas:
-                quota.spend(used["total_tokens"])
-        return session, answer
+            return session, answer
+        found = self._session(request)
+        assert isinstance(found, LiveSession), "this server has no other ones"
+        with self._limited(self._quotas(found)):
+            return found, await found.answer(asked, retry_key)
+
+    def _quotas(self, session: LiveSession) -> list[Quota]:
+        """What a call of this session counts for; its client may have been removed."""
+        both = self._of_sessions.get(session.id), self.quotas.get(session.stored.client)
+        return [quota for quota in both if quota is not None]
+
+    def _count(self, session: LiveSession, answer: ApiAnswer, n: int) -> None:
+        used = usage(answer.completions, n)
+        self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
+        for quota in self._quotas(session):
+            quota.spend(used["total_tokens"])
 
     @contextmanager
     def _limited(self, quotas: Sequence[Quota]) -> Iterator[None]:
@@ -189,20 +197,20 @@ class Gateway(Endpoint):
     async def _feedback(self, request: web.Request) -> web.Response:
         client = self._client(request)
         asked = checked(bodies.Feedback, await read_json(request))
-        self._check_task(asked.task_id)
-        found: dict[str, LiveSession | StoredSession] = {}
+        task_id, found = asked.task_id or "", dict[str, LiveSession | StoredSession]()
         for message in asked.msg_ids:
             one = await self.book.find(bodies.call_of(message))
             stored = one.stored if isinstance(one, LiveSession) else one
             if one is None or stored is None or stored.client != client:
                 raise ApiError(404, f"message {message!r} is none of this client's", param="msg_ids", code="unknown_message")
-            found[stored.id] = one
+            found[stored.id], task_id = one, task_id or stored.task_id
+        self._check_task(task_id)
         first = next(iter(found.values()))
         waiting = [s for s in found.values() if isinstance(s, LiveSession) and s.stored.state == "open"]
         if len(found) > 1 and (len(waiting) < len(found) or any(s.stored.key_hash for s in waiting[1:])):
             raise ApiError(409, "some of these messages belong to other runs", param="msg_ids", code="session_over")
-        if waiting and (waiting[1:] or waiting[0].stored.task_id != asked.task_id):
-            await self.book.join(waiting[0], waiting[1:], asked.task_id)
+        if waiting and (waiting[1:] or waiting[0].stored.task_id != task_id):
+            await self.book.join(waiting[0], waiting[1:], task_id)
         return json_response(_told(await self._rewarded(first, Score(value=asked.reward), None, False)))
 
     async def _commit(self, request: web.Request) -> web.Response:
@@ -229,7 +237,7 @@ class Gateway(Endpoint):
         }
         if isinstance(self._model, Measured):
             values |= reduce(await self._model.metrics())  # of several engines
-        lines = [f"rft_{_prometheus(name)} {value:.15g}" for name, value in sorted(values.items())]
+        lines = [f"rft_{re.sub('[^A-Za-z0-9]', '_', name)} {value:.15g}" for name, value in sorted(values.items())]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
 
 
@@ -240,10 +248,6 @@ def _to_its_end(handler: Callable[[web.Request], Awaitable[web.Response]]) -> Ca
         return await asyncio.shield(handler(request))
 
     return handled
-
-
-def _prometheus(name: str) -> str:
-    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
 
 
 def _told(status: str) -> dict[str, Any]:

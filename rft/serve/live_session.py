@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ from rft.types.task import Task
 from rft.workflow.base import RunContext
 from rft.workflow.endpoint_sessions import RunSession, understood
 from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest
-
-Stored = Callable[[Awaitable[bool]], Awaitable[bool]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class LiveSession(RunSession):
         self._retries: dict[str, _Retry] = {}
         self._number = 0
         self.calls: dict[str, StoredCall] = {}  # without payload
-        self.counted: set[str] = set()  # of them, those whose tokens were counted
+        self.on_answer: Callable[[ApiAnswer, int], None] = lambda answer, n: None  # hears once of each that is stored
         self._owners: list[str] = []  # of each recorded turn: its call
         self.scores: dict[str, Score] = {}  # of single calls
         self.under_way = self.scoring = 0  # calls, and rewards that are being stored
@@ -65,7 +63,6 @@ class LiveSession(RunSession):
             for call in await self._store.session_calls(self.id):
                 turns = unpack_turns(call.turns)
                 self._add(call, turns)
-                self.counted.add(call.id)
                 if call.retry_key:
                     done: asyncio.Future[ApiAnswer] = asyncio.get_running_loop().create_future()
                     done.set_result(ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created))
@@ -112,12 +109,12 @@ class LiveSession(RunSession):
         self.under_way += 1
         try:
             turns = await understood(self.generate(asked))
-            return await asyncio.shield(self._kept(turns, retry_key, digest))
+            return await asyncio.shield(self._kept(turns, asked.n, retry_key, digest))
         finally:
             self.under_way -= 1
 
-    async def _kept(self, turns: list[Turn], retry_key: str, digest: str) -> ApiAnswer:
-        """Stored and recorded, also where the client has gone meanwhile: neither is without the other."""
+    async def _kept(self, turns: list[Turn], n: int, retry_key: str, digest: str) -> ApiAnswer:
+        """Stored, recorded and counted, also where the client has gone meanwhile: none is without the others."""
         self.under_way += 1
         try:
             number, self._number = self._number, self._number + 1
@@ -136,7 +133,9 @@ class LiveSession(RunSession):
             self._add(call, turns)
         finally:
             self.under_way -= 1
-        return ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created)
+        answer = ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created)
+        self.on_answer(answer, n)
+        return answer
 
     def _add(self, call: StoredCall, turns: Any) -> None:
         self._number = max(self._number, call.number + 1)

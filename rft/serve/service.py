@@ -19,10 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from rft.buffer.operators.experience_pipeline import ExperiencePipeline, OperatorFailed
+from rft.buffer.operators.experience_pipeline import ExperiencePipeline
 from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
 from rft.disk import write_whole
 from rft.errors import DiskFull, FrameRejected
+from rft.explorer.batch_runner import after_operators
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
 from rft.explorer.stoppable import StoppableWork
 from rft.serve.access import clients
@@ -99,7 +100,7 @@ class Service:
         self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
         self._lineage, self._models = lineage, models
         self._folder, self._on_listening = folder, on_listening
-        self._pipeline = ExperiencePipeline(pipeline, judge, 60.0)
+        self._pipeline = ExperiencePipeline(pipeline, judge, settings.max_timeout_s)
         self.gateway = Gateway(settings, clients(settings) if settings.clients is None else settings.clients, model)
         self.book = SessionBook(settings, model, buffer, self.gateway.add, self.gateway.remove)
         self._engines = engine_metrics(model, models)
@@ -179,15 +180,8 @@ class Service:
             return None
         for session in sessions:
             session.forming = True
-        group = played = self._group(id, closed.task_id, sessions)
-        if self._pipeline.active:
-            try:
-                done = await self._pipeline.process(group.task, group.rows)
-                operated += done.metrics
-                group = group.after(done.rows, accepted=done.accepted, reason=done.reason)
-            except OperatorFailed as e:
-                operated.append(Metric("failed_count", len(group.runs), "sum"))
-                group = group.refused(str(e), reason="operator", traceback=e.traceback)
+        played = self._group(id, closed.task_id, sessions)
+        group = await after_operators(self._pipeline, played, operated)
         ids = [s.id for s in sessions]
         try:
             await self._stored(group, ids)

@@ -29,6 +29,7 @@ class ServeSettings:
     clients: Mapping[str, str] | None = None  # names by the hashes of their keys, read by the command; None: read where it serves
     session_ttl_s: float = 3600.0  # a session without a reward is given up then
     group_deadline_s: float = 600.0  # a group closes so long after its first reward, with what it has
+    max_timeout_s: float = 1800.0  # that operators have for a group
     num_runs: int = 1  # rewarded runs of one task_id that make a group; 1: runs are not compared
     batch_size: int  # groups of an explore batch
     sampling: SamplingArgs = field(default_factory=SamplingArgs)

@@ -21,7 +21,7 @@ from rft.strictjson import parse_json
 from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 
-_MEDIA = re.compile(r"\b(Image|Audio|Video)\(")
+_MEDIA = re.compile(r"\bbytes: (large_)?binary")  # part of the Arrow type in which Hugging Face keeps an image, sound or video
 _SPOKEN = {"role", "function", "parameters", "arguments"}  # keys of messages, tools and calls
 
 
@@ -113,6 +113,7 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
         table = pq.read_table(path, memory_map=True)
     except (pa.ArrowInvalid, OSError) as e:
         raise _error(settings, f"{path}: not a readable Parquet file ({e})") from None
+    _of_texts(settings, str(path), table.schema)
     stored = ByIndex(
         table.num_rows,
         lambda i: table.slice(i, 1).to_pylist()[0],
@@ -122,6 +123,13 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
     where = f"{path}, row "
     fingerprint = sample_fingerprint(stored, table.column_names)
     return RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
+
+
+def _of_texts(settings: TasksetSettings, source: str, schema: Any) -> None:
+    """Raises ConfigError for an Arrow schema with a column of images, sound or videos."""
+    if media := [field.name for field in schema if _MEDIA.search(str(field.type))]:
+        offer = "use a data set of texts, or save it without that column (remove_columns, then save_to_disk or to_parquet)"
+        raise _error(settings, f"{source}: column {media[0]!r} holds images, sound or videos, which are not offered; {offer}")
 
 
 def _own(value: Any, inside: bool = False) -> Any:
@@ -178,9 +186,7 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
         if settings.split not in loaded:
             raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")
         loaded = loaded[settings.split]
-    if media := [name for name, feature in loaded.features.items() if _MEDIA.search(repr(feature))]:
-        offer = "use a data set of texts, or save it without that column (remove_columns, save_to_disk)"
-        raise _error(settings, f"{source}: column {media[0]!r} holds images, sound or videos, which are not offered; {offer}")
+    _of_texts(settings, source, loaded.features.arrow_schema)
     rows = ByIndex(len(loaded), lambda i: _own(loaded[i]), lambda: map(_own, loaded))
     return RowSource(
         rows=rows,

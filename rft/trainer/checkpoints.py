@@ -113,13 +113,12 @@ def _tell(text: str) -> None:
     log.warning("%s", text)
 
 
-def _age(folder: Path) -> tuple[int, int]:
+def _age(folder: Path) -> Version:
     """Lineage, then step: what an abandoned lineage left is older, whatever its step."""
     try:
-        version = manifests.read(folder, verify=False).version
+        return manifests.read(folder, verify=False).version
     except CheckpointInvalid:
-        return (0, 0)
-    return (version.lineage, version.step)
+        return Version(0, 0)
 
 
 def _fresh(folder: Path) -> None:

@@ -19,7 +19,7 @@ from rft.algorithm.args import AggMode
 from rft.algorithm.base import Denominators, LossOutput
 from rft.algorithm.value import ValueInputs, value_loss
 from rft.engine.forwards import body_of
-from rft.trainer import optim, tensors
+from rft.trainer import loading, optim, tensors
 from rft.trainer import policy as policies
 from rft.trainer.batch import MicroBatch
 from rft.trainer.pack import TrainRow
@@ -95,7 +95,8 @@ class Critic:
         c = settings.critic
         self.settings = replace(
             settings,
-            model_path=c.model_path or settings.model_path,
+            model_path=(path := c.model_path or settings.model_path),
+            override_config=loading.override_of(settings, path),
             optim=c.optim,
             lora=None,  # the critic is trained whole
             row_layout=c.row_layout,
@@ -132,7 +133,7 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad: float, 
     """Clip the gradients of `model` and make one update; returns their norm.  A norm that is not finite applies nothing."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
-        if p.grad is None:  # no row had a loss: the optimizer still moves by its momentum
+        if p.grad is None and p in optimizer.state:  # no row had a loss: the optimizer still moves by its momentum
             p.grad = torch.zeros_like(p)
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = tensors.full(torch.nn.utils.get_total_norm(grads, foreach=True))

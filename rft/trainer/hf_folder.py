@@ -1,6 +1,7 @@
 """A Hugging Face folder from the parts that ranks have saved, without the ranks.
 
-Knows files, and a model without weights, by which tensors get the names of checkpoints.  Invariant: one tensor is in memory at a time.
+Knows files, and a model without weights, by which tensors get the names of checkpoints.  Invariant: one tensor is in memory at a time,
+but for a base whose files have names that only loading them tells.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def assemble(saved: Path, target: Path) -> None:
     due = {n: torch.empty(files.shape(n), dtype=files.dtype(n) if n in exact else dtype, device="meta") for n in files}
     given: Iterable[tuple[str, torch.Tensor]] = ((name, read(name)) for name in files)
     if not adapted and lm is not None:
+        if base.is_dir() and not dict(in_checkpoints(lm, due.items())).keys() <= set(loading.files_of(base)):
+            lm = loading.pretrained(config, base, trust_remote_code=False, attn_implementation="eager")  # knows the names there
         due, given = dict(in_checkpoints(lm, due.items())), in_checkpoints(lm, given)
         if base.is_dir():
             beside, names = untrained(base, due, lm.all_tied_weights_keys)

@@ -12,7 +12,7 @@ import logging
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from rft.errors import CheckpointInvalid, ConfigError, SetupError, is_out_of_memory
+from rft.strictjson import parse_json
 from rft.trainer import tensors
+from rft.trainer.settings import LearnerSettings
 from rft.trainer.tensors import Files
 from rft.types import modelfiles, rotary
 
@@ -37,6 +39,19 @@ def import_library(name: str) -> None:
         importlib.import_module(name)
     except ImportError as e:
         raise ConfigError(f"cannot be imported: {e}", key="model.external_lib", given=name) from e
+
+
+def override_of(settings: LearnerSettings, path: str) -> dict[str, Any]:
+    """`override_config` for the model in `path`: its entries are the policy's, so a critic of another family gets none."""
+    same = path == settings.model_path or _family(path) == _family(settings.model_path)
+    return settings.override_config if same else {}
+
+
+def _family(folder: str) -> str | None:
+    """None where config.json cannot be read, which is told where it is loaded."""
+    with suppress(OSError, ValueError):
+        return str(parse_json(Path(folder, "config.json").read_text()).get("model_type"))
+    return None
 
 
 def config_of(folder: Path, *, trust_remote_code: bool, override: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -133,14 +133,14 @@ def check_files(manifest: Manifest) -> None:
             raise CheckpointInvalid(f"{path}: sha256 {digest}, the manifest says {fact.sha256}; the file has changed")
 
 
-def latest(checkpoints: Path) -> Manifest | None:
-    """The newest whole checkpoint under `checkpoints`; damaged ones are named in the log and passed over.
+def latest(checkpoints: Path, fits: Callable[[int], bool] = lambda step: True) -> Manifest | None:
+    """The newest whole checkpoint under `checkpoints` whose step `fits`; damaged ones are named in the log and passed over.
 
     Newest is by lineage first, then step.  None when there is none at all.  Raises CheckpointInvalid when there are manifests but
     none of them is whole, because starting afresh would then silently throw a run away.
     """
     candidates, broken = [], []
-    for folder in committed(checkpoints):
+    for folder in (f for f in committed(checkpoints) if fits(step_of(f))):
         try:
             candidates.append(read(folder, verify=False))
         except CheckpointInvalid as e:

@@ -1,7 +1,7 @@
 """The optimizer by name, and its state as tensors and numbers that a checkpoint can hold.
 
-Knows torch's optimizers; not models, files or schedules.  Invariant: all parameters have made the same number of updates, so one set of
-numbers stands for all.
+Knows torch's optimizers; not models, files or schedules.  Invariant: all parameters that had a gradient have made the same number of
+updates, so one set of numbers stands for all; those without one, such as towers for images, have no state and do not move.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def restore(
     """Put a saved state in.  Raises CheckpointInvalid where it is of other parameters."""
     keys = dict.fromkeys(name.partition(".")[0] for name in files)
     fused = bool(optimizer.defaults.get("fused"))
-    for p in names.values():
+    for p in (p for name, p in names.items() if all(f"{key}.{name}" in files for key in keys)):  # others had no gradient yet
         held: dict[str, Any] = {
             k: torch.tensor(v, dtype=torch.float32, device=p.device if fused else "cpu") for k, v in values.items()
         }

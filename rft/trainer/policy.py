@@ -303,8 +303,8 @@ def _compile(policy: Policy, settings: LearnerSettings) -> None:
 
 
 def layers(lm: Any) -> nn.ModuleList:
-    """The repeated transformer layers: the longest module list that is not inside another, as experts are."""
-    lists = {name: m for name, m in lm.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    """The repeated transformer layers that read texts: the longest module list that is not inside another, as experts are."""
+    lists = {name: m for name, m in lm.get_decoder().named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if not lists:
         raise SetupError(f"{type(lm).__name__} has no list of layers to shard")
     return max((m for name, m in lists.items() if not any(name.startswith(f"{n}.") for n in lists)), key=len)

@@ -101,7 +101,8 @@ def decided(settings: LearnerSettings) -> LearnerSettings:
 def _decided(settings: LearnerSettings, path: str, asked: AskedLayout) -> AskedLayout:
     if asked == "auto" and settings.attn_implementation == "eager":
         return "padded"
-    config = loading.config_of(Path(path), trust_remote_code=settings.trust_remote_code, override=settings.override_config)
+    override = loading.override_of(settings, path)
+    config = loading.config_of(Path(path), trust_remote_code=settings.trust_remote_code, override=override)
     choice = choose(config.to_dict(), asked, device=settings.device)
     if choice.layout == "padded" or attention.exchangeable(config):
         return choice.layout

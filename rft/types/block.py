@@ -216,9 +216,17 @@ def _decode_bundle(view: memoryview, row: _RowDecoder) -> list[Experience]:
         if block[:4] == BUNDLE_MAGIC:
             raise ValueError("experience frame is a bundle in a bundle")
         rows = _decode_block(block, chosen.positions, row)
-        found += [x if x.reward == r else msgspec.structs.replace(x, reward=r) for x, r in zip(rows, chosen.rewards, strict=True)]
+        found += [x if x.reward == r else _edited(x, r) for x, r in zip(rows, chosen.rewards, strict=True)]
         at += chosen.size + -chosen.size % _ALIGN
     return found
+
+
+def _edited(row: Experience, reward: float | None) -> Experience:
+    """The row with another reward; where its tokens have their own, the last trained one takes the difference."""
+    if (earned := row.token_rewards) is not None:
+        earned = earned.copy()
+        earned[np.flatnonzero(row.loss_mask)[-1:]] += (reward or 0.0) - (row.reward or 0.0)
+    return msgspec.structs.replace(row, reward=reward, token_rewards=earned)
 
 
 class _RowDecoder:

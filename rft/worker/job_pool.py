@@ -14,11 +14,13 @@ import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
 import xxhash
 
+from rft.threads import CLOCK
 from rft.worker.process import JSON, Codec, WorkerDied, WorkerError, WorkerProcess
 
 T = TypeVar("T")
@@ -48,13 +50,26 @@ class JobPool:
                 self._memo.move_to_end(key)
                 known: T = self._memo[key]
                 return known
-        answer = await asyncio.wrap_future(self._submit(job))
+        answer = await self._done(job)
         if keep(answer):
             with self._lock:
                 self._memo[key] = answer
                 if len(self._memo) > _MEMO:
                     self._memo.popitem(last=False)
         return answer
+
+    async def _done(self, job: Callable[[], T]) -> T:
+        """What `job` gives; the deadline of its caller stands still until there is a thread for it."""
+        loop, waiting = asyncio.get_running_loop(), ExitStack()
+
+        def work() -> T:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(waiting.close)
+            return job()
+
+        with waiting:
+            waiting.enter_context(CLOCK.get().stopped())
+            return await asyncio.wrap_future(self._submit(work))
 
     def _submit(self, job: Callable[[], T]) -> Future[T]:
         with self._lock:

@@ -16,7 +16,6 @@ everything that it has started.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import re
@@ -26,13 +25,13 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from rft.reward.base import checked
-from rft.threads import guarded, in_thread
+from rft.threads import unblocked
 from rft.types.completion import Layout, Transcript
 from rft.types.task import Task
 from rft.worker import keeper
 from rft.workflow.base import RunContext, Workflow
 from rft.workflow.endpoint import serve
-from rft.workflow.endpoint_sessions import Rule, RunSession
+from rft.workflow.endpoint_sessions import Rule
 
 _TAIL = 16 << 10  # bytes of a program's output that are kept
 _CLOSE_S = 5.0  # for a killed program, and all that it has started, to be gone
@@ -66,7 +65,7 @@ class AgentWorkflow(Workflow):
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         async with serve(ctx, task, sampling=self.sampling, agent_reward=self.agent_reward) as session:
-            returned = await session.watch(self._play(task, session))
+            returned = await session.watch(unblocked(self.agent, "the agent", task, session.base_url, session.api_key))
             info: dict[str, Any] = {}
             if isinstance(returned, Said):
                 returned, info = None, {"agent_output": str(returned)}
@@ -74,11 +73,6 @@ class AgentWorkflow(Workflow):
                 info["agent_reward"] = session.unused
             score = session.score if returned is None else checked(returned)
         return ctx.transcript(score=score, info=info, layout=self.layout)
-
-    async def _play(self, task: Task, session: RunSession) -> Any:
-        if inspect.iscoroutinefunction(self.agent):
-            return await guarded(self.agent(task, session.base_url, session.api_key), "the agent")
-        return await in_thread(lambda: self.agent(task, session.base_url, session.api_key), "the agent")
 
 
 class Said(str):

@@ -33,10 +33,11 @@ from pydantic import BaseModel, Field, model_validator
 
 from rft.errors import ConfigError, SetupError
 from rft.plugins import REGISTRY
+from rft.threads import unblocked
 from rft.types.completion import Completion
 from rft.types.task import Task
 from rft.workflow.tools import Format, FunctionTool, Side, Tool, Toolbox, ToolError, as_text, described, find, named
-from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs, waited
+from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs
 
 _MCP_KEY = "workflow_args.mcp_config_path"
 START_S = 30.0
@@ -153,29 +154,34 @@ def _schema(t: Any) -> dict[str, Any]:
 class ClassTool:
     """An object with veRL's methods: `create(instance_id, **kwargs)`, `execute(instance_id, parameters)`, `release(instance_id)`.
 
-    `execute` gives (what the model is told, a reward, metrics); what it is told is a text or has an attribute `text`.
+    `execute` gives (what the model is told, a reward, metrics); what it is told is a text or has an attribute `text`.  All may block.
     """
 
     def __init__(self, made: Any, schema: dict[str, Any]) -> None:
         self._made = made
         self.schema = schema
         self.rewards: list[float] = []
-        self._instance = ""
+        self._instance, self._creating = "", asyncio.Lock()
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        if not self._instance:
-            self._instance = uuid.uuid4().hex
-            if callable(create := getattr(self._made, "create", None)):
-                await waited(create(self._instance))
-        result = await waited(self._made.execute(self._instance, dict(arguments)))
+        async with self._creating:
+            if not self._instance:
+                self._instance = uuid.uuid4().hex
+                await self._does("create")
+        result = await self._does("execute", dict(arguments))
         said, reward = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
         if reward is not None:
             self.rewards.append(float(reward))
         return as_text(getattr(said, "text", said) or "")
 
     async def close(self) -> None:
-        if self._instance and callable(release := getattr(self._made, "release", None)):
-            await waited(release(self._instance))
+        if self._instance:
+            await self._does("release")
+
+    async def _does(self, name: str, *given: Any) -> Any:
+        """What a method says of our instance; None where the object has no such method."""
+        method = getattr(self._made, name, None)
+        return await unblocked(method, f"tool {name}", self._instance, *given) if callable(method) else None
 
 
 async def load_tool_file(path: str) -> list[Tool]:

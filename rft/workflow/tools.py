@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from rft.errors import ConfigError, RftError
 from rft.plugins import REGISTRY, kind
 from rft.reward.extract import fenced
-from rft.threads import contained, in_thread
+from rft.threads import in_time, unblocked
 from rft.types.completion import Completion
 
 Format = Literal["auto", "hermes", "json"]
@@ -157,9 +157,7 @@ class FunctionTool:
             faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in e.errors())
             raise ToolError(f"wrong arguments: {faults}") from None
         given = {name: getattr(checked, name) for name in type(checked).model_fields}
-        if inspect.iscoroutinefunction(self.function):
-            return as_text(await self.function(**given))
-        return as_text(await in_thread(lambda: self.function(**given), f"tool {self.name}"))
+        return as_text(await unblocked(self.function, f"tool {self.name}", **given))
 
     async def close(self) -> None:
         """A function holds nothing."""
@@ -205,9 +203,8 @@ class Toolbox:
             known = ", ".join(self._by_name) or "none"
             return ToolResult(call, f"Error: there is no tool {self.shortened(call.name)!r}; there is: {known}", error=True)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                with contained(f"tool {call.name}"):  # here: what ends a task of its own would end the loop
-                    text = await tool.call(call.arguments)
+            what = f"tool {call.name}"
+            text = await in_time(unblocked(tool.call, what, call.arguments), self.timeout_s, what)
         except RftError:
             raise
         except TimeoutError:

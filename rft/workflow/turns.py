@@ -22,7 +22,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.engine.base import PromptTooLong
-from rft.threads import in_thread
+from rft.threads import unblocked
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.task import Task
 from rft.workflow.base import RunContext, Workflow
@@ -120,8 +120,8 @@ class MultiTurnWorkflow(Workflow):
 
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a method that may be async, or block."""
-        if self.blocking and not inspect.iscoroutinefunction(method):
-            return await in_thread(lambda: method(*args, **kwargs), f"{type(self).__name__}.{method.__name__}")
+        if self.blocking:
+            return await unblocked(method, f"{type(self).__name__}.{method.__name__}", *args, **kwargs)
         return await waited(method(*args, **kwargs))
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:

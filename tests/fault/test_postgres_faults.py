@@ -197,7 +197,7 @@ async def test_one_owner_and_who_it_is(postgres: PostgresServer, tmp_path: Path)
     await buffer.start_lineage(None, None)
     with pytest.raises(BufferFailed, match=r"is open in process \d+ \(rft .*, local, backend \d+\); a buffer has one owner"):
         await opened(given)
-    other = await opened(replace(given, run="another"))  # other runs share the database
+    other = await opened(replace(given, run="another", folder=tmp_path / "another"))  # other runs share the database
     await other.close()
     await fill(buffer, 1, 0)
     postgres.run(TERMINATE)

@@ -242,3 +242,19 @@ def with_images(folder: Path) -> Path:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
+
+
+def with_tower(name: str, folder: Path) -> Path:
+    """Write a tiny "gemma3" or "qwen3_5" whose tower for images is deeper than its language model, with the names of checkpoints."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_attention_heads": 4}
+    text = {**_SIZES, **FAMILIES[f"{name}_text"], "tie_word_embeddings": name == "gemma3"}
+    vision = {**sizes, "num_hidden_layers": 3, "depth": 3, "image_size": 28, "patch_size": 14, "out_hidden_size": 32}
+    more = {"mm_tokens_per_image": 4} if name == "gemma3" else {"tie_word_embeddings": False}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name, text_config=text, vision_config=vision, **more)
+        AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder

@@ -39,6 +39,13 @@ def hashes(run: Path) -> dict[str, str]:
     return {str(f.relative_to(run)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
+def weights(run: Path) -> list[str]:
+    """Of every checkpoint, by step."""
+    files = sorted(run.glob("checkpoints/*/trainer/model*.safetensors"))
+    assert len(files) == 4
+    return [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
+
+
 @pytest.fixture(scope="module")
 def original(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
@@ -62,6 +69,22 @@ def test_the_same_rows_give_the_same_weights(original: Path, tiny_model: Path) -
         rft.open_run(run).metrics().query("role == 'trainer'")["experience/reward/mean"].tolist() for run in (original, resumed)
     ]
     assert rewards[0] == rewards[1]
+
+
+def test_one_that_was_stopped_inside_a_window_goes_on_from_where_the_window_began(tiny_model: Path, tmp_path: Path) -> None:
+    """The loss reads the weights of the window's start, which the checkpoint of a step inside it does not hold."""
+    (tmp_path / "r.py").write_text("def noisy(task, transcript):\n    return float(sum(map(ord, transcript.answer)) % 7)\n")
+    more = (
+        "synchronizer.sync_interval=2", "algorithm.compute_prox_logprobs=true", "trainer.save_interval=1", "buffer.batch_size=2",
+        "algorithm.optimizer.lr_scheduler_type=constant", f"buffer.explorer_input.default_reward_fn_type={tmp_path}/r.py:noisy",
+    )  # fmt: skip
+    first = execute(TINY, given(tiny_model, tmp_path, "first", *more), in_process=True).run_dir
+    more = (*more, "mode=train", f"buffer.trainer_input.replay_run={first}")
+    execute(TINY, given(tiny_model, tmp_path, "again", *more, "trainer.total_steps=3"), in_process=True)
+    assert execute(TINY, given(tiny_model, tmp_path, "again", *more, "trainer.total_steps=3"), in_process=True).seconds == 0.0
+    resumed = execute(TINY, given(tiny_model, tmp_path, "again", *more), in_process=True)
+    assert resumed.resumed_from is not None and resumed.resumed_from.step == 2
+    assert weights(resumed.run_dir) == weights(first)
 
 
 def test_it_ends_where_the_rows_end(original: Path, tiny_model: Path) -> None:

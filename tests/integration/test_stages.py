@@ -76,6 +76,7 @@ def test_the_second_stage_begins_with_what_the_first_exported(
     assert any("rollout/few/reward/mean" in r["values"] for r in rows), "its own taskset"
     kept = yaml.safe_load((root / "two" / "config.resolved.yaml").read_text())
     assert kept["algorithm"]["optimizer"]["lr"] == 1e-30 and kept["name"] == "program"
+    assert kept["model"]["model_path"] == str(one), "what is run again begins with another model"
     whole = yaml.safe_load((root / "two" / "config.yaml").read_text())
     assert "extends" not in whole and len(whole["stages"]) == 2, "the program itself, complete"
 

@@ -32,7 +32,7 @@ from rft.disk import drop_cut_line
 from rft.errors import ConfigError, PluginError, PluginStopped, RftError, RunFailed
 from rft.logs import redact
 from rft.plugins import REGISTRY, checked_args
-from rft.threads import contained, in_thread
+from rft.threads import contained, in_thread, unblocked
 from rft.types.block import plain
 from rft.types.experience import Experience, check
 from rft.types.metrics import Metric, Reduction
@@ -431,12 +431,7 @@ class _Running:
     async def life(self, method: str, *args: Any) -> None:
         try:
             async with asyncio.timeout(self._deadline_s):
-                call = getattr(self.operator, method)
-                if inspect.iscoroutinefunction(call):
-                    with contained(f"operator {self.name}"):
-                        await call(*args)
-                else:
-                    await in_thread(lambda: call(*args), f"operator {self.name}")
+                await unblocked(getattr(self.operator, method), f"operator {self.name}", *args)
         except RftError:
             raise
         except Exception as e:  # user code may raise anything

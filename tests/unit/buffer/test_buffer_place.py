@@ -9,7 +9,7 @@ import pytest
 
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
-from rft.buffer.location import connect, find, ledger_location, schema_name
+from rft.buffer.location import connect, find, leave_pointer, ledger_location, schema_name
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, ConfigError, SetupError
 from rft.testing.storage_contract import fill
@@ -76,6 +76,22 @@ async def test_a_file_elsewhere_is_found_from_the_run(tmp_path: Path, monkeypatc
     await here.open()
     await here.close()
     assert audit_run(tmp_path / "run").acked == 0
+
+
+async def test_a_renamed_folder_keeps_saying_where_its_ledger_in_a_server_is(tmp_path: Path) -> None:
+    """Before the server is asked: an empty schema of the new name would hide the rows, also from `rft buffer audit`."""
+
+    def settings(run: str, url: str = URL) -> BufferSettings:
+        return BufferSettings(folder=tmp_path / "run/buffer", run=run, ledger_url=url)
+
+    leave_pointer(ledger_location(settings("p/g/old")), tmp_path / "run/buffer")
+    leave_pointer(ledger_location(settings("p/g/old", "postgresql://moved.example/maths")), tmp_path / "run/buffer")
+    with pytest.raises(
+        BufferFailed, match=r"the ledger is schema p_g_old_experience_buffer; .*p_g_new_experience_buffer.*old name again"
+    ):
+        await Buffer(settings("p/g/new")).open()
+    found = find(tmp_path / "run")
+    assert (found.schema, found.url and found.url.host) == ("p_g_old_experience_buffer", "moved.example")
 
 
 async def test_a_file_that_cannot_be_opened_is_told_at_once(tmp_path: Path) -> None:

@@ -239,6 +239,35 @@ def test_log_follows(logs: Path) -> None:
         following.communicate()
 
 
+def test_log_shows_an_entry_whole_that_is_read_while_it_is_written(logs: Path) -> None:
+    """What was read later counted as info: of an error's traceback, -l error showed the beginning alone."""
+    following = subprocess.Popen(
+        [sys.executable, "-m", "rft.cli.main", "log", str(logs), "-f", "-l", "error", "-n", "1"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert following.stdout is not None
+    try:
+        assert ["three" in following.stdout.readline() for _ in range(3)] == [True, False, False]  # what is there: it follows now
+        for name, text in (
+            ("launcher", "2026-01-01 00:00:05,000 E rft.a: broke\nTraceback:\n"),
+            ("other", "2026-01-01 00:00:06,000 I rft.a: fine\n"),
+            ("other", "  which goes on\n"),
+            ("launcher", '  File "y"\n'),
+            ("other", "2026-01-01 00:00:07,000 E rft.a: bad\n"),
+        ):
+            with (logs / "logs" / f"{name}.log").open("a") as file:
+                file.write(text)
+            if text.endswith(":\n"):
+                assert "broke" in following.stdout.readline() and "Traceback" in following.stdout.readline()
+            elif name == "launcher":
+                assert 'File "y"' in following.stdout.readline()
+        assert "bad" in following.stdout.readline()
+    finally:
+        following.kill()
+        following.communicate()
+
+
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def removed(manifest: manifests.Manifest, *_: object, **__: object) -> None:
         shutil.rmtree(manifest.folder)

@@ -93,6 +93,8 @@ def test_servers() -> None:
         ({"model_path": "J", "task": "score", "engine_type": "scripted"}, "writes texts"),
         ({"model_path": "J", "task": "score", "reasoning_parser": "qwen3"}, "has no answer to parse"),
         ({"model_path": "J", "enable_auto_tool_choice": True}, "needs the name of vLLM's parser"),
+        ({"model_path": "J", "enable_auto_tool_choice": True, "tool_call_parser": "openai"}, "openai reads no texts in vLLM"),
+        ({"model_path": "J", "reasoning_parser": "openai_gptoss"}, "openai_gptoss reads no texts in vLLM"),
         ({"model_path": "J", "engine_type": "transformers", "pipeline_parallel_size": 2}, "knows 1 only"),
         (
             {

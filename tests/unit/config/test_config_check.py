@@ -431,6 +431,16 @@ def test_a_greedy_baseline_needs_rewards_of_single_runs(model: Path, tmp_path: P
     assert run(model, "algorithm.algorithm_type=rloo", *given).ok
 
 
+def test_a_greedy_baseline_is_of_whole_runs(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "steps.py"
+    code = "class Steps(StepWiseWorkflow):\n    def react(self, answer):\n        return None\n"
+    file.write_text(f"from rft.workflow.turns import StepWiseWorkflow\n\n\n{code}")
+    given = ("algorithm.algorithm_type=remax", f"buffer.explorer_input.default_workflow_type={file}:Steps")
+    assert "rows of " in errors(run(model, *given)) and "write credit: run" in errors(run(model, *given))
+    whole = ("buffer.explorer_input.taskset.workflow_args={credit: run}",)
+    assert "write credit: run" not in errors(run(model, *given, *whole))
+
+
 def test_a_workflow_says_what_it_provides(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "flows.py"
     file.write_text(WRITES)

@@ -404,6 +404,13 @@ def test_bench_needs_something_to_evaluate_and_trains_nothing() -> None:
     assert made.explorer.tasksets == () and len(made.explorer.eval_tasksets) == 1
 
 
+def test_a_weight_is_for_training() -> None:
+    said = plan("buffer.explorer_input.eval_tasksets=[{path: rows.jsonl, weight: 2}]").warnings
+    assert [w for w in said if "weight" in w] == [
+        "buffer.explorer_input.eval_tasksets[0].weight 2.0 has no effect: an evaluation plays all rows of each of its tasksets"
+    ]
+
+
 def test_remax_asks_the_explorer_for_a_greedy_run() -> None:
     assert plan("algorithm.algorithm_type=remax").explorer.baseline and not plan().explorer.baseline
 
@@ -435,6 +442,23 @@ def test_what_a_service_needs_is_derived_or_refused() -> None:
     found = messages("mode=serve", "synchronizer.sync_style=fully_async", "explorer.listen_address=here")
     assert {"synchronizer.sync_style", "explorer.listen_address"} <= found.keys()
     assert any("explorer.serve.session_ttl has no effect" in w for w in plan("explorer.serve.session_ttl=5").warnings)
+
+
+def test_keys_of_the_exploring_loop_are_told_where_a_service_samples() -> None:
+    keys = ("max_timeout=7", "over_rollout.ratio=0.5", "dynamic_timeout.enable=true", "group_policy=drop", "eval_interval=3")
+    operator = "data_processor.experience_pipeline.operators=[{name: deduplicate}]"
+    told = [w for w in plan("mode=serve", *(f"explorer.{k}" for k in keys)).warnings if "has no effect: clients" in w]
+    named = {w.split()[0].removeprefix("explorer.") for w in told}
+    assert named - {"buffer.explorer_input.taskset"} == {
+        "max_timeout",
+        "over_rollout",
+        "dynamic_timeout",
+        "group_policy",
+        "eval_interval",
+    }
+    made = plan("mode=serve", "explorer.max_timeout=7", operator)
+    assert made.serve is not None and made.serve.max_timeout_s == 7.0, "the deadline of operators"
+    assert not any("explorer.max_timeout" in w for w in made.warnings)
 
 
 @pytest.mark.parametrize(

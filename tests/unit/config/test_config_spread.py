@@ -52,6 +52,12 @@ def test_spread_over_ranks_reaches_the_learner() -> None:
     assert (found.profiler.steps, found.profiler.ranks) == ((2,), (0, 1)) and found.profiler.folder.name == "profile"
 
 
+def test_traced_steps_beyond_the_run_are_told() -> None:
+    given = ("trainer.profiler.steps=[2, 9, 12]", "buffer.total_steps=9")
+    assert "trainer.profiler.steps [12] are not traced: the run has 9 train steps" in plan(*given).warnings
+    assert not any("profiler" in w for w in plan(given[0], "buffer.total_steps=12").warnings)
+
+
 def test_saving_reaches_the_trainer() -> None:
     assert told(plan())["trainer.checkpoint.async_save"] is False and plan(*ON_GPUS).trainer.async_save
     found = plan("trainer.checkpoint.save_contents=[model, hf_model]", "trainer.checkpoint.load_contents=[hf_model]")

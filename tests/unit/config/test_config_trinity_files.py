@@ -46,6 +46,12 @@ def test_a_coefficient_alone_switches_the_kl_loss_on() -> None:
     assert report.outcome.startswith("needs ") and any("so k2 is taken" in w for w in report.warnings)
 
 
+def test_a_batch_that_counts_the_experts_rows_is_told() -> None:
+    (said,) = [w for w in checked("mix_math").warnings if "counts the policy's rows" in w]
+    assert said.startswith("buffer.train_batch_size 512 ") and said.endswith("write 384"), "as 0.25 of 512 are the expert's"
+    assert not any("counts the policy's rows" in w for w in checked("mix_math", "buffer.train_batch_size=null").warnings)
+
+
 KINDS: tuple[Any, ...] = (None, True, -1, 1.5, "x", "${a}", [], [1], {}, {"x": {"y": [None]}}, [{"name": 3}])
 
 

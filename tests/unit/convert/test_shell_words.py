@@ -18,9 +18,7 @@ from rft.convert.launch import Launch, read_launch
 from rft.errors import ConfigError
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.sh"))
-QUICK = settings(
-    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def read(text: str) -> Launch:

@@ -62,6 +62,14 @@ def test_becomes(arguments: tuple[str, ...], key: str, value: Any) -> None:
     assert not c.refused and not c.errors, (c.refused, c.errors)
 
 
+def test_no_steps_of_warm_up_beside_a_ratio_are_told() -> None:
+    given = (f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.1")
+    c = made(*SHARED, *given)
+    assert found(c)["algorithm.optimizer.lr_warmup_steps"] == -1 and found(c)["algorithm.optimizer.lr_warmup_steps_ratio"] == 0.1
+    assert any(w.startswith(f"{A}.optim.lr_warmup_steps 0 and a ratio") for w in c.warnings)
+    assert not any("lr_warmup_steps 0" in w for i in (0, 1) for w in made(*SHARED, given[i]).warnings)
+
+
 def test_a_loss_is_not_given_arguments_that_it_does_not_read() -> None:
     c = made(*SHARED, f"{A}.policy_loss.loss_mode=kl_cov", f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_c=10")
     assert not c.errors and not any("clip_r" in k for k in found(c))

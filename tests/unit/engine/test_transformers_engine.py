@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rft.engine.settings import EngineSettings
-from rft.engine.transformers import TransformersEngine
+from rft.engine.transformers import TransformersEngine, _end_tokens
 from rft.errors import EngineFailed, SetupError
 from rft.testing import tiny
 from rft.testing.engine_contract import Subject, ask, clean, shaken
@@ -224,6 +224,19 @@ async def test_a_tied_model_has_no_output_layer_of_its_own(tiny_model: Path, tmp
     (c,) = await engine.generate(ask(max_tokens=20))
     await engine.close()
     assert errors(reference(tiny_model, weights), c).max() < 1e-4
+
+
+@pytest.mark.parametrize(("page", "ends"), [('{"eos_token_id": [50, 70]}', {2, 50, 70}), ('{"top_k": 5}', {2}), (None, {2, 60})])
+def test_answers_end_where_they_end_in_vllm(page: str | None, ends: set[int], tmp_path: Path) -> None:
+    """By the tokenizer (2) and generation_config.json; by config.json (60) only where that file is missing."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny.make(tmp_path / "model", eos_token_id=60)
+    (folder / "generation_config.json").unlink()
+    if page is not None:
+        (folder / "generation_config.json").write_text(page)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert set(_end_tokens(model, AutoTokenizer.from_pretrained(folder))) == ends
 
 
 async def test_a_model_of_texts_and_images_writes_texts(tmp_path: Path) -> None:

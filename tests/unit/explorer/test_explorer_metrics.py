@@ -123,5 +123,14 @@ def test_a_run_of_many_rows_weighs_as_much_as_one_of_few() -> None:
     assert (found["rollout/calls/mean"], found["rollout/right/mean"], found["rollout/right/std"]) == (6.0, 0.5, 0.5)
 
 
+def test_runs_that_never_began_took_no_time():
+    """A step of over_rollout counted each of them as 0 s."""
+    id, task = GroupId(1, 0, 0, 0), Task(taskset="t", index=0, prompt="x", workflow="w", num_runs=2)
+    runs = (PlayedRun((row(id.run(0)),), 1.0, 3.0, 1.0, 1), PlayedRun((row(id.run(1)),), None, 0.0, 0.0, 1, "over_rollout"))
+    found = rollout_metrics([PlayedGroup(id, task, runs, False, "over_rollout")], 1.0, percentiles=True)
+    assert [found[f"rollout/time/{name}"] for name in ("run", "reward", "run/p10")] == [3.0, 1.0, 3.0]
+    assert "rollout/time/run" not in rollout_metrics([PlayedGroup(id, task, runs[1:], False, "over_rollout")], 1.0)
+
+
 def test_a_batch_that_no_weights_of_ours_wrote_has_no_version() -> None:
     assert "rollout/model_version" in measured() and "rollout/model_version" not in measured(version_spans=(), is_expert=True)

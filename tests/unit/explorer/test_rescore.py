@@ -91,6 +91,36 @@ async def test_a_reward_that_breaks_and_one_that_sees_groups() -> None:
     assert [r.new for r in await score(rows, Rank())] == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("history", [True, False])
+async def test_a_run_of_several_rows_is_scored_whole(history: bool) -> None:
+    """A row for each call, which shows the calls before it or not: the reward sees one run, and all its rows get what it says."""
+    said = {0: ("3", "what?", "4"), 1: ("5", "5", "5")}
+    rows = []
+    for run, answers in said.items():
+        shown: tuple[dict[str, str], ...] = ({"role": "user", "content": "2+2?"},)
+        for number, answer in enumerate(answers):
+            first = stored(0, run, answer, float(number))
+            shown = (
+                (*shown, {"role": "assistant", "content": answer})
+                if history
+                else (shown[0], {"role": "assistant", "content": answer})
+            )
+            x = replace(first.experience, id=GroupId(1, 0, 0, 0).run(run, 0, number), messages=shown, info={"at": number})
+            rows.append(dataclasses.replace(first, experience=x))
+    seen: list[tuple[list[str], list[int]]] = []
+
+    def right(task: Task, transcript: Transcript) -> float:
+        seen.append(([t.completion.text for t in transcript.turns], [t.info["at"] for t in transcript.turns]))
+        assert all(len(t.completion.tokens) for t in transcript.turns)
+        return float(transcript.answer == task.truth)
+
+    found = await score(rows, FunctionReward(right))
+    assert sorted(seen) == [(["3", "what?", "4"], [0, 1, 2]), (["5", "5", "5"], [0, 1, 2])]
+    assert [(r.old, r.new) for r in found] == [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (0.0, 0.0), (1.0, 0.0), (2.0, 0.0)]
+    assert [r.id for r in found] == [str(r.experience.id) for r in rows]
+    assert [r.new for r in await score(rows, Rank())] == [0.0] * 3 + [1.0] * 3, "a reward of a group sees two runs"
+
+
 def test_pairs_that_the_new_reward_turns_round() -> None:
     found = [Rescored(str(i), "toy", "g", "", old, new) for i, (old, new) in enumerate([(0, 1), (1, 0), (2, 3)])]
     assert summary(found)["toy"]["order_kept"] == pytest.approx(2 / 3)

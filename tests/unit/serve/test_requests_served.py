@@ -47,7 +47,7 @@ MALFORMED = [  # (address, body, status)
     (REWARD, {"reward": 1, "target": "run"}, 400), (REWARD, b"1", 400),
     (FEEDBACK, {}, 400), (FEEDBACK, {"reward": 1, "msg_ids": [], "task_id": "t"}, 400),
     (FEEDBACK, {"reward": 1, "msg_ids": ["chatcmpl-x-0"], "task_id": "t"}, 404),
-    (FEEDBACK, {"reward": 1, "msg_ids": ["chatcmpl-x-0"]}, 400), (FEEDBACK, {"reward": math.pi, "msg_ids": "x", "task_id": "t"}, 400),
+    (FEEDBACK, {"reward": 1, "msg_ids": ["chatcmpl-x-0"]}, 404), (FEEDBACK, {"reward": math.pi, "msg_ids": "x", "task_id": "t"}, 400),
 ]  # fmt: skip
 
 

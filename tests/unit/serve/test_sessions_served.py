@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from rft.errors import DiskFull, EngineFailed, RunFailed
+from rft.serve.settings import LimitSettings
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import Version
@@ -99,6 +100,33 @@ async def test_an_answer_goes_on_when_its_client_has_gone(tmp_path, monkeypatch)
         await asyncio.gather(asking, return_exceptions=True)
         engine.release()
         assert (await served.ask(session, retry_key="k")).status_code == 200 and len(engine.calls) == 1
+
+
+async def test_an_answer_that_is_stored_counts_also_when_its_client_has_gone(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, (engine := ScriptedEngine(answer=lambda m: "a"))) as served:
+        session, gateway, gone = await served.open(), served.service.gateway, asyncio.Event()
+        respond = gateway.respond
+
+        async def watched(*asked):
+            try:
+                return await respond(*asked)
+            finally:
+                gone.set()
+
+        monkeypatch.setattr(gateway, "respond", watched)
+        engine.hold()
+        asking = asyncio.ensure_future(served.ask(session, retry_key="k"))
+        await engine.waiting(1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await gone.wait()
+        engine.release()
+        await served.service.book.sessions[session["id"]]._retries["k"].answer
+        spent = gateway.values()
+        assert spent["serve/calls"] == 1 and spent["serve/completion_tokens"] > 0
+        left = [q._tokens.left for q in (gateway.quotas["environment"], gateway._of_sessions[session["id"]])]
+        assert max(left) < LimitSettings.tokens_per_minute
+        assert (await served.ask(session, retry_key="k")).status_code == 200 and gateway.values() == spent
 
 
 @pytest.mark.parametrize("what", ["call", "reward"])
@@ -301,6 +329,21 @@ async def test_trinitys_client_gives_feedback_and_commits(tmp_path, monkeypatch)
         audit = await served.buffer.audit()
         assert audit.ok and audit.available == 3
         assert (await served.client.post("/commit")).json()["closed_groups"] == 0
+
+
+async def test_feedback_without_a_task_id_is_about_the_task_of_the_session(tmp_path, monkeypatch):
+    """It took the session out of its task, or was refused where runs are compared."""
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        first, second = await served.open(task_id="a"), await served.open(task_id="a")
+        for session, more in ((first, {}), (second, {"task_id": None, "run_id": None})):
+            body = {"reward": 0.5, "msg_ids": [(await served.ask(session)).json()["id"]], **more}
+            assert (await served.client.post("/feedback", json=body)).json()["status"] == "ok"
+            assert (await served.state(session))["task_id"] == "a"
+        alone = (await served.client.post("/v1/chat/completions", json={"model": "m", "messages": HI})).json()["id"]
+        nobody = await served.client.post("/feedback", json={"reward": 0.5, "msg_ids": [alone]})
+        assert (nobody.status_code, nobody.json()["error"]["code"]) == (400, "task_id_required")
+        await served.gate.wait_explored(1)
+        assert (await served.buffer.audit()).available == 2
 
 
 async def test_commit_closes_what_can_be_trained(tmp_path, monkeypatch):

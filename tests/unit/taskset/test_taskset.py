@@ -362,6 +362,7 @@ def test_calls_of_a_table_hold_no_keys_of_other_calls(tmp_path):
 
 def test_a_data_set_with_pictures_is_refused(tmp_path):
     import datasets
+    import pyarrow.parquet as pq
 
     pictures = datasets.Features({"prompt": datasets.Value("string"), "shown": datasets.List(datasets.Image())})
     made = datasets.Dataset.from_dict({"prompt": ["a"], "shown": [[]]}, features=pictures)
@@ -370,5 +371,10 @@ def test_a_data_set_with_pictures_is_refused(tmp_path):
         open_taskset(settings(tmp_path / "pictures"))
     made.remove_columns("shown").save_to_disk(tmp_path / "texts")
     assert open_taskset(settings(tmp_path / "texts")).task(0).prompt == "a"
+    pq.write_table(
+        made.data.table.replace_schema_metadata(), tmp_path / "rows.parquet"
+    )  # also without Hugging Face's own account
+    with pytest.raises(ConfigError, match=r"rows\.parquet: column 'shown' holds images, sound or videos, .*to_parquet"):
+        open_taskset(settings(tmp_path / "rows.parquet"))
     with pytest.raises(ConfigError, match="it was saved without splits, and 'test' is asked for; save a DatasetDict"):
         open_taskset(settings(tmp_path / "texts", split="test"))

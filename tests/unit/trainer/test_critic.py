@@ -15,6 +15,7 @@ import torch
 from rft.algorithm.base import Denominators
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import CheckpointInvalid, ConfigError
+from rft.testing import tiny
 from rft.trainer import policy as policies
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
@@ -222,6 +223,14 @@ def test_another_model_with_other_heads_reads_the_same_rows(
     learner = made(critic={"model_path": str(tmp_path)})
     result = learn(learner, rows, 1)
     assert result.critic is not None and result.critic.updates == 1 and result.critic.grad_norm > 0
+
+
+@pytest.mark.parametrize(("family", "eps"), [("qwen2", 1e-6), ("llama", 0.5)])
+def test_a_critic_of_another_family_has_its_own_configuration(family: str, eps: float, made: Made, tmp_path: Path) -> None:
+    path = tiny.make(tmp_path / "critic", family=family, rms_norm_eps=1e-6)
+    learner = made(critic={"model_path": str(path)}, override_config={"rms_norm_eps": 0.5})
+    assert learner.critic is not None and learner.policy.lm.config.rms_norm_eps == 0.5
+    assert learner.critic.model.lm.config.rms_norm_eps == eps
 
 
 @pytest.mark.parametrize(("size", "count"), [(5, 3), (12, 1), (20, 1)])

@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rft.engine.weights import saved_buffers
+from rft.launch import model_check
 from rft.taskset.chatfiles import ChatFiles, read_settings
 from rft.testing import tiny
 from rft.trainer import hf_folder, saving
 from rft.trainer.learner import Learner
-from rft.trainer.settings import LearnerSettings, LoraSettings
+from rft.trainer.pack import RankBatch
+from rft.trainer.policy import layers
+from rft.trainer.settings import LearnerSettings, LoraSettings, OptimSettings
 from tests.helpers import families
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
@@ -154,3 +157,30 @@ def test_an_export_keeps_what_is_not_trained(tmp_path: Path) -> None:
         assert torch.equal(found.pop("visual.blocks.0.weight"), more["visual.blocks.0.weight"])
         assert found.keys() == learner.policy.names().keys()
         assert all(torch.equal(found[name], p) for name, p in learner.policy.names().items())
+
+
+def test_a_language_model_is_put_back_under_the_names_and_beside_the_tower_of_its_base(tmp_path: Path) -> None:
+    """Qwen3.5: transformers trains the text model alone, whose layers have other names than in the files of the whole."""
+    base = families.with_tower("qwen3_5", tmp_path / "base")
+    folders = both_ways(shaken(Learner(LearnerSettings(model_path=str(base), row_layout="padded"))), tmp_path)
+    want = load_file(base / "model.safetensors")
+    exported, assembled = (load_file(folder / "model.safetensors") for folder in folders)
+    assert exported.keys() == assembled.keys() == want.keys()
+    assert all(torch.equal(assembled[n], t) for n, t in exported.items())
+    assert all(torch.equal(assembled[n], t) == ("visual" in n) for n, t in want.items())
+
+
+def test_a_tower_for_images_is_not_sharded_decayed_or_resumed(tmp_path: Path) -> None:
+    """Deeper than the language model: the layers are still those that read texts, and weight decay leaves the tower as it is."""
+    base = families.with_tower("gemma3", tmp_path / "base")
+    settings = LearnerSettings(model_path=str(base), row_layout="padded", optim=OptimSettings(lr=1e-2, weight_decay=0.1))
+    learner = Learner(settings)
+    assert layers(learner.policy.lm) is learner.policy.lm.model.language_model.layers
+    before = {n: p.detach().clone() for n, p in learner.policy.names().items()}
+    rows = tuple((row,) for row in model_check.rows(settings))
+    for step in (1, 2):
+        learner.step(RankBatch(step=step, micro_batches=rows, tokens=32.0, rows=4.0))
+        learner.save(str(tmp_path / str(step)), step)
+        learner.load(str(tmp_path / str(step)))
+    for name, p in learner.policy.names().items():
+        assert torch.equal(p, before[name]) == ("vision" in name or "multi_modal" in name), name

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.launch import start as starts
+from rft.sync.schedule import Schedule
 from rft.trainer import attention, ulysses
 from rft.trainer import manifest as manifests
 from rft.trainer import policy as policies
@@ -189,7 +190,9 @@ def test_only_the_named_step_is_traced(
     assert json.loads(file.read_text())["traceEvents"]
 
 
-async def test_a_checkpoint_of_another_run_is_where_a_run_begins(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sizes", "batch"), [((4, 4), 7), ((16, 32), 14), ((16, 8), 3), ((6, 4), 4)])
+async def test_a_checkpoint_of_another_run_is_where_a_run_begins(tmp_path: Path, sizes: tuple[int, int], batch: int) -> None:
+    """With the explore batch that `batch` and `step` of the new run's `sizes` have for that step, whatever those of the other run were."""
     folder = tmp_path / "other" / "checkpoints" / "global_step_7"
     folder.mkdir(parents=True)
     (folder / "x").write_text("x")
@@ -198,14 +201,16 @@ async def test_a_checkpoint_of_another_run_is_where_a_run_begins(tmp_path: Path)
 
     class Empty:
         async def start_lineage(self, parent: Any, consumption: Any, step: int) -> Any:
-            assert (parent, consumption.cursor, step) == (None, 4, 7), "the other run's place; its lineage is not this run's"
+            assert (parent, consumption.cursor, step) == (None, batch, 7), "the other run's step; its lineage is not this run's"
+            when = Schedule(batch_units=sizes[0], step_units=sizes[1], start_step=step)
+            assert when.may_explore(batch, step) and when.required_step(batch + sizes[1]) > step, "neither never nor too early"
             return type("Lineage", (), {"lineage": 1})()
 
     for path in (folder, folder.parent, folder.parent.parent):
         found = starts.origin(path)
         assert found is not None and found.version == Version(2, 7)
-        start = await starts.begin(Empty(), None, found)
-        assert (start.lineage, start.step, start.parent, start.cursor, start.checkpoint) == (1, 7, None, 4, str(folder))
+        start = await starts.begin(Empty(), None, found, sizes=sizes)
+        assert (start.lineage, start.step, start.parent, start.cursor, start.checkpoint) == (1, 7, None, batch, str(folder))
     with pytest.raises(ConfigError, match=r"resume_from_path: holds no checkpoint"):
         starts.origin(tmp_path)
     with pytest.raises(CheckpointInvalid, match="was never committed"):

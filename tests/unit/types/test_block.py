@@ -49,6 +49,21 @@ def same(a: Experience, b: Experience) -> bool:
     return encode([a]) == encode([b])
 
 
+def test_an_edited_reward_reaches_advantages_that_read_the_rewards_of_tokens() -> None:
+    """Its last trained token takes the difference; what the frame holds stays as it is."""
+    mask = np.array([0, 0, 1, 1, 0], np.bool_)
+    earned = np.array([0, 0, 0.25, 0.5, 0.25], np.float32)
+    given = msgspec.structs.replace(
+        row(0, 5), loss_mask=mask, logprobs=np.where(mask, -0.5, 0.0).astype(np.float32), token_rewards=earned
+    )
+    block = encode([given, ROWS[2]])
+    edited, other = decode(bundle([(block, [0, 1], [0.0, 3.0])]), checked=True)
+    assert edited.token_rewards is not None and edited.token_rewards.tolist() == [0, 0, 0.25, -0.5, 0.25]
+    assert (edited.reward, other.reward, other.token_rewards) == (0.0, 3.0, None)
+    (same_reward,) = decode(bundle([(block, [0], [1.0])]))
+    assert same_reward.token_rewards is not None and same_reward.token_rewards.tolist() == earned.tolist()
+
+
 def test_rows_come_back_all_or_chosen() -> None:
     frame = encode(ROWS)
     assert len(frame) % 8 == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +13,7 @@ import pytest
 from pydantic import Field
 
 from rft.errors import ConfigError
+from rft.reward.sandbox import Sandbox
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async
 from rft.types.task import SamplingArgs, Task
 from rft.workflow import toolrun
@@ -146,6 +149,53 @@ async def test_a_slow_tool_is_not_waited_for():
     box = Toolbox([FunctionTool(slow)], timeout_s=0.05)
     (result,) = await box.run(in_text(call("slow")))
     assert result.error and result.text == "Error: slow took longer than 0.05 s"
+
+
+async def test_waiting_for_a_free_sandbox_is_not_the_time_of_a_tool():
+    """With many runs at the same time all but the first calls were told that their program took too long."""
+    sandbox, go = Sandbox(size=1), threading.Event()
+
+    async def execute() -> str:
+        await sandbox._done(lambda: None)
+        return "done"
+
+    busy = asyncio.ensure_future(sandbox._done(go.wait))
+    running = asyncio.ensure_future(Toolbox([FunctionTool(execute)], timeout_s=0.05).run(in_text(call("execute"))))
+    try:
+        assert not (await asyncio.wait({running}, timeout=0.3))[0]
+    finally:
+        go.set()
+    assert (await busy, [r.text for r in await running]) == (True, ["done"])
+    sandbox.close()
+
+
+class VerlTool:
+    """Methods that block, and one that takes long to begin."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+        self.created: list[str] = []
+
+    async def create(self, instance):
+        await asyncio.sleep(0)
+        self.created.append(instance)
+
+    def execute(self, instance, given):
+        self.threads.add(threading.current_thread().name)
+        return f"{self.created == [instance]}", 1.0, {}
+
+    def release(self, instance):
+        self.threads.add(threading.current_thread().name)
+        self.created.remove(instance)
+
+
+async def test_verls_methods_may_block_and_are_called_after_create():
+    """An ordinary `execute` stopped all runs while it worked, and no `tool_timeout` held for it."""
+    made = VerlTool()
+    box = Toolbox([toolrun.ClassTool(made, {"type": "function", "function": {"name": "t"}})], parallel=2)
+    assert [r.text for r in await box.run(in_text(call("t") + call("t")))] == ["True", "True"]
+    await box.close()
+    assert made.created == [] and made.threads == {"tool execute", "tool release"}
 
 
 @pytest.mark.parametrize(
