@@ -157,8 +157,16 @@ def _receive(pipe: Connection) -> None:
     pipe.send(time.process_time() - began)
 
 
-def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> float:
-    """Processor seconds of trainer and engines for one engine and version of `mb` MB over gloo."""
+@dataclass(frozen=True)
+class Received:
+    """What one version cost for one engine: processor seconds of trainer and engine, bytes that came."""
+
+    spent_s: float
+    moved: int
+
+
+def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> Received:
+    """Versions of `mb` MB for `size` engines over gloo."""
     context = multiprocessing.get_context("spawn")
     pipes, workers = list[Connection](), list[Any]()
     for _ in range(size):
@@ -168,7 +176,7 @@ def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> float:
         pipes.append(ours)
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         transport = BroadcastTransport(SyncSettings(method="nccl", timeout_s=300.0), Path(name))
-        rounds = Rounds(transport, 300.0)
+        rounds, moved = Rounds(transport, 300.0), set[int]()
 
         async def load(index: int, manifest: WeightManifest) -> LoadReport:
             pipes[index].send(manifest)
@@ -181,6 +189,7 @@ def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> float:
             for report in (await rounds.load(manifest, dict.fromkeys(range(size), 1), load)).values():
                 if report.bad_hash or report.failed:
                     raise RuntimeError(str(report))
+                moved.add(report.moved_bytes)
 
         for step in range(versions + 1):
             asyncio.run(publish(step))
@@ -195,7 +204,8 @@ def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> float:
         for worker in workers:
             worker.join()
         transport.close()
-    return spent / versions / size
+    (each,) = moved
+    return Received(spent / versions / size, each)
 
 
 # ---------------------------------------------------------------- larger models
@@ -207,22 +217,30 @@ TRAINED = 512  # tokens of a step
 def model(size: int) -> dict[str, float]:
     """A random Llama of `size` million weights: a train step of 512 tokens in float32 with LoRA; a version in bfloat16 on its way."""
     hidden, layers = SHAPES[size]
-    draw, cost = np.random.default_rng(0), dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         shape: Any = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "vocab_size": 4096}
         heads: Any = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
         path = tiny.make(Path(name) / "model", **shape, **heads, max_position_embeddings=TRAINED)
-        learner = Learner(LearnerSettings(model_path=str(path), max_token_len_per_gpu=TRAINED, lora=LoraSettings()))
-        try:
-            weights = sum(p.numel() for p in learner.policy.parameters())
-            for step in (1, 2):  # the first allocates
-                began = time.process_time()
-                learner.step(RankBatch(step=step, micro_batches=(rows(1, TRAINED, draw),), tokens=TRAINED / 2, rows=1), None)
-                cost["train_ns_per_weight"] = (time.process_time() - began) / weights * 1e9
-        finally:
-            learner.close()
-        cost["sync_ns_per_weight"] = _passed_on(Path(name), layers, weights // layers)
-    return cost
+        weights, spent = _trained(path)
+        return {
+            "train_ns_per_weight": spent / weights * 1e9,
+            "sync_ns_per_weight": _passed_on(Path(name), layers, weights // layers),
+        }
+
+
+def _trained(path: Path) -> tuple[int, float]:
+    """The number of weights, and the processor seconds of the second step; the first allocates."""
+    learner, draw = (
+        Learner(LearnerSettings(model_path=str(path), max_token_len_per_gpu=TRAINED, lora=LoraSettings())),
+        np.random.default_rng(0),
+    )
+    try:
+        for step in (1, 2):
+            began = time.process_time()
+            learner.step(RankBatch(step=step, micro_batches=(rows(1, TRAINED, draw),), tokens=TRAINED / 2, rows=1), None)
+        return sum(p.numel() for p in learner.policy.parameters()), time.process_time() - began
+    finally:
+        learner.close()
 
 
 def _passed_on(folder: Path, layers: int, weights: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -168,6 +169,7 @@ async def process(
 
 def play(world: Any, players: list[Player], plan: Any, folder: Path, **sync: Any) -> Found:
     found = Found()
+    folder.mkdir(exist_ok=True)
     simulated.run(_play(world, players, plan, folder, found, sync))
     return found
 
@@ -286,6 +288,33 @@ def test_the_only_explorer_is_killed_and_comes_back(schedule, plan, tmp_path):
     check(world, found)
     assert found.outcomes["a"] == "done" and found.end > 20
     assert any(again for *_, again in found.assigned)
+
+
+@pytest.mark.e2e
+def test_a_batch_costs_the_same_however_many_explorers_there_are(plan, tmp_path):
+    """Calls of functions for one more batch, without new weights."""
+
+    def calls(explorers: int, steps: int) -> int:
+        count, before = 0, sys.getprofile()
+
+        def called(frame: Any, event: str, arg: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        world = simulated.World(
+            schedule=Schedule(style="fully_async", interval=100, max_staleness=100), steps=steps, train_s=(0.1,)
+        )
+        sys.setprofile(called)
+        try:
+            found = play(world, [Player(name=f"e{i}") for i in range(explorers)], plan, tmp_path / f"{explorers}-{steps}")
+        finally:
+            sys.setprofile(before)
+        assert len({name for name, *_ in found.assigned}) == explorers
+        return count
+
+    calls(1, 10)  # imports and caches
+    one, eight = ((calls(n, 60) - calls(n, 20)) / 40 for n in (1, 8))
+    assert eight < 1.25 * one, (one, eight)
 
 
 def test_max_inflight_holds_over_all_explorers(plan, tmp_path):

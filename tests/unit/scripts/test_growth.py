@@ -13,6 +13,7 @@ from typing import Any
 
 import bench_explorer
 import bench_growth
+import growth_scale
 import numpy as np
 import pytest
 import sqlalchemy
@@ -21,8 +22,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
+from rft.testing import tiny
 from rft.testing.storage_contract import fill, take
+from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch
+from rft.trainer.settings import LearnerSettings, LoraSettings
 
 PER_TICK = 50  # instructions of SQLite's machine
 
@@ -137,3 +141,28 @@ def test_a_token_costs_a_constant_and_a_part_linear_in_its_context() -> None:
 
         short, middle, long = (flops(length) for length in (64, 128, 256))
     assert short < 1.3 * (2 * short - middle) and abs((long - middle) / 2 - (middle - short)) < 0.05 * short
+
+
+@pytest.mark.e2e
+def test_a_weight_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
+    """Floating point operations of a train step with LoRA, for each weight of the layers."""
+
+    def flops(layers: int) -> float:
+        made = tiny.make(tmp_path / str(layers), num_hidden_layers=layers)
+        counter = FlopCounterMode(display=False)
+        learner = Learner(LearnerSettings(model_path=str(made), cpu_threads=1, lora=LoraSettings()))
+        try:
+            rows = bench_growth.rows(1, 64, np.random.default_rng(0))
+            with counter:
+                learner.step(RankBatch(step=1, micro_batches=(rows,), tokens=32, rows=1), None)
+            return counter.get_total_flops() / sum(p.numel() for p in learner.policy.parameters())
+        finally:
+            learner.close()
+
+    few, many = flops(2), flops(16)
+    assert many < 1.5 * few, (few, many)
+
+
+def test_a_broadcast_sends_each_byte_to_each_receiver_once(tmp_path: Path) -> None:
+    sent = {n: growth_scale.broadcast(n, mb=1, versions=2).moved for n in (1, 3)}
+    assert sent == {1: 1 << 20, 3: 1 << 20}
