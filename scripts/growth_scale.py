@@ -230,10 +230,8 @@ def model(size: int) -> dict[str, float]:
 
 def _trained(path: Path) -> tuple[int, float]:
     """The number of weights, and the processor seconds of the second step; the first allocates."""
-    learner, draw = (
-        Learner(LearnerSettings(model_path=str(path), max_token_len_per_gpu=TRAINED, lora=LoraSettings())),
-        np.random.default_rng(0),
-    )
+    settings = LearnerSettings(model_path=str(path), max_token_len_per_gpu=TRAINED, cpu_threads=1, lora=LoraSettings())
+    learner, draw = Learner(settings), np.random.default_rng(0)
     try:
         for step in (1, 2):
             began = time.process_time()
