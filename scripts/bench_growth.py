@@ -192,7 +192,7 @@ PARTS: dict[str, tuple[Callable[[int], dict[str, float]], tuple[int, ...], tuple
 BOUNDS = {  # cost -> how much more it may be for the largest size than for the smallest
     ("runs", "us_per_run"): 1.5,
     ("buffer", "append_us_per_row"): 1.5,
-    ("buffer", "lease_us_per_row"): 2.0,
+    ("buffer", "lease_us_per_row"): 1.5,
     ("buffer", "reopen_us_per_row"): 1.5,
     ("buffer", "audit_us_per_row"): 1.5,
     ("engines", "ms_per_engine"): 1.5,
@@ -209,8 +209,7 @@ def growth(quick: bool) -> harness.Result:
     """Cost of one more as the number grows, in processor time; a check is its bound / (cost of the largest size / of the smallest).
 
     `runs`: of one run, 32 to 8,192 at a time, with a scripted engine: flat.  `buffer`: of one row to append, to lease (8 groups at a time),
-    to open the ledger again and to audit it, of 10,240 rows and more: flat, so opening and auditing are at most linear; a lease grows with
-    the logarithm, as the trees of the database do.  `engines`: of one
+    to open the ledger again and to audit it, of 10,240 rows and more: flat, so opening and auditing are at most linear.  `engines`: of one
     engine in a weight sync, 1 to 8 scripted ones in one process, and of one receiver of a broadcast over gloo: at most flat, so a sync is
     at most linear.  `explorers`: of one group of two runs, 1 to 16 explorers on Ray with scripted engines, for the buffer, the coordinator
     and all explorers with their engines: flat.  `model`: of one weight, 10 million to 1.7 billion, in a train step of 512 tokens with LoRA

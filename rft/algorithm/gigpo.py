@@ -102,9 +102,9 @@ def _returns(x: StepInputs, rows: Sequence[StepRow], args: GigpoArgs) -> tuple[d
             members = [(run, step, own.get((run, step), r)) for run, step, r in members if by_step or (run, step) in own]
         runs: dict[int, dict[int, float]] = defaultdict(dict)
         for run, step, reward in members:
-            if not any(given):
-                runs[run] = dict.fromkeys(runs[run], 0.0)
             runs[run][step] = reward
+        if not any(given):  # a row has the reward of its run, which comes with the last step
+            runs |= {run: {**dict.fromkeys(steps, 0.0), max(steps): steps[max(steps)]} for run, steps in runs.items()}
         episodes[name] = {run: sum(steps.values()) for run, steps in runs.items()}
         ahead = {run: dict(zip(r, to_go(np.array([*r.values()]), args.gamma), strict=True)) for run, r in runs.items()}
         for i in mine:

@@ -98,7 +98,7 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = safe_key(False, "Run Python code that comes with the model.")
     external_lib: str | None = key(None, "Python module that the trainer imports before it loads a model.  It can run any code.")
-    override_config: dict[str, Any] = key({}, "Entries that replace those of the model's config.json, for trainer and engines.")
+    override_config: dict[str, Any] = key({}, "Entries that replace config.json's: trainer, engines, a critic of its family.")
     custom_chat_template: str | None = key(None, "Chat template (Jinja text) instead of the model's own.")
     chat_template_path: str | None = key(None, "File with a chat template instead of the model's own.")
     enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
