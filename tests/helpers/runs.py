@@ -185,6 +185,13 @@ def arguments(model: Path, root: Path, *overrides: str) -> list[str]:
     return ["run", "-c", str(TINY), f"model.model_path={model}", f"checkpoint_root_dir={root}", *overrides]
 
 
+def parity(root: Path) -> str:
+    """Of an override: a reward that half of all answers earn from the first step on, so that every step moves the weights."""
+    reward = "def parity(task, transcript):\n    return float(sum(transcript.answer.encode()) % 2)\n"
+    (root / "parity.py").write_text(reward)
+    return f"buffer.explorer_input.default_reward_fn_type={root / 'parity.py'}:parity"
+
+
 def folder(root: Path) -> Path:
     return root / "rft" / "examples" / "tiny"
 

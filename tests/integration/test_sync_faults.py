@@ -12,11 +12,6 @@ FAULTS = {  # what the worker does at its third and later loads, and what must b
     "sync.stale_head": "computes with other weights",
 }
 
-PARITY = """
-def parity(task, transcript):  # earned by half of all answers from the first step on, so that every step moves the weights
-    return float(int(transcript.turns[-1].completion.tokens[-1]) % 2)
-"""
-
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
@@ -24,7 +19,6 @@ def parity(task, transcript):  # earned by half of all answers from the first st
 )
 def test_a_faulty_load_stops_the_run_with_its_reason(tiny_model, tmp_path, fault):
     before = leftovers.snapshot()
-    (tmp_path / "parity.py").write_text(PARITY)
     nth = ",".join(f"{fault}:{n}" for n in range(3, 9))
     run = runs.Run(
         *runs.arguments(
@@ -33,7 +27,7 @@ def test_a_faulty_load_stops_the_run_with_its_reason(tiny_model, tmp_path, fault
             *runs.SMALL,
             "explorer.rollout_model.engine_type=vllm",
             "trainer.total_steps=20",
-            f"buffer.explorer_input.default_reward_fn_type={tmp_path / 'parity.py'}:parity",
+            runs.parity(tmp_path),
         ),
         env={"RFT_FAULT": nth},
     )

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.testing import tiny
+from tests.helpers import runs
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny" / "config.yaml"
 STYLES = {
@@ -92,7 +93,8 @@ def test_it_learns(style: str, seed: int, tmp_path: Path) -> None:
 def test_no_staleness_is_the_synchronous_run_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     weights, rewards = {}, {}
     for style, keys in ON_POLICY.items():
-        folder = play(tiny_model, tmp_path / style, style, keys, *SMALL, "deterministic=true", "explorer.eval_interval=1000")
+        changes = (*SMALL, "deterministic=true", "explorer.eval_interval=1000", runs.parity(tmp_path))
+        folder = play(tiny_model, tmp_path / style, style, keys, *changes)
         exported = folder / "checkpoints" / "global_step_8" / "huggingface" / "model.safetensors"
         weights[style] = hashlib.sha256(exported.read_bytes()).hexdigest()
         rewards[style] = [v for _, v in series(read(folder / "metrics.jsonl"), "experience/reward/mean")]
