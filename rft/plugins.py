@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import threading
@@ -306,6 +307,17 @@ def load_shipped() -> None:
     REGISTRY.scan_package("rft.reward")
     REGISTRY.scan_package("rft.buffer.operators")
     REGISTRY.scan_folder(shipped_workflows())
+
+
+def import_library(name: str | None) -> None:
+    """Import `model.external_lib`, which may register models.  Raises ConfigError where it cannot be imported."""
+    if name is None or name in sys.modules:
+        return
+    logging.getLogger(__name__).warning("model.external_lib: importing %s, which may run any code with your rights", name)
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit) as e:
+        raise ConfigError(f"cannot be imported: {type(e).__name__}: {e}", key="model.external_lib", given=name) from e
 
 
 def may_come(name: str, plugin_dirs: Iterable[str]) -> bool:

@@ -41,6 +41,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import bench_harness
+import engine_memory
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -377,7 +378,7 @@ def _mount(*options: str) -> bool:
 async def play(soak: Soak) -> None:
     """From the first start to the last end.  What is wrong is in `soak.problems` and those of its programs."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(24))
-    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(soak.home)}
+    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(soak.home), engine_memory.CAPACITY: "64"}  # full within minutes
     if library := build_shim(soak.home):
         (soak.home / "clock").write_bytes(struct.pack("q", 0))
         env |= {"LD_PRELOAD": str(library), "LAB_CLOCK": str(soak.home / "clock")}

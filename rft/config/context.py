@@ -83,6 +83,7 @@ class Context(Problems):
 
     def __init__(self, written: RunConfig, facts: Facts, name: str = "") -> None:
         super().__init__()
+        self.bound_cores = 0  # of engines on CPU that have several processes
         self.written = self.config = written
         self.facts = facts
         self.name = name or written.name

@@ -28,7 +28,7 @@ def namespace(config: RunConfig) -> str:
 
 def ray_address(config: RunConfig) -> str | None:
     """The Ray to join; None: the run starts one."""
-    return config.cluster.ray_address or (_FOUND if apart(config) else None)
+    return config.cluster.ray_address or (_FOUND if apart(config) or config.cluster.node_num > 1 else None)
 
 
 def chosen_mode(ctx: Context, config: RunConfig) -> RunConfig:
@@ -141,14 +141,13 @@ def _world(ctx: Context, device: str, total: int, per_node: int, taken: int, oth
 
 
 def check_processes(ctx: Context) -> None:
-    """What two processes need that one does not."""
-    if not apart(ctx.config):
-        if ctx.config.mode != "serve" and ctx.config.explorer.name != "explorer":
-            ctx.warn(f"explorer.name has no effect with mode: {ctx.config.mode}: there is one explorer")
-        return
-    if ctx.config.cluster.ray_address is None:
+    """What several machines, and two processes, need that one does not."""
+    if ctx.config.cluster.ray_address is None and (found := ray_address(ctx.config)) is not None:
         other = "explore" if ctx.config.mode == "train" else "train"
-        ctx.derive("cluster.ray_address", _FOUND, f"the Ray of this machine (ray start), to meet the process of mode: {other}")
+        why = f"to meet the process of mode: {other}" if apart(ctx.config) else "which the other nodes have joined"
+        ctx.derive("cluster.ray_address", found, f"the Ray of this machine (ray start), {why}")
+    if not apart(ctx.config) and ctx.config.mode != "serve" and ctx.config.explorer.name != "explorer":
+        ctx.warn(f"explorer.name has no effect with mode: {ctx.config.mode}: there is one explorer")
 
 
 def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
@@ -160,7 +159,9 @@ def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
             "mode", f"colocate shares devices, and engines are on {devices[0]}, the trainer on {devices[1]}; use mode: both"
         )
     if "cuda" in devices and ctx.config.synchronizer.sync_method == "nccl":
-        ctx.error("synchronizer.sync_method", "nccl needs a GPU for each process; with mode: colocate use memory")
+        ctx.error(
+            "synchronizer.sync_method", "nccl needs a GPU for each process; with colocate use memory, on several nodes checkpoint"
+        )
     s, e = ctx.config.synchronizer, ctx.config.explorer
     wanted = (
         ("synchronizer.sync_style", s.sync_style, "fixed"),

@@ -25,6 +25,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Processes with all they import, before any model, measured on CPU (docs/concepts/memory.md).
 TRAINER_PROCESS = 540 * MIB
 VLLM_CORE = 730 * MIB
+VLLM_KERNELS = 300 * MIB  # that oneDNN keeps when an engine has seen many numbers of rows
 VLLM_FRONT = 700 * MIB  # the process that hosts it, and vLLM's resource tracker
 TRANSFORMERS_PROCESS = 600 * MIB
 TOKENIZER_ENTRY = 1400  # bytes of one vocabulary entry in a tokenizer
@@ -145,7 +146,8 @@ def checkpoints(plan: Plan, shape: ModelShape, critic: ModelShape, trained: int 
     every = values + (own if "model" in s.save_contents else 0)
     every += moments * own + 2 * values if "optimizer" in s.save_contents else 0
     steps = None if plan.total_steps == ENDLESS else plan.total_steps
-    keep = t.max_checkpoints_to_keep and t.max_checkpoints_to_keep + 1 + (t.best_metric is not None)
+    beside = (t.best_metric is not None) + 2 * str(t.best_metric).startswith("eval/")  # of which one is evaluated, one served
+    keep = t.max_checkpoints_to_keep and t.max_checkpoints_to_keep + 1 + beside
     saved = 1 if not t.save_interval else keep or 1 if steps is None else math.ceil(steps / t.save_interval)
     number, how = min(saved, keep or saved), "the number of steps is not known" if steps is None else f"{saved} are written"
     exported = {"never": 0, "last": 1, "always": number}[t.save_hf_checkpoint] * shape.parameters * BYTES[s.dtype]
@@ -211,6 +213,7 @@ def _vllm(plan: Plan, e: EngineSettings, shape: ModelShape, prompt: int, gpu_mem
     decode = tokens * (3 * shape.mlp // tp + 4 * shape.hidden) * item + _sampling(plan, e, shape)
     return [
         Term("processes", VLLM_FRONT + tp * VLLM_CORE, f"{_size(VLLM_FRONT)} + {tp} x {_size(VLLM_CORE)}"),
+        Term("kernels", tp * VLLM_KERNELS, f"{tp} x {_size(VLLM_KERNELS)}, in time"),
         Term("tokenizer", shape.vocab * TOKENIZER_ENTRY, f"{shape.vocab} entries x {TOKENIZER_ENTRY} bytes"),
         Term("weights", weights, _count(shape.parameters, item)),
         Term("packed output layer", head, f"vocabulary {shape.vocab} x hidden {shape.hidden} x {item} bytes"),

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import re
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class ModelFiles(ChatFiles):
 def look(path: str, tokenizer_path: str | None = None, *, trusted: bool = True) -> ModelFiles:
     """Checks the folders of model and tokenizer.  Raises ConfigErrors naming each file that is missing, damaged or does not fit.
 
-    `trusted`: Python code that comes with the model may run, or a library of the user's registers it.
+    `trusted`: Python code that comes with the model may run.
     """
     model_folder = find_model(path)
     folder = model_folder if tokenizer_path is None else find_model(tokenizer_path)
@@ -223,7 +224,9 @@ def _known(config: dict[str, Any], folder: Path, trusted: bool, wrong: Any) -> N
     if trusted or not isinstance(kind, str) or spec is None or spec.origin is None:
         return
     tables = sorted((Path(spec.origin).parent / "models" / "auto").glob("*.py"))
-    if not tables or any(f'"{kind}"' in table.read_text(encoding="utf-8") for table in tables):
+    auto = sys.modules.get("transformers.models.auto.configuration_auto")
+    registered = () if auto is None else auto.CONFIG_MAPPING  # by model.external_lib
+    if not tables or kind in registered or any(f'"{kind}"' in table.read_text(encoding="utf-8") for table in tables):
         return
     own = ", and its own code (auto_map) is not run unless model.trust_remote_code says so" if "auto_map" in config else ""
     wrong(

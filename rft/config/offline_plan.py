@@ -179,6 +179,7 @@ def _source(
         rows=rows,
         kind=data,
         model_path=engine.tokenizer_path or engine.model_path,
+        weights_path=engine.model_path,
         max_tokens=engine.max_model_len,
         chat_template=engine.chat_template,
         chat_template_args=dict(engine.chat_template_kwargs),

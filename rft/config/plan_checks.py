@@ -25,6 +25,8 @@ from rft.errors import ConfigError
 from rft.types import rotary
 from rft.types.row_layout import AskedLayout, Choice, changing_rope, choose, text_config
 
+_EACH = "is for this explorer alone: divide it by their number; on one machine they share one if all name one file as cost_ledger"
+
 
 def storage(plan: Plan, problems: Problems) -> None:
     from rft.buffer.base import STORAGE_KEY, make_storage
@@ -41,6 +43,7 @@ def models(config: RunConfig, plan: Plan, policy: ModelFiles, problems: Problems
     """What each model has to have; the layout of the policy's rows, None where nothing is trained or it is refused."""
     _policy_fits(policy, plan, problems)
     _critic_fits(policy, plan, problems)
+    provable.served(policy.config, plan, problems)
     if plan.trains:
         provable.model(policy.config, plan, problems)
     choice = _rows(policy.config, plan, problems)
@@ -168,6 +171,9 @@ def advise(plan: Plan, p: Problems) -> None:
     _keys_of_servers(plan, p)
     _schedule(plan, p)
     _evaluation(plan, p)
+    for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets) if plan.joins else ():
+        if "max_cost_usd" in (a := t.reward_args) and a.get("cost_ledger") is None and a.get("cache", "run") in ("run", "off"):
+            p.warn(f"{t.key}: the judge's max_cost_usd {a['max_cost_usd']} {_EACH}")
 
 
 def _keys_of_servers(plan: Plan, p: Problems) -> None:

@@ -7,7 +7,6 @@ under each of the names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from rft.config import provable
@@ -113,12 +112,13 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
             max_model_len=lengths[0],
             max_prompt_tokens=lengths[1],
             seed=(ctx.config.seed if e.seed is None else e.seed) + i,
+            first_core=first,
             trust_remote_code=model.trust_remote_code,
             chat_template=template,
             chat_template_kwargs=_thinking(model.enable_thinking),
             extra_engine_args=_engine_args(ctx.config, shared["engine_type"]),
         )
-        for i in range(copies(e))
+        for i, first in enumerate(_first_cores(ctx, e, key, device, shared["cpu_threads"]))
     )
 
 
@@ -209,7 +209,7 @@ def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int,
         ctx.error(f"{key}.task", "score: the scripted engine writes texts; use vllm or transformers")
     if trusted and not ctx.config.model.trust_remote_code:
         ctx.warn(f"{key}.trust_remote_code: Python code from the model's folder will run with your rights")
-    seed = ctx.config.seed if model.seed is None else model.seed
+    seed, given = ctx.config.seed if model.seed is None else model.seed, model.chat_template
     engines = tuple(
         filled(
             EngineSettings,
@@ -220,13 +220,14 @@ def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int,
             tokenizer_path=None if model.tokenizer_path is None else ctx.find_model(model.tokenizer_path),
             max_model_len=length,
             seed=seed + j,
+            first_core=first,
             trust_remote_code=trusted,
-            chat_template=_template(model.chat_template, ctx.find),
+            chat_template=given if given is None or re.search(r"[{}]", given) else ctx.find(given),
             chat_template_kwargs=_thinking(model.enable_thinking),
             request_timeout_s=model.request_timeout,
             fixed_weights=True,
         )
-        for j in range(copies(model))
+        for j, first in enumerate(_first_cores(ctx, model, key, device, shared["cpu_threads"]))
     )
     return AuxiliarySettings(names=names, engines=engines, max_concurrent=model.max_concurrent)
 
@@ -279,8 +280,8 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
     dtype = ctx.chosen(f"{key}.dtype", e.dtype, usual, f"engines on {device}")
     if device == "cpu" and dtype != "float32":
         ctx.warn(f"{key}.dtype {dtype} on CPU: slow, and log-probs agree less well with the trainer's; float32 is meant")
-    cpus = ctx.facts.cpus  # with mode colocate the engines take their turn together
-    cpus = max(1, cpus // copies(e)) if ctx.config.mode == "colocate" else cpus
+    sharing = copies(e) if ctx.config.mode == "colocate" or gpus(e) > 1 else 1  # with mode colocate they take their turn together
+    cpus = ctx.facts.cpus // sharing // gpus(e) * gpus(e) or gpus(e)
     threads = ctx.chosen(f"{key}.cpu_threads", e.cpu_threads, cpus, "the machine's cores")
     if e.data_parallel_size > 1:
         ctx.derive(f"{key}.engine_num", copies(e), f"engine_num {e.engine_num} x data_parallel_size {e.data_parallel_size}")
@@ -316,11 +317,27 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
         "log_requests": e.enable_log_requests,
         "log_stats": not e.disable_log_stats,
         "cpu_threads": threads,
+        "external_lib": ctx.config.model.external_lib,
         "tool_call_parser": e.tool_call_parser if e.enable_auto_tool_choice else None,
         "start_timeout_s": e.start_timeout,
         "stall_timeout_s": e.stall_timeout,
         "step_timeout_s": e.step_timeout,
     }
+
+
+def _first_cores(ctx: Context, e: ServedModelConfig, key: str, device: str, threads: int) -> list[int]:
+    """Of each copy the place of its first core: of several processes on CPU each is bound to cores of its own."""
+    workers, cpus, first, each = gpus(e), ctx.facts.cpus, ctx.bound_cores, max(threads, gpus(e))
+    if workers == 1 or device != "cpu":
+        return [0] * copies(e)
+    ctx.bound_cores += copies(e) * each
+    if workers > cpus:
+        text = f"is {e.tensor_parallel_size}{stages(e)}: each process on CPU needs a core, and there are {cpus}; lower it"
+        ctx.error(f"{key}.tensor_parallel_size", text)
+    elif threads % workers or ctx.bound_cores > cpus:
+        text = f"{copies(e)} x {threads} for engines of {workers} processes, and {cpus} cores are there: some are shared or idle"
+        ctx.warn(f"{key}.cpu_threads: {text}; write a multiple of {workers}, at most {cpus} for all engines together")
+    return [first + i * each for i in range(copies(e))]
 
 
 def _of_vllm(ctx: Context, e: ServedModelConfig, key: str, max_model_len: int) -> None:
@@ -357,7 +374,3 @@ def _own_engine(ctx: Context, name: str, args: dict[str, Any], key: str) -> None
 
 def _thinking(enabled: bool | None) -> dict[str, Any]:
     return {} if enabled is None else {"enable_thinking": enabled}
-
-
-def _template(given: str | None, find: Callable[[str], str]) -> str | None:
-    return given if given is None or re.search(r"[{}]", given) else find(given)

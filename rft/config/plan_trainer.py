@@ -54,8 +54,9 @@ def learner(
     layout = _row_layout(ctx)
     if device == "cpu" and dtype != "float32":
         ctx.error("trainer.param_dtype", f"{dtype} training on CPU takes minutes per step; use float32")
-    threads = max(1, ctx.facts.cpus // (world if device == "cpu" else 1))
-    threads = ctx.chosen("trainer.cpu_threads", t.cpu_threads, threads, f"{ctx.facts.cpus} cores for {world} rank(s)")
+    beside = world if device == "cpu" else max(1, min(world, ctx.config.cluster.gpu_per_node or ctx.facts.gpus))  # on a machine
+    threads = max(1, ctx.facts.cpus // beside)
+    threads = ctx.chosen("trainer.cpu_threads", t.cpu_threads, threads, f"{ctx.facts.cpus} cores for {beside} rank(s)")
     critic = _critic(ctx, clip, budget, longest, steps)
     return filled(
         LearnerSettings,

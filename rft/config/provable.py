@@ -15,6 +15,7 @@ from rft.types.row_layout import text_config
 _ENGINE = "explorer.rollout_model"
 _REPLAY = f"{_ENGINE}.router_replay"
 _BALANCE = "trainer.router_aux_loss_coef"
+TEXTS_ALONE = set("emu3 llama4 mllama qwen3_5 qwen3_5_moe qwen4_exp".split())  # transformers trains them without their towers
 _PLAIN = {  # argument of vLLM: values under which an engine computes with the weights that are published
     "quantization": (None,),
     "load_format": (None, "auto", "hf", "safetensors", "dummy"),
@@ -55,6 +56,16 @@ def engine(ctx: Context) -> None:
         ctx.error(_REPLAY, "vLLM tells experts with prefix caching only; write enable_prefix_caching: true, or off")
     if ctx.config.trainer.use_torch_compile:
         ctx.error(_REPLAY, "experts are not replayed in compiled layers; write trainer.use_torch_compile: false, or off")
+
+
+def served(config: Mapping[str, Any], plan: Plan, problems: Problems) -> None:
+    """Whether vLLM serves the model that is trained, where it takes new weights."""
+    e, (whole, *_) = plan.engines[0], config.get("architectures") or ("",)
+    synced = e.engine_type == "vllm" and plan.mode != "bench" and not plan.trainer.alone
+    own = "auto_map" in config or "architectures" in (e.extra_engine_args.get("hf_overrides") or ())
+    if synced and not own and config.get("model_type") in TEXTS_ALONE and "ForConditionalGeneration" in str(whole):
+        text = f"vLLM serves {whole} whole; its language model is trained, under other names, so no weight sync would succeed"
+        problems.error(f"{_ENGINE}.engine_type", f"{text}.  Write transformers", given="vllm")
 
 
 def model(config: Mapping[str, Any], plan: Plan, problems: Problems) -> None:

@@ -69,8 +69,9 @@ def _model(plan: Plan, problems: Problems) -> ModelFiles | None:
     if plan.engines[0].external is not None:
         return None
     with problems.taking():
-        trusted = plan.learner.trust_remote_code or bool(plan.learner.external_lib)  # others may make its classes known
-        return model_folder.look(plan.learner.model_path, plan.learner.tokenizer_path, trusted=trusted)
+        plugins.import_library(plan.learner.external_lib)  # it may make the model's classes known
+        x = plan.learner
+        return model_folder.look(x.model_path, x.tokenizer_path, trusted=x.trust_remote_code)
     return None
 
 

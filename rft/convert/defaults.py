@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rft.convert.actions import lora
-from rft.convert.draft import Draft
+from rft.convert.draft import EVAL, TRAIN, Draft
 from rft.convert.names import (
     ACTOR,
     CRITIC_ESTIMATORS,
@@ -62,12 +62,10 @@ DEFAULTS: tuple[Default, ...] = (
     ("algorithm.entropy_loss_fn", ("default",), any_run),
     ("algorithm.entropy_loss_fn_args.entropy_coef", f"{ACTOR}.entropy_coeff", any_run),
     ("algorithm.loss_agg_mode", f"{ACTOR}.loss_agg_mode", aggregates),
-    (f"{OPTIM}.lr", f"{ACTOR}.optim.lr", any_run),
+    *((f"{OPTIM}.{n}", f"{ACTOR}.optim.{n}", any_run) for n in ("lr", "min_lr_ratio", "weight_decay")),
     (f"{OPTIM}.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda d: not d.has(f"{OPTIM}.lr_warmup_steps")),
     (f"{OPTIM}.lr_warmup_from_zero", (True,), warms_up(OPTIM)),
-    (f"{OPTIM}.min_lr_ratio", f"{ACTOR}.optim.min_lr_ratio", any_run),
     (f"{OPTIM}.lr_scheduler_type", f"{ACTOR}.optim.warmup_style", any_run),
-    (f"{OPTIM}.weight_decay", f"{ACTOR}.optim.weight_decay", any_run),
     (f"{OPTIM}.betas", ([0.9, 0.999],), any_run),
     ("model.model_path", "actor_rollout_ref.model.path", any_run),
     (f"{LORA}.lora_alpha", (LORA_ALPHA,), lora),
@@ -76,15 +74,13 @@ DEFAULTS: tuple[Default, ...] = (
     ("model.temperature", f"{ROLLOUT}.temperature", any_run),
     ("model.enable_prompt_truncation", (False,), any_run),
     ("buffer.total_epochs", "trainer.total_epochs", lambda d: not d.has("buffer.total_steps") and not is_async(d)),
-    ("buffer.explorer_input.tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", any_run),
-    ("buffer.explorer_input.eval_tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", any_run),
+    *((f"{sets}[i].filter_overlong_prompts", "data.filter_overlong_prompts", any_run) for sets in (TRAIN, EVAL)),
     ("buffer.total_tasks", "rollout.total_rollout_steps", lambda d: is_async(d) and not d.has("buffer.total_steps")),
     ("synchronizer.staleness_threshold", "async_training.staleness_threshold", is_async),
     ("explorer.eval_interval", (0,), lambda d: not is_async(d)),
     (f"{ENGINE}.engine_type", f"{ROLLOUT}.name", any_run),
     (f"{ENGINE}.tensor_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size", any_run),
-    (f"{ENGINE}.gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization", any_run),
-    (f"{ENGINE}.max_num_batched_tokens", f"{ROLLOUT}.max_num_batched_tokens", any_run),
+    *((f"{ENGINE}.{n}", f"{ROLLOUT}.{n}", any_run) for n in ("gpu_memory_utilization", "max_num_batched_tokens")),
     ("trainer.trainer_strategy", ("fsdp2",), any_run),
     ("trainer.max_checkpoints_to_keep", (0,), any_run),
     ("trainer.grad_clip", f"{ACTOR}.grad_clip", any_run),
@@ -92,13 +88,13 @@ DEFAULTS: tuple[Default, ...] = (
     ("trainer.max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu", _dynamic),
     ("trainer.enable_gradient_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing", any_run),
     ("model.critic_model_path", "critic.model.path", has_critic),
-    ("trainer.critic.optimizer.lr", "critic.optim.lr", has_critic),
-    ("trainer.critic.optimizer.lr_warmup_steps_ratio", "critic.optim.lr_warmup_steps_ratio", has_critic),
+    *(
+        (f"trainer.critic.optimizer.{n}", f"critic.optim.{n}", has_critic)
+        for n in ("lr", "lr_warmup_steps_ratio", "weight_decay")
+    ),
+    *((f"trainer.critic.{n}", f"critic.{n}", has_critic) for n in ("grad_clip", "cliprange_value")),
     ("trainer.critic.optimizer.lr_warmup_from_zero", (True,), warms_up("trainer.critic.optimizer")),
     ("trainer.critic.optimizer.min_lr_ratio", (0.0,), has_critic),
-    ("trainer.critic.optimizer.weight_decay", "critic.optim.weight_decay", has_critic),
-    ("trainer.critic.grad_clip", "critic.grad_clip", has_critic),
-    ("trainer.critic.cliprange_value", "critic.cliprange_value", has_critic),
     ("trainer.critic.enable_gradient_checkpointing", "critic.model.enable_gradient_checkpointing", has_critic),
 )
 NEEDED = ("model.model_path", "model.max_prompt_tokens", "model.max_response_tokens", f"{ENGINE}.tensor_parallel_size")

@@ -283,7 +283,7 @@ def _yaml_program(values: dict[str, Any]) -> Program | None:
     if "actor_rollout_ref" in values:
         return "yaml"
     if "partial_pretrain" in model or ("optim" in values and "model" in values):
-        return "sft"
+        return "sft_trainer" if "engine" in values else "sft"
     return "main_eval" if "response_key" in data and "model" not in values else None
 
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Program = Literal["main_ppo", "sft", "main_eval", "generation", "one_step_off", "fully_async", "yaml"]
+Program = Literal["main_ppo", "sft", "sft_trainer", "main_eval", "generation", "one_step_off", "fully_async", "yaml"]
 
 _DAPO = "it is main_ppo with data.gen_batch_size and algorithm.filter_groups"
 _QUEUE = "it is main_ppo; how rows travel between its processes changes nothing"
 _ONE_STEP = "it is main_ppo that samples one iteration ahead: sync_offset is sync_interval"
-_OLDER_SFT = "read with the keys and defaults of fsdp_sft_trainer, which differ from its own"
 PROGRAMS: dict[str, tuple[Program, str]] = {  # module -> (program, a remark on it)
     "verl.trainer.main_ppo": ("main_ppo", ""),
     "recipe.dapo.main_dapo": ("main_ppo", _DAPO),
@@ -25,8 +24,8 @@ PROGRAMS: dict[str, tuple[Program, str]] = {  # module -> (program, a remark on 
     "verl.experimental.one_step_off_policy.main_ppo": ("one_step_off", _ONE_STEP),
     "recipe.one_step_off_policy.main_ppo": ("one_step_off", _ONE_STEP),
     "verl.trainer.fsdp_sft_trainer": ("sft", "newer veRL calls it verl.trainer.sft_trainer"),
-    "verl.trainer.sft_trainer": ("sft", _OLDER_SFT),
-    "verl.trainer.sft_trainer_ray": ("sft", _OLDER_SFT),
+    "verl.trainer.sft_trainer": ("sft_trainer", ""),
+    "verl.trainer.sft_trainer_ray": ("sft_trainer", ""),
     "verl.trainer.main_eval": ("main_eval", ""),
     "recipe.fully_async_policy.fully_async_main": ("fully_async", ""),
     "verl.recipe.fully_async_policy.fully_async_main": ("fully_async", ""),

@@ -75,14 +75,12 @@ RULES: dict[str, Rule] = {
     "actor_rollout_ref.hybrid_engine": do.hybrid,
     f"{MODEL}.path": do.path("model.model_path"),
     f"{MODEL}.trust_remote_code": do.trust,
-    f"{MODEL}.custom_chat_template": to("model.custom_chat_template"),
     f"{MODEL}.lora_rank": do.lora_rank,
     f"{MODEL}.lora_alpha": do.lora_key("lora_alpha"),
     f"{MODEL}.lora_adapter_path": do.lora_key("path"),
     f"{MODEL}.lora.merge": do.lora_key("merge"),
     f"{MODEL}.target_modules": do.lora_key("target_modules"),
     f"{MODEL}.exclude_modules": do.lora_key("exclude_modules"),
-    f"{MODEL}.tokenizer_path": to("model.tokenizer_path"),
     # ------------------------------------------------------------------ actor
     f"{ACTOR}.strategy": do.strategy,
     f"{ACTOR}.ppo_mini_batch_size": via("prompts of an optimizer step", "buffer.batch_size"),
@@ -95,8 +93,6 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.clip_ratio_c": only_if(
         lambda d: loss_reads(d, "clip_ratio_c"), "this loss does not read it", to("algorithm.policy_loss_fn_args.clip_ratio_c")
     ),
-    f"{ACTOR}.use_prefix_grouper": derived("runs of a task share their prompt anyway", "trainer.row_layout"),
-    f"{ACTOR}.calculate_sum_pi_squared": derived("computed where the advantage estimator reads it", "algorithm.advantage_fn"),
     f"{ACTOR}.policy_loss.loss_mode": do.loss_mode,
     f"{ACTOR}.loss_agg_mode": only_if(
         aggregates, "this loss is seq-mean-token-mean there, whatever is written; so it is here", to("algorithm.loss_agg_mode")
@@ -105,19 +101,16 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.policy_loss.ppo_kl_coef": do.loss_arg("kl_cov"),
     f"{ACTOR}.tau_pos": do.loss_arg("sapo"),
     f"{ACTOR}.tau_neg": do.loss_arg("sapo"),
-    f"{ACTOR}.loss_scale_factor": to("algorithm.loss_scale_factor"),
     f"{ACTOR}.use_rollout_log_probs": only_if(
         lambda d: not d.flag("async_training.compute_prox_log_prob"),
         "old log-probs are the trainer's: compute_prox_log_prob is on",
         to("algorithm.bypass_old_logprobs"),
     ),
-    f"{ACTOR}.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
     # ------------------------------------------------------------------ optimizer
     f"{ACTOR}.optim.lr_warmup_steps": scaled(f"{OPTIM}.lr_warmup_steps", never=-1),
     f"{ACTOR}.optim.warmup_style": do.scheduler(OPTIM),
     f"{ACTOR}.optim.lr_scheduler_type": do.scheduler(OPTIM),
     f"{ACTOR}.optim.lr_decay_style": do.scheduler(OPTIM),
-    f"{ACTOR}.optim.betas": to(f"{OPTIM}.betas"),
     f"{ACTOR}.optim.optimizer": choice(
         f"{OPTIM}.optimizer_type", {"adam": "adamw", "adamw": "adamw"},
         "of veRL's optimizers AdamW is known; algorithm.optimizer.optimizer_type lists others",
@@ -146,7 +139,6 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.do_sample": do.do_sample,
     f"{ROLLOUT}.prompt_length": do.alike("data.max_prompt_length", "model.max_prompt_tokens"),
     f"{ROLLOUT}.response_length": do.alike("data.max_response_length", "model.max_response_tokens"),
-    f"{ROLLOUT}.enable_sleep_mode": derived("the engine sleeps while the trainer has its GPU, in mode colocate", "mode"),
     f"{ROLLOUT}.log_prob_micro_batch_size": do.micro(
         ROLLOUT, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "trainer.log_prob_micro_batch_size_per_gpu"
     ),
@@ -154,11 +146,6 @@ RULES: dict[str, Rule] = {
         ("async", "sync"), always("generation is always asynchronous"), "generation is asynchronous; write async or sync"
     ),
     f"{ROLLOUT}.calculate_log_probs": always("the engine's log-probs are always returned"),
-    f"{ROLLOUT}.data_parallel_size": to(f"{ENGINE}.data_parallel_size"),
-    f"{ROLLOUT}.enable_prefix_caching": to(f"{ENGINE}.enable_prefix_caching"),
-    f"{ROLLOUT}.repetition_penalty": to("model.repetition_penalty"),
-    f"{ROLLOUT}.pipeline_model_parallel_size": to(f"{ENGINE}.pipeline_parallel_size"),
-    f"{ROLLOUT}.enable_rollout_routing_replay": to(f"{ENGINE}.router_replay"),
     f"{ROLLOUT}.multi_turn.enable": play.multi_turn,
     f"{ROLLOUT}.multi_turn.enable_tokenization_sanity_check": do.sanity,
     f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode": do.sanity,
@@ -168,7 +155,6 @@ RULES: dict[str, Rule] = {
     **{f"{ROLLOUT}.val_kwargs.{n}": play.evaluated(n) for n in ("temperature", "top_p", "top_k", "n")},
     f"{ROLLOUT}.agent.default_agent_loop": play.agent_loop,
     # ------------------------------------------------------------------ critic
-    "critic.enable": derived("from the advantage estimator", "algorithm.advantage_fn"),
     "critic.strategy": do.same_strategy,
     "critic.ppo_micro_batch_size": do.critic(
         do.micro("critic", "critic.ppo_micro_batch_size_per_gpu", f"{CRITIC}.micro_batch_size_per_gpu")
@@ -179,7 +165,6 @@ RULES: dict[str, Rule] = {
     "critic.optim.betas": do.critic(to(f"{CRITIC}.optimizer.betas")),
     "critic.optim.warmup_style": do.critic(do.scheduler(f"{CRITIC}.optimizer")),
     "critic.optim.lr_scheduler_type": do.critic(do.scheduler(f"{CRITIC}.optimizer")),
-    "critic.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
     **{
         f"critic.{name}": do.critic(do.alike(f"{ACTOR}.{name}", target, "actor and critic learn from the same mini-batches"))
         for name, target in (
@@ -334,6 +319,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     (f"{RM}.model.fsdp_config.*", ignored("the reward model runs behind a serving engine, which schedules by itself")),
     ("ray_kwargs.ray_init.*", ignored("Ray is started by the program")),
     (f"{REF}.fsdp_config.*", ignored("follows the actor")),
+    *((p, ignored("of another engine, or of what is off")) for p in (f"{MODEL}.lora.*", f"{MODEL}.mtp.*", "*.qat.*", "*.turbo_config.*")),
 )  # fmt: skip
 
 ASYNC = frozenset({*table.MAIN, 19})
@@ -355,5 +341,5 @@ def of_row(row: table.Row) -> Rule:
     if row.kind == "native":
         return to(*row.targets)
     if row.kind == "refused":
-        return refused(row.note)
+        return refused(row.note, table.default(row.path, frozenset({row.section})))
     return derived(row.note, *row.targets) if row.targets else ignored(row.note)

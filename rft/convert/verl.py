@@ -59,9 +59,7 @@ def convert(
         raise ConfigError(f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num)
     overridden = tuple(o.partition("=")[0].strip() for o in overrides)
     own = _own(launch)
-    read = _opened(launch.arguments, own)
-    if launch.program == "generation":
-        read = verl_generation.renamed(read)
+    read = _renamed(launch.program, _opened(launch.arguments, own))
     arguments, questions = _parameters(read, own)
     d = Draft(dataclasses.replace(launch, arguments=arguments), profile, engine_num, overridden, questions=questions, own=own)
     d.colocate = any(o.replace(" ", "") == "mode=colocate" for o in overrides)
@@ -99,8 +97,8 @@ def convert(
 
 def _own(launch: Launch) -> dict[str, Any]:
     """Defaults of the program that are not those of veRL's ordinary trainer."""
-    if launch.program == "sft":
-        return verl_sft.OWN
+    if launch.program in ("sft", "sft_trainer"):
+        return verl_sft.OWN if launch.program == "sft" else verl_sft.NEWER
     if launch.program == "generation":
         return verl_generation.own(launch.arguments)
     if launch.program == "fully_async" or any(a.key.startswith("async_training.") for a in launch.arguments):
@@ -164,9 +162,21 @@ def _inside(a: Argument) -> list[Argument]:
     return found
 
 
+def _renamed(program: str, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
+    """The arguments under the names that rules have for them."""
+    own: Any = {"sft_trainer": verl_sft, "generation": verl_generation}.get(program)
+    names, sections = (own.RENAMED, own.SECTIONS) if own is not None else ({}, {})
+
+    def name(key: str) -> str:
+        section, dot, rest = key.partition(".")
+        return names.get(key) or (f"{sections[section]}.{rest}" if dot and section in sections else key)
+
+    return tuple(dataclasses.replace(a, key=name(a.key)) for a in arguments)
+
+
 _FAMILIES: dict[str, tuple[Callable[[Draft], Gpus | None], Judge, Callable[[Draft], None]]] = {
     "main_eval": (_nothing, verl_eval.outcome, _nothing),
-    "sft": (verl_sft.prepare, verl_sft.outcome, verl_sft.finish),
+    **dict.fromkeys(("sft", "sft_trainer"), (verl_sft.prepare, verl_sft.outcome, verl_sft.finish)),
     "generation": (verl_generation.prepare, verl_generation.outcome, verl_generation.finish),
 }
 

@@ -1,11 +1,10 @@
 """veRL's generation (main_generation, main_generation_server) → mode bench: every row answered, the answers written and scored.
 
-Its keys are read as those of the ordinary trainer that mean the same (`RENAMED`).  Invariant: every argument has one outcome.
+Its keys are read as those of the ordinary trainer that mean the same (`RENAMED`, `SECTIONS`).  Invariant: every argument has one outcome.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import posixpath
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from rft.convert.sizes import nodes
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
 
+SECTIONS = {"model": MODEL, "rollout": ROLLOUT}
 RENAMED = {"data.path": "data.val_files", "data.train_files": "data.val_files", "data.n_samples": f"{ROLLOUT}.n"}
 OWN: dict[str, Any] = {
     f"{ROLLOUT}.n": 5,
@@ -42,17 +42,6 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.tensor_model_parallel_size": to(f"{ENGINE}.tensor_parallel_size"),
     "trainer.device": choice(f"{ENGINE}.device", {"cuda": "cuda", "cpu": "cpu"}, "{} devices are not offered; use cuda or cpu"),
 }
-
-
-def renamed(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
-    """The arguments under the names that the trainer has for them."""
-    sections = {"model.": f"{MODEL}.", "rollout.": f"{ROLLOUT}."}
-
-    def name(key: str) -> str:
-        begin = next((s for s in sections if key.startswith(s)), "")
-        return RENAMED.get(key, sections.get(begin, "") + key.removeprefix(begin))
-
-    return tuple(dataclasses.replace(a, key=name(a.key)) for a in arguments)
 
 
 def own(arguments: Sequence[Argument]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""veRL's supervised fine-tuning (fsdp_sft_trainer) → algorithm_type sft, mode train.
+"""veRL's supervised fine-tuning (fsdp_sft_trainer, and sft_trainer on chats) → algorithm_type sft, mode train.
 
-The demonstrations are what the trainer reads, so they stand in the experience buffer.  Invariant: every argument has one outcome.
+Keys of sft_trainer are read as those of the older program, or of the ordinary trainer, that mean the same.  The demonstrations are what the
+trainer reads, so they stand in the experience buffer.  Invariant: every argument has one outcome.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from rft.convert import actions as do
 from rft.convert import key_groups
 from rft.convert.defaults import Default, any_run, fill, warms_up
 from rft.convert.draft import ArgumentOutcome, Draft
-from rft.convert.names import LORA, LORA_ALPHA, OPTIM
+from rft.convert.names import ACTOR, LORA, LORA_ALPHA, MODEL, OPTIM
 from rft.convert.rule import (
     Rule,
     account,
     always,
     among,
+    below,
     choice,
     derived,
-    ignored,
     only_if,
-    refused,
     rule,
     scaled,
     to,
@@ -36,22 +36,19 @@ from rft.convert.sizes import positive
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
 
-SECTION = frozenset({18})
+SECTION = frozenset({18, 23})
 BUFFER = "buffer.trainer_input.experience_buffer"
-OWN: dict[str, Any] = {
-    **{key: table.default(key, SECTION) for key in table.by_name(SECTION)},
-    "data.train_batch_size": 256,
-    "data.max_length": 1024,
-    "data.prompt_key": "question",
-    "data.response_key": "answer",
-    "data.multiturn.messages_key": "messages",
-    "trainer.project_name": "gsm8k-sft",
-    "trainer.experiment_name": "test",
-    "trainer.total_epochs": 4,
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 8,
-}
+OWN: dict[str, Any] = {key: table.default(key, SECTION) for key in table.by_name(SECTION)} | {
+    "trainer.project_name": "gsm8k-sft", "trainer.experiment_name": "test", "trainer.total_epochs": 4,
+}  # fmt: skip
 """Defaults of veRL's sft_trainer.yaml: those of the table of keys, and others."""
+DYNAMIC, MOST = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
+NEWER: dict[str, Any] = OWN | {
+    "data.multiturn.enable": True, DYNAMIC: True, MOST: 8192, "data.micro_batch_size_per_gpu": 4, "trainer.n_gpus_per_node": 1,
+    "model.partial_pretrain": "~/models/deepseek-llm-7b-chat", "optim.lr": 1e-3, "optim.warmup_steps_ratio": 0.0,
+    "optim.lr_scheduler": "constant", "optim.betas": [0.9, 0.999],
+}  # fmt: skip
+"""Those of sft_trainer_engine.yaml."""
 DEFAULTS: tuple[Default, ...] = (
     (f"{OPTIM}.lr", "optim.lr", any_run),
     (f"{OPTIM}.weight_decay", "optim.weight_decay", any_run),
@@ -59,17 +56,21 @@ DEFAULTS: tuple[Default, ...] = (
     (f"{OPTIM}.lr_scheduler_type", "optim.lr_scheduler", any_run),
     (f"{OPTIM}.lr_warmup_from_zero", (True,), warms_up(OPTIM)),
     (f"{OPTIM}.min_lr_ratio", (0.0,), any_run),
-    (f"{OPTIM}.betas", ([0.9, 0.95],), any_run),
+    (f"{OPTIM}.betas", "optim.betas", any_run),
     ("trainer.grad_clip", "optim.clip_grad", any_run),
     ("model.model_path", "model.partial_pretrain", any_run),
     ("trainer.enable_gradient_checkpointing", "model.enable_gradient_checkpointing", any_run),
     (f"{LORA}.lora_alpha", (LORA_ALPHA,), do.lora),
     (f"{BUFFER}.data_selector.selector_type", ("shuffle",), any_run),
-    ("trainer.use_dynamic_bsz", (False,), lambda d: d.has("trainer.micro_batch_size_per_gpu")),
+    ("trainer.micro_batch_size_per_gpu", "data.micro_batch_size_per_gpu", lambda d: d.default(DYNAMIC) and not d.flag(DYNAMIC)),
+    ("trainer.use_dynamic_bsz", DYNAMIC, lambda d: d.default(DYNAMIC) or d.has("trainer.micro_batch_size_per_gpu")),
+    ("trainer.max_token_len_per_gpu", MOST, lambda d: d.flag(DYNAMIC)),
     ("trainer.max_checkpoints_to_keep", (0,), any_run),
     ("buffer.total_epochs", "trainer.total_epochs", lambda d: not d.has("buffer.total_steps")),
 )
 _NODES = ("--nnodes", "--num_nodes", "--num_machines")
+GROUPS = ("engine", "optim", "model")  # of sft_trainer: the word alone chooses which keys it has
+TEMPLATE = "data.apply_chat_template_kwargs"
 _PER_NODE = ("--nproc_per_node", "--num_gpus")
 
 
@@ -185,47 +186,46 @@ RULES: dict[str, Rule] = {
         )
     ),
     "data.train_batch_size": via("demonstrations of a step", "buffer.train_batch_size"),
-    "data.micro_batch_size_per_gpu": to("trainer.micro_batch_size_per_gpu"),
-    "data.micro_batch_size": ignored("deprecated in veRL; micro-batches are cut by tokens"),
+    "data.micro_batch_size_per_gpu": only_if(
+        lambda d: not d.flag(DYNAMIC), "micro-batches are cut by tokens: use_dynamic_bsz", to("trainer.micro_batch_size_per_gpu")
+    ),
     **{f"data.{w}_key": via("", f"{BUFFER}.format.{w}_key") for w in ("prompt", "response")},
-    **{f"data.{w}_dict_keys": derived("part of the column's name", f"{BUFFER}.format.{w}_key") for w in ("prompt", "response")},
-    "data.multiturn.enable": derived("chats instead of question and answer", f"{BUFFER}.format.prompt_type"),
     "data.multiturn.messages_key": via("", f"{BUFFER}.format.messages_key"),
-    "data.multiturn.tools_key": to(f"{BUFFER}.format.tools_key"),
     "data.max_length": via("", "model.max_model_len"),
-    "data.truncation": refused("demonstrations are not cut: raise data.max_length or take the long ones out, and write error", "error"),
+    TEMPLATE: to(f"{BUFFER}.format.chat_template_args"),
+    "data.enable_thinking_default": only_if(
+        lambda d: d.text("data.enable_thinking_default") != "none", "the chat template decides", to("model.enable_thinking")
+    ),
     "data.balance_dp_token": always("rows are always dealt by tokens"),
-    "data.chat_template": to("model.custom_chat_template"),
-    "data.use_shm": ignored("Parquet memory mapping does the same job"),
-    "data.custom_cls.path": refused("write a function that returns the rows"),
-    "data.custom_cls.name": refused("write a function that returns the rows"),
     "model.partial_pretrain": do.path("model.model_path"),
     "model.fsdp_config.model_dtype": do.model_dtype,
-    "model.fsdp_config.cpu_offload": _offload,
-    "model.fsdp_config.offload_params": _offload,
+    **dict.fromkeys(("model.fsdp_config.cpu_offload", "model.fsdp_config.offload_params"), _offload),
+    **{f"{g}_group": among(("fsdp", "hf_model"), always("FSDP2"), "{} is not offered; use fsdp") for g in GROUPS},
     "model.strategy": among(("fsdp", "fsdp2"), always("FSDP2"), "use fsdp2"),
-    "model.use_shm": ignored("safetensors memory mapping suffices"),
     "model.lora_rank": do.lora_rank,
     "model.lora_alpha": do.lora_key("lora_alpha"),
     "model.target_modules": do.lora_key("target_modules"),
-    "optim.betas": to(f"{OPTIM}.betas"),
-    "optim.lr_warmup_steps_ratio": to(f"{OPTIM}.lr_warmup_steps_ratio"),
     "optim.lr_scheduler": choice(
         f"{OPTIM}.lr_scheduler_type", {n: n for n in ("constant", "cosine", "wsd")}, "schedules: constant, cosine, wsd"
     ),
-    "ulysses_sequence_parallel_size": to("trainer.ulysses_sequence_parallel_size"),
-    "use_remove_padding": to("trainer.use_remove_padding"),
     "trainer.test_freq": only_if(
         lambda d: d.has(f"{BUFFER}.eval_split"), "no rows are held out", scaled("trainer.eval_interval", never=0)
     ),
-    "trainer.seed": to("seed"),
-    "trainer.max_ckpt_to_keep": to("trainer.max_checkpoints_to_keep"),
-    "trainer.checkpoint.save_contents": to("trainer.checkpoint.save_contents"),
-    "trainer.checkpoint.load_contents": to("trainer.checkpoint.load_contents"),
 }  # fmt: skip
 RULES |= {key: of_row(row) for key, row in table.by_name(SECTION).items() if key not in RULES}
+SECTIONS = {"engine": f"{ACTOR}.fsdp_config", "optim": f"{ACTOR}.optim", "model": MODEL, "checkpoint": "trainer.checkpoint"}
+RENAMED = {key: key for key in RULES} | {group: f"{group}_group" for group in GROUPS} | {
+    "data.messages_key": "data.multiturn.messages_key", "data.tools_key": "data.multiturn.tools_key", "data.use_dynamic_bsz": DYNAMIC,
+    "data.max_token_len_per_gpu": MOST, "model.path": "model.partial_pretrain", "engine.model_dtype": "model.fsdp_config.model_dtype",
+    "engine.strategy": "model.strategy", "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
+    "model.use_remove_padding": "use_remove_padding", "optim.lr_warmup_steps_ratio": "optim.warmup_steps_ratio",
+    "optim.lr_scheduler_type": "optim.lr_scheduler",
+}  # fmt: skip
+"""Keys of sft_trainer whose rules have another name than their section says."""
 
 
 def outcome(d: Draft, a: Argument) -> ArgumentOutcome:
-    of_the_run = rule_of(a.key) if a.key.startswith(("trainer.", "--")) else None
+    of_the_run = rule_of(a.key) if a.key.startswith(("trainer.", "--", "actor_rollout_ref.")) else None
+    if a.key.startswith(f"{TEMPLATE}."):
+        of_the_run = below(f"{BUFFER}.format.chat_template_args", after=TEMPLATE)
     return account(d, a, RULES.get(a.key, of_the_run), RULES)

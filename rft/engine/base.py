@@ -200,6 +200,7 @@ def own_args(found: plugins.Plugin, given: Mapping[str, Any], key: str) -> dict[
 
 async def make(settings: EngineSettings) -> BaseEngine:
     """A started engine of `settings.engine_type`."""
+    plugins.import_library(settings.external_lib)
     found = find(settings.engine_type, task=settings.task)
     if settings.engine_type not in BUILT_IN:
         args = own_args(found, settings.extra_engine_args, "extra_engine_args")

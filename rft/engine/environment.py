@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 OPENMP = "libiomp5.so"
 ALLOCATOR = "libtcmalloc_minimal.so.4"
 TUNABLES = "GLIBC_TUNABLES"
+LIBRARY = "RFT_EXTERNAL_LIB"  # tells vLLM's own processes the module to import before they build the model
 # What layers are packed into is used again for the next version: memory that is given back costs the kernel 0.2 s a GB to give anew.
 _KEPT = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
 _REMEDY = {OPENMP: "pip install intel-openmp", ALLOCATOR: "apt-get install libtcmalloc-minimal4"}
@@ -46,26 +47,30 @@ def cpu_environment(settings: EngineSettings) -> dict[str, str]:
     if settings.device == "cpu":
         if settings.enforce_eager:
             env["TORCH_COMPILE_DISABLE"] = "1"  # the sampler has a small compiled function: 15 s at the first request for nothing
-        workers = settings.tensor_parallel_size * settings.pipeline_parallel_size
-        shards = _cores(settings.cpu_threads, workers)
-        if workers == 1:
+        shards = _cores(settings)
+        if settings.workers == 1:
             # vLLM then runs model and scheduler in one process and leaves thread binding to us; "0" is what lets it do so
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            env |= _openmp(len(shards[0]))
+            env["OMP_NUM_THREADS"] = str(len(shards[0]))
+            if library(OPENMP) is not None:
+                # No KMP_AFFINITY: it would bind the first thread of this process, and its children would inherit that one core.
+                # KMP_BLOCKTIME in ms: threads that wait longer sleep, so an idle engine leaves its cores to the trainer.
+                env |= {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in shards)
         env |= _preload(OPENMP, ALLOCATOR)
         if library(ALLOCATOR) is None:
             env[TUNABLES] = _KEPT
-    return _unless_set(env)
+    return _unless_set(env) | ({} if settings.external_lib is None else {LIBRARY: settings.external_lib})
 
 
 def host_program(settings: EngineSettings) -> list[str] | None:
     """The interpreter with its arguments for the process that hosts an engine; None: as any other.
 
-    vLLM sets variables for its core, which need a new interpreter: for several workers, compiled models, libraries that are not preloaded.
+    Some cores need a new interpreter for their variables: of several workers, of compiled models, where libraries are not preloaded; and
+    where a module of the user's is imported, which may start threads.
     """
     eager = settings.engine_type == "vllm" and settings.device == "cpu" and settings.enforce_eager and settings.workers == 1
-    if not eager or library(OPENMP) is None or library(ALLOCATOR) is None:
+    if not eager or settings.external_lib is not None or library(OPENMP) is None or library(ALLOCATOR) is None:
         return None
     return [sys.executable, "-P", "-c", vllm_host.START]
 
@@ -105,22 +110,15 @@ def _preload(*names: str) -> dict[str, str]:
     return {"LD_PRELOAD": ":".join([*found, *before])} if found else {}
 
 
-def _openmp(threads: int) -> dict[str, str]:
-    env = {"OMP_NUM_THREADS": str(threads)}
-    if library(OPENMP) is not None:
-        # No KMP_AFFINITY: it would bind the first thread of this process, and its children would inherit that one core.
-        # KMP_BLOCKTIME in ms: threads that wait longer sleep, so an idle engine leaves its cores to the trainer.
-        env |= {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
-    return env
-
-
-def _cores(threads: int, shards: int) -> list[list[int]]:
-    """For each shard the ids of its cores."""
+def _cores(settings: EngineSettings) -> list[list[int]]:
+    """For each worker the ids of its cores, which are its own where the engines together have no more threads than there are cores."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    if shards > len(allowed):
-        raise SetupError(f"tensor_parallel_size {shards} on CPU needs a core for each worker, {len(allowed)} are there; lower it")
-    each = max(1, min(threads, len(allowed)) // shards)
-    return [[allowed[s * each + i] for i in range(each)] for s in range(shards)]
+    if (workers := settings.workers) > len(allowed):
+        raise SetupError(
+            f"tensor_parallel_size {workers} on CPU needs a core for each worker, {len(allowed)} are there; lower it"
+        )
+    each = max(1, min(settings.cpu_threads, len(allowed)) // workers)
+    return [[allowed[(settings.first_core + w * each + i) % len(allowed)] for i in range(each)] for w in range(workers)]
 
 
 def _unless_set(env: dict[str, str]) -> dict[str, str]:

@@ -76,7 +76,7 @@ class Parsers:
         if self._tools is not None and tools:
             seen = self._tools(self._tokenizer, asked.tools).extract_tool_calls(text, asked)
             if seen.tools_called:
-                text, calls = seen.content or "", [call.model_dump(include={"type", "function"}) for call in seen.tool_calls]
+                text, calls = seen.content or "", [_call(call.function) for call in seen.tool_calls]
         name = xxhash.xxh3_64_hexdigest(c.prompt_tokens.tobytes() + c.tokens.tobytes())  # equal runs give equal ids
         return msgspec.structs.replace(  # Mistral's templates want nine letters or digits for an id
             c,
@@ -94,6 +94,12 @@ class Parsers:
         for stop in c.sampling.stop:
             text = text.split(stop, 1)[0]
         return text
+
+
+def _call(function: Any) -> dict[str, Any]:
+    """In OpenAI's form.  Halves of characters, which parsers make of `\\ud800` and nothing can store, are written as such again."""
+    named = {"name": function.name, "arguments": function.arguments}
+    return {"type": "function", "function": {k: v.encode("utf-8", "backslashreplace").decode() for k, v in named.items()}}
 
 
 def _named(find: Any, key: str, name: str) -> Any:

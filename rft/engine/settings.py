@@ -57,8 +57,10 @@ class EngineSettings:
     enable_chunked_prefill: bool = True  # vllm
     block_size: int | None = None  # None = chosen for the device
     cpu_threads: int = 2
+    first_core: int = 0  # of several processes on CPU: place of the engine's first core among those of the machine
     seed: int = SEED
     trust_remote_code: bool = False
+    external_lib: str | None = None  # module imported before the model, by each process that has it
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     tokenization_check: str = "off"  # off | warn | strict: compare the tokens of several turns with the whole chat's

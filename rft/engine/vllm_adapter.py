@@ -142,8 +142,7 @@ class WorkerAdapter(AdapterLoader[Parts]):
     def _check_base(self, seed: int) -> tuple[int, float, str]:
         """Whether the layers compute with what the model's folder holds."""
         published, _ = place(self._model, dict(base_tensors(self._worker.model_config.model)))
-        device, dtype = self._device_and_type()
-        return probe(self._model, published, dtype, device, seed=seed)
+        return probe(self._model, published, self._device_and_type()[0], seed=seed)
 
     def _probe(self, layers: Mapping[str, Parts], spec: AdapterSpec, random: torch.Generator) -> tuple[int, float, str]:
         added = self._added_native() if self._native else self._added

@@ -123,9 +123,7 @@ def probed_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def probe(
-    model: torch.nn.Module, published: Published, dtype: torch.dtype, device: torch.device, *, seed: int
-) -> tuple[int, float, str]:
+def probe(model: torch.nn.Module, published: Published, device: torch.device, *, seed: int) -> tuple[int, float, str]:
     """(layers probed, largest error relative to the output's scale, the layer that has it)."""
     random = torch.Generator().manual_seed(seed)
     count, error, worst = 0, 0.0, ""
@@ -135,7 +133,7 @@ def probe(
         parts = given.get((id(module), "weight")) or published.get(tied.get(id(module.weight), ""))
         if parts is None:
             continue
-        got, want = _compare(module, parts, given.get((id(module), "bias")), dtype, device, random)
+        got, want = _compare(module, parts, given.get((id(module), "bias")), device, random)
         difference = apart(got, want)
         count += 1
         if not difference <= error:  # also true for nan
@@ -147,7 +145,6 @@ def _compare(
     module: Any,
     parts: dict[Shard, torch.Tensor],
     biases: dict[Shard, torch.Tensor] | None,
-    dtype: torch.dtype,
     device: torch.device,
     random: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,6 +157,7 @@ def _compare(
     if not hasattr(module, "input_size") and not isinstance(module, ParallelLMHead):  # an embedding: some of its rows
         rows = torch.randint(len(own[0]), (64,), generator=random)
         return module.weight[rows.to(device)], own[0][rows].to(device)
+    dtype = module.params_dtype  # routers may be float32 in a bfloat16 model
     if own[0].dim() > 2:  # the kernel of a convolution
         want = torch.cat(own).to(device, dtype)
         return vars(module).get("_cpu_unpacked_conv_weight", module.weight).reshape(want.shape), want

@@ -5,12 +5,14 @@ Loads through vLLM's reload path.  Does not know who published or what follows.
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from rft.engine.adapter_layers import worst
+from rft.engine.environment import LIBRARY
 from rft.engine.vllm_adapter import WorkerAdapter
 from rft.engine.vllm_direct import DirectLoad
 from rft.engine.vllm_experts import ExpertLayers, expert_layers, expert_runners
@@ -18,8 +20,11 @@ from rft.engine.vllm_layout import Published, absent, place, probe, repack_tied_
 from rft.engine.vllm_routing import Routing
 from rft.engine.vllm_seeds import Requests
 from rft.engine.weights import Loader
+from rft.plugins import import_library
 from rft.types.experts import sizes_of
 from rft.types.ports import LoadReport, WeightManifest
+
+import_library(os.environ.get(LIBRARY))  # vLLM imports this module in each process with a model, and before it builds it
 
 
 class WeightWorker:
@@ -125,7 +130,7 @@ class WorkerLoader(Loader):
 
     def probe(self, placed: Placed, manifest: WeightManifest) -> tuple[int, float, str]:
         device, dtype, seed = next(self._model.parameters()).device, self._worker.model_config.dtype, manifest.version.step
-        count, error, layer = probe(self._model, placed.layers, dtype, device, seed=seed)
+        count, error, layer = probe(self._model, placed.layers, device, seed=seed)
         if self._experts is None:
             self._direct = self._straight(dtype) if error < PROVEN else None
             return count, error, layer

@@ -168,7 +168,7 @@ class BatchRunner:
     async def _store(self, group: PlayedGroup) -> PlayedGroup:
         """Appends the group.  One that cannot be stored (values of its workflow, too large, no token) becomes failed runs instead."""
         try:
-            await self._buffer.append(_encoded(group), accepted=group.accepted, reason=group.reason)
+            await self._buffer.append(encoded(group), accepted=group.accepted, reason=group.reason)
         except FrameRejected as e:
             log.warning("group %s: %s", group.id, e)
             group = group.refused(f"rejected by the buffer: {e}")
@@ -190,7 +190,7 @@ async def after_operators(pipeline: ExperiencePipeline, played: PlayedGroup, met
     return played.after(done.rows, accepted=done.accepted, reason=done.reason)
 
 
-def _encoded(group: PlayedGroup) -> bytes:
+def encoded(group: PlayedGroup) -> bytes:
     """Raises FrameRejected for what a workflow put into messages, info or metrics and that is no JSON."""
     try:
         return encode(group.rows)

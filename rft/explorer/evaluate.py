@@ -63,6 +63,11 @@ class Evaluator:
         self._limits = RunLimits(settings.max_timeout_s, settings.max_retry_times)
         self.tasksets = {t: evaluation_order(t) for t in map(open_taskset, settings.eval_tasksets)}
 
+    async def announce(self, version: Version) -> None:
+        """Says that `version` is to be evaluated: its checkpoint stays until that is over."""
+        values = {f"{self._prefix}/{t.settings.name}/due": 1.0 for t in self.tasksets}
+        await self._sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=values))
+
     async def run(self, version: Version) -> dict[str, float]:
         """Every taskset once, reported at the train step of `version`; what was reported."""
         told: dict[str, float] = {}

@@ -143,6 +143,7 @@ class Explorer:
                 if given.again:
                     held[b] = [g for g in await self._buffer.stored_groups(b) if g.batch == b]
                 if self._eval_due(b):
+                    await self._evaluator.announce(given.version)
                     if evaluation is not None:
                         await evaluation
                     evaluation = tasks.create_task(self._evaluator.run(given.version))

@@ -32,7 +32,7 @@ from rft.launch.remote import ANSWER_S
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Bound, Parts, PartSpec, Runtime, engine_specs, explorer_specs, trainer_specs
 from rft.launch.signals import Signals
-from rft.launch.start import Start, begin, begin_offline, begins_window, origin
+from rft.launch.start import Start, begin, begin_offline, origin, windows
 from rft.sync.waits import all_of
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
@@ -175,8 +175,8 @@ class TrainOffline(_Training):
     """The trainer alone, on a data set."""
 
     async def start(self, parts: Parts) -> bool:
-        if self.plan.trainer.replay_run is not None and self._found is not None:
-            self._found = manifests.latest(self.plan.run_dir / "checkpoints", partial(begins_window, self.plan))
+        if self._found is not None and not (begins := windows(self.plan))(self._found.version.step):
+            self._found = manifests.latest(self.plan.run_dir / "checkpoints", begins)
         await parts.reserve(engines=False, trainer=True)
         await parts.start([*trainer_specs(self.plan, parts.rundir), PartSpec("coordinator", "monitor", (self.plan,))])
         self.begun = begin_offline(self._found, self._other)

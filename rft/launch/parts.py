@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import psutil
 
 from rft.config.plan import Plan
 from rft.engine.settings import AuxiliarySettings, EngineSettings
+from rft.errors import SetupError
 from rft.launch.remote import Proxy
-from rft.launch.start import Start, schedule, vocab_size
+from rft.launch.start import Start, schedule, vocab_size, windows
 from rft.types.experience import Demonstration
 from rft.types.ids import Version
 from rft.types.ports import (
@@ -258,11 +261,10 @@ class TrainerPart:
         """The steps of another run, on the rows that each of them used."""
         from rft.buffer.replay_reader import ReplayReader
 
-        when = schedule(self.plan, start)
         with ReplayReader(run) as reader:
             if consumption is not None:
                 reader.go_on(start.step, consumption)
-            await self._train(others, reader, None, sink, start, transport=None, must_publish=when.must_publish)
+            await self._train(others, reader, None, sink, start, transport=None, must_publish=windows(self.plan))
 
     async def _train(
         self, others: Sequence[Any], reader: Any, sync: WeightSync | None, sink: Any, start: Start, **how: Any
@@ -311,10 +313,28 @@ def _address(plan: Plan) -> str:
     return str(ray.util.get_node_ip_address())
 
 
+def ready_to_meet(plan: Plan, rank: int, rendezvous: str) -> None:
+    """Where ranks are on several machines: they see one folder, and gloo takes the network between them.  Raises SetupError."""
+    host, name = os.uname().nodename, "GLOO_SOCKET_IFNAME"
+    if not Path(rendezvous).exists():
+        why = "ranks on several machines need checkpoint_root_dir on a file system that all of them mount"
+        raise SetupError(f"trainer rank {rank} on {host} does not see {rendezvous}: {why}")
+    if plan.cluster.node_num > 1 and name not in os.environ:
+        address = _address(plan)
+        found = [n for n, at in psutil.net_if_addrs().items() if address in (a.address for a in at)]
+        if not found:
+            raise SetupError(
+                f"no network interface of {host} has Ray's address {address}; set {name} to that which ranks can use"
+            )
+        os.environ[name] = found[0]
+
+
 async def trainer(plan: Plan, rank: int, rendezvous: str | None) -> TrainerPart:
     from rft.plugins import load_all
     from rft.trainer.learner import Learner
 
+    if rendezvous is not None:
+        ready_to_meet(plan, rank, rendezvous)
     load_all(plan.plugin_dirs)
     learner = await asyncio.to_thread(Learner, plan.learner, rank, rendezvous)
     return TrainerPart(plan, learner, rank)

@@ -130,7 +130,10 @@ def explorer_specs(plan: Plan) -> list[PartSpec]:
 
 def trainer_specs(plan: Plan, rundir: RunDir) -> list[PartSpec]:
     world, env = plan.learner.world_size, trainer_environment(plan.learner.cpu_threads)
-    rendezvous = str(rundir.path / f".rendezvous-{rundir.run_id}") if world > 1 else None
+    meeting = rundir.path / f".rendezvous-{rundir.run_id}"
+    if world > 1:
+        meeting.touch()  # whoever does not see it is on a machine without the run's folder
+    rendezvous = str(meeting) if world > 1 else None
     return [PartSpec(f"trainer-{rank}", "trainer", (plan, rank, rendezvous), ("trainer", rank), env=env) for rank in range(world)]
 
 

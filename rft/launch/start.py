@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from rft.config.plan import Plan
 from rft.config.plan import schedule as planned
 from rft.errors import ConfigError
 from rft.launch.progress import STARTING
+from rft.monitor.monitor import FILE as METRICS
+from rft.monitor.read import read, series
 from rft.sync.schedule import Schedule
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
@@ -46,9 +49,20 @@ def schedule(plan: Plan, start: Start) -> Schedule:
     return dataclasses.replace(planned(plan.sync), start_step=start.step)
 
 
-def begins_window(plan: Plan, step: int) -> bool:
-    """Whether steps after `step` can be trained again from there: no checkpoint holds the first weights of a window that it is inside."""
-    return not plan.learner.algorithm.proximal_window or planned(plan.sync).must_publish(step)
+def windows(plan: Plan) -> Callable[[int], bool]:
+    """Of a step: does a window begin with its weights, as with those that `replay_run` served?  From there its steps can be trained again:
+    no checkpoint holds the first weights of a window that it is inside.  Without a loss that reads these: always.
+
+    Raises ConfigError where that run does not tell.
+    """
+    if (run := plan.trainer.replay_run) is None or not plan.learner.algorithm.proximal_window:
+        return lambda step: True
+    try:
+        served = dict(series(read(run / METRICS), "sync/version"))
+    except OSError as e:
+        why = f"the loss reads the first weights of each window, and which steps begin one is in its {METRICS}: {e.strerror}"
+        raise ConfigError(why, key="buffer.trainer_input.replay_run", given=str(run)) from e
+    return served.__contains__
 
 
 def checkpoints(path: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from rft.config.verify import load_plan
 from rft.errors import ConfigError, RunFailed
 from rft.launch import parts
 from rft.launch.stages import began_with
-from rft.launch.start import Start, begins_window, origin, schedule
+from rft.launch.start import origin, windows
 from rft.monitor.read import read
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
@@ -78,7 +78,7 @@ async def _train(
     tell(f"loading {found.folder if found else plan.learner.model_path}")
     part = await parts.trainer(plan, 0, None)
     try:
-        ranks, begun = Ranks(part.learner, []), 0 if found is None else found.version.step
+        ranks, begun, begins = Ranks(part.learner, []), 0 if found is None else found.version.step, windows(plan)
         if found is not None:
             await ranks.load(str(found.folder))
         await ranks.remember()
@@ -86,7 +86,7 @@ async def _train(
             tell(f"step {number} of {step}")
             lease = await reader.lease(number, groups=None, rows=None, deadline_s=0.0, max_staleness=None)
             result = await _step(ranks, part.learner, lease, with_rows=number == step)
-            if schedule(plan, Start(1)).must_publish(number):
+            if begins(number):
                 await ranks.remember()
         return result
     finally:
@@ -96,8 +96,8 @@ async def _train(
 def _before(run_dir: Path, step: int, plan: Plan) -> Manifest | None:
     """The newest whole checkpoint from before `step`, where a window begins if the loss reads its first weights; None: the run's own
     beginning."""
-    there = manifests.committed(run_dir / "checkpoints")
-    folders = [f for f in there if (at := manifests.step_of(f)) < step and begins_window(plan, at)]
+    there, begins = manifests.committed(run_dir / "checkpoints"), windows(plan)
+    folders = [f for f in there if (at := manifests.step_of(f)) < step and begins(at)]
     best = max(folders, key=manifests.step_of, default=None)
     return None if best is None else manifests.read(best)
 

@@ -144,7 +144,8 @@ def checked(result: RewardResult) -> Score:
         value = None if result.value is None else number(result.value, "reward")
         return Score(value=value, parts=_parts(result.parts), reason=result.reason)
     if isinstance(result, dict):
-        parts = _parts(result)
+        if not (parts := _parts(result)):
+            raise ValueError("the reward is a dict without parts; Score(value=None) means unscored")
         return Score(value=math.fsum(parts.values()), parts=parts)
     return Score(value=number(result, "reward"))
 

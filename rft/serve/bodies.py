@@ -41,7 +41,7 @@ class OpenSession(ServeBody):
 class RewardBody(ServeBody):
     """POST /v1/sessions/{id}/reward.  `message`: the id of one answer; `final`: no reward of the whole session follows."""
 
-    reward: Value | dict[Text, Value]
+    reward: Value | Annotated[dict[Text, Value], Field(min_length=1)]
     message: Text | None = None
     final: bool = False
 

@@ -127,6 +127,10 @@ class SessionBook:
     async def reward(self, session: LiveSession, score: Score, call: str | None, final: bool) -> str:
         """ok | duplicate | replaced.  Raises ApiError where there is nothing to reward."""
         await session.load()
+        async with session.scoring:
+            return await self._rewarded(session, score, call, final)
+
+    async def _rewarded(self, session: LiveSession, score: Score, call: str | None, final: bool) -> str:
         if session.under_way:
             raise ApiError(
                 409, "calls of this session are under way; wait for their answers", code="calls_under_way", retry_s=1.0
@@ -147,17 +151,13 @@ class SessionBook:
             raise over("rewarded", "its group is being stored")
         now = self.clock()
         note = Rewarded(session=session.id, score=score, call=call, at=now if completes else None)
-        session.scoring += 1
-        try:
-            if not await self._store.note(note):
-                raise over("explained", "its group was formed, or it was given up")
-        finally:
-            session.scoring -= 1
+        if not await self._store.note(note):
+            raise over("explained", "its group was formed, or it was given up")
         if call is None:
             session.stored = msgspec.structs.replace(session.stored, score=score)
         else:
             session.scores[call] = score
-        if completes and session.stored.state == "open":  # another reward may have completed it meanwhile
+        if completes:
             session.stored = msgspec.structs.replace(session.stored, state="rewarded", rewarded=now)
             self.groups.add(session.stored.task_id, session.id, now)
             self.counts["rewarded"] += 1
@@ -239,7 +239,7 @@ class SessionBook:
             session = self.sessions.get(id)
             if session is None or session.stored.state != "open":
                 continue
-            if session.under_way or session.scoring:  # an answer that is being written may still be rewarded
+            if session.under_way or session.scoring.locked():  # an answer that is being written may still be rewarded
                 heapq.heappush(self._expiries, (now + 1.0, id))
                 return
             yield id

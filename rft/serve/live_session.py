@@ -50,7 +50,8 @@ class LiveSession(RunSession):
         self.on_answer: Callable[[ApiAnswer, int], None] = lambda answer, n: None  # hears once of each that is stored
         self._owners: list[str] = []  # of each recorded turn: its call
         self.scores: dict[str, Score] = {}  # of single calls
-        self.under_way = self.scoring = 0  # calls, and rewards that are being stored
+        self.under_way = 0  # calls
+        self.scoring = asyncio.Lock()  # while a reward is being stored
         self.forming = False  # its rows are being made: what they hold as their reward is fixed
 
     async def load(self) -> None:
@@ -88,8 +89,6 @@ class LiveSession(RunSession):
                     code="idempotency_conflict",
                 )
             return await asyncio.shield(known.answer)
-        if self.stored.state != "open":
-            raise ApiError(409, "the session has its reward: it is complete; open another one", code="session_complete")
         if not retry_key:
             return await self.call(self._answered(asked, "", ""))
         job = asyncio.ensure_future(self.call(self._answered(asked, retry_key, digest)))  # goes on when the client has gone
@@ -106,7 +105,10 @@ class LiveSession(RunSession):
             del self._retries[retry_key]
 
     async def _answered(self, asked: ApiRequest, retry_key: str, digest: str) -> ApiAnswer:
-        self.under_way += 1
+        async with self.scoring:  # a reward that is being stored completes the session
+            if self.stored.state != "open":
+                raise ApiError(409, "the session has its reward: it is complete; open another one", code="session_complete")
+            self.under_way += 1
         try:
             turns = await understood(self.generate(asked))
             return await asyncio.shield(self._kept(turns, asked.n, retry_key, digest))

@@ -23,7 +23,7 @@ from rft.buffer.operators.experience_pipeline import ExperiencePipeline
 from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
 from rft.disk import write_whole
 from rft.errors import DiskFull, FrameRejected
-from rft.explorer.batch_runner import after_operators
+from rft.explorer.batch_runner import after_operators, encoded
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
 from rft.explorer.stoppable import StoppableWork
 from rft.serve.access import clients
@@ -32,7 +32,6 @@ from rft.serve.gateway import Gateway
 from rft.serve.live_session import LiveSession
 from rft.serve.session_groups import SessionGroup
 from rft.serve.settings import ServeSettings
-from rft.types.block import encode
 from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import AppendResult, Assignment, BufferWriter, ChatModel, MetricSink
@@ -179,7 +178,8 @@ class Service:
             await self.book.explain([s.id for s in sessions], "too_few")
             return None
         for session in sessions:
-            session.forming = True
+            async with session.scoring:  # a reward that was acknowledged is the rows' reward
+                session.forming = True
         played = self._group(id, closed.task_id, sessions)
         group = await after_operators(self._pipeline, played, operated)
         ids = [s.id for s in sessions]
@@ -208,7 +208,7 @@ class Service:
     async def _stored(self, group: PlayedGroup, ids: list[str]) -> None:
         while True:
             try:
-                await self._buffer.append(encode(group.rows), accepted=group.accepted, reason=group.reason, sessions=tuple(ids))
+                await self._buffer.append(encoded(group), accepted=group.accepted, reason=group.reason, sessions=tuple(ids))
                 return
             except DiskFull as e:
                 log.error("%s", e)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import xxhash
 
 from rft.errors import ConfigError
 from rft.taskset.base import ABSENT, as_chat, lookup
-from rft.taskset.chatfiles import ChatFiles, LeftOut, open_chat, read_settings
+from rft.taskset.chatfiles import ChatFiles, LeftOut, find_model, open_chat, read_settings
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.experience import Demonstration, Preference
@@ -120,7 +121,8 @@ class _Tokens:
     """Turns rows into records with one tokenizer and template."""
 
     def __init__(self, settings: OfflineDataSettings, chat: ChatFiles) -> None:
-        self._settings, self._chat, self._ends, self._key = settings, chat, _end_tokens(chat), settings.rows.key
+        ends = _end_tokens(chat, find_model(settings.weights_path or settings.model_path))
+        self._settings, self._chat, self._ends, self._key = settings, chat, ends, settings.rows.key
 
     def record(self, task: Task, where: str) -> Demonstration | Preference:
         """Raises ConfigError that names the row."""
@@ -232,12 +234,13 @@ def _rewritten(where: str, i: int, every: bool) -> str:
     )
 
 
-def _end_tokens(chat: ChatFiles) -> list[int]:
-    """What ends a generation: the tokenizer's end token first, then those of the generation config."""
+def _end_tokens(chat: ChatFiles, model: Path) -> list[int]:
+    """What ends a generation in engines: the tokenizer's end token first, then those of the folder `model`."""
     found: list[int] = []
     if (eos := chat.special_tokens.get("eos_token")) is not None and len(ids := chat.encode_each([eos])[0]) == 1:
         found += ids
-    more = read_settings(chat.folder / "generation_config.json").get("eos_token_id")
+    own = model / "generation_config.json"
+    more = read_settings(own if own.exists() else model / "config.json").get("eos_token_id")
     found += [t for t in (more if isinstance(more, list) else [more]) if isinstance(t, int)]
     return list(dict.fromkeys(found))
 

@@ -107,6 +107,7 @@ class OfflineDataSettings:
     kind: Literal["chats", "texts", "pairs"]
     model_path: str  # folder with tokenizer.json
     max_tokens: int  # of one row; of a pair's longer side
+    weights_path: str | None = None  # the model's folder, whose end tokens count; None = that of the tokenizer
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     every_turn: bool = False  # of a chat: train all answers, not only the last

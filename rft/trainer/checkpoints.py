@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -20,22 +20,23 @@ from msgspec.structs import replace
 from rft.disk import sync_path
 from rft.errors import CheckpointInvalid, nearest
 from rft.faults import fault
-from rft.monitor.read import read, series
+from rft.monitor.read import begins, read, series
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
 from rft.types.ids import Version
+from rft.types.metrics import MetricRecord
 from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
 Fill = Callable[[Path], Awaitable[Mapping[str, str]]]
-Best = Callable[[Collection[int]], int | None]
+Choose = Callable[[Collection[int]], Collection[int]]
 
 
 class Checkpoints:
-    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all, and the one that `best` names among the steps there are."""
+    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all, and those that `beside` names among the steps there are."""
 
-    def __init__(self, folder: Path, *, keep: int, best: Best | None = None) -> None:
-        self.folder, self._keep, self._best = folder, keep, best
+    def __init__(self, folder: Path, *, keep: int, beside: Choose | None = None) -> None:
+        self.folder, self._keep, self._beside = folder, keep, beside
 
     async def save(self, version: Version, parent: Version | None, consumption: Consumption, fill: Fill) -> Manifest:
         """Let `fill` write the files of `version`, then commit them.  Older ones beyond `keep` are removed afterwards.
@@ -85,11 +86,8 @@ class Checkpoints:
         if not self._keep:
             return
         folders = sorted(manifests.committed(self.folder), key=_age)
-        steps = {manifests.step_of(f): f for f in folders}
-        best = self._best(steps) if self._best is not None else None
-        for folder in folders[: -self._keep]:
-            if best is not None and folder == steps[best]:
-                continue
+        spared = self._beside({manifests.step_of(f) for f in folders}) if self._beside is not None else ()
+        for folder in (f for f in folders[: -self._keep] if manifests.step_of(f) not in spared):
             log.info("removing old checkpoint %s", folder)
             (folder / manifests.NAME).unlink()  # first, so that a half-removed folder does not look committed
             fault("checkpoint.removing")
@@ -100,11 +98,26 @@ def best_step(metrics: Path, name: str, mode: Literal["max", "min"], steps: Coll
     """Which of `steps` has the best value of metric `name` in a run's metrics.jsonl, the later one of equals; None: none has a value."""
     records = read(metrics) if metrics.is_file() else []
     if not (values := series(records, name)):
-        _tell(
-            f"no checkpoint is the best one: {metrics} has no {name} so far.{nearest(name, {n for r in records for n in r.values})}"
-        )
-    found = [(v, s) for s, v in values if s in steps and math.isfinite(v)]
-    return max(found, key=lambda x: (x[0] if mode == "max" else -x[0], x[1]))[1] if found else None
+        near = nearest(name, {n for r in records for n in r.values})
+        _tell(f"no checkpoint is the best one: {metrics} has no {name} so far.{near}")
+    found = [(v if mode == "max" else -v, s) for s, v in values if s in steps and math.isfinite(v)]
+    return max(found)[1] if found else None
+
+
+def best_steps(metrics: Path, name: str, mode: Literal["max", "min"], steps: Collection[int]) -> set[int]:
+    """The best one of `steps` (`best_step`), and those that may get a value yet."""
+    best, records = best_step(metrics, name, mode, steps), read(metrics) if metrics.is_file() else []
+    return {*_awaited(records, name), *([] if best is None else [best])} & set(steps)
+
+
+def _awaited(records: Sequence[MetricRecord], name: str) -> set[int]:
+    """Steps whose evaluation this process of the run has announced and not ended, and the one served: the next may be of it."""
+    now = records[max((i for i, r in enumerate(records) if begins(r)), default=0) :] if name.startswith("eval/") else []
+
+    def steps(what: str) -> set[int]:
+        return {r.step for r in now for n in r.values if n.endswith(what) and name.startswith(n.removesuffix(what))}
+
+    return {r.step for r in [r for r in now if "sync/version" in r.values][-1:]} | (steps("due") - steps("time"))
 
 
 @cache

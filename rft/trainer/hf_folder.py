@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from rft.engine.weights import in_checkpoints, saved_buffers
+from rft.engine.weights import saved_buffers
 from rft.errors import CheckpointInvalid
 from rft.trainer import adapterfiles, loading, shards, tensors
-from rft.trainer.saving import ADAPTERS, PRETRAINED, read_page, untrained
+from rft.trainer.saving import ADAPTERS, PRETRAINED, in_base, read_page, untrained
 from rft.trainer.sharding import DTYPES
 from rft.trainer.tensors import Files
 from rft.types.adapter import key
@@ -34,36 +34,27 @@ def assemble(saved: Path, target: Path) -> None:
     shutil.copytree(saved / PRETRAINED, target, dirs_exist_ok=True)
     page = json.loads((target / "config.json").read_text(encoding="utf-8"))
     dtype = DTYPES.get(str(page.get("dtype") or page.get("torch_dtype")), torch.float32)
-    lm = None
+    about, lm = read_page(saved), None
+    adapted, base = about.get("adapter") is not None, Path(about.get("base_path") or "/nowhere")
+    there = loading.files_of(base) if base.is_dir() else Files([])
     if "auto_map" not in page:  # the model's own code, where it brings some, knows one set of names
         config = loading.config_of(target, trust_remote_code=False, override={})
         lm = loading.skeleton(config, trust_remote_code=False, attn_implementation="eager")
+        if base.is_dir() and not {n for n, _ in in_base(lm, there, lm.named_parameters())} <= set(there):
+            lm = loading.pretrained(config, base, trust_remote_code=False, attn_implementation="eager")  # knows the names there
     exact = set() if lm is None else set(saved_buffers(lm))
-    about = read_page(saved)
-    adapted, base = about.get("adapter") is not None, Path(about.get("base_path") or "/nowhere")
-    files, read = _adapted(saved, lm) if adapted else _whole(saved)
+    files, read = _adapted(saved, lm) if adapted else ((whole := shards.find(saved, "model")), whole.read)
     due = {n: torch.empty(files.shape(n), dtype=files.dtype(n) if n in exact else dtype, device="meta") for n in files}
     given: Iterable[tuple[str, torch.Tensor]] = ((name, read(name)) for name in files)
     if not adapted and lm is not None:
-        if base.is_dir() and not dict(in_checkpoints(lm, due.items())).keys() <= set(loading.files_of(base)):
-            lm = loading.pretrained(config, base, trust_remote_code=False, attn_implementation="eager")  # knows the names there
-        due, given = dict(in_checkpoints(lm, due.items())), in_checkpoints(lm, given)
-        if base.is_dir():
-            beside, names = untrained(base, due, lm.all_tied_weights_keys)
-            due |= {n: torch.empty(beside.shape(n), dtype=beside.dtype(n), device="meta") for n in names}
-            given = chain(given, ((n, beside.read(n)) for n in names))
+        due, given = dict(in_base(lm, there, due.items())), in_base(lm, there, given)
+        names = untrained(lm, there, due, lm.all_tied_weights_keys)
+        due |= {n: torch.empty(there.shape(n), dtype=there.dtype(n), device="meta") for n in names}
+        given = chain(given, ((n, there.read(n)) for n in names))
     tensors.write(target / "model.safetensors", {n: (t.dtype, tuple(t.shape)) for n, t in due.items()}, given)
 
 
-Read = Callable[[str], torch.Tensor]
-
-
-def _whole(saved: Path) -> tuple[Files, Read]:
-    files = shards.find(saved, "model")
-    return files, files.read
-
-
-def _adapted(saved: Path, lm: Any) -> tuple[Files, Read]:
+def _adapted(saved: Path, lm: Any) -> tuple[Files, Callable[[str], torch.Tensor]]:
     about = read_page(saved)["adapter"]
     base, folder = Path(about["base_path"]), saved / ADAPTERS / about["name"]
     if not base.is_dir():
@@ -76,7 +67,7 @@ def _adapted(saved: Path, lm: Any) -> tuple[Files, Read]:
     files, adapter = loading.files_of(base), Files([folder / adapterfiles.WEIGHTS])
     weights = {f"{m}.weight": m for m in form.modules}
     if lm is not None and not set(weights) <= set(files):
-        weights = {name: m for w, m in weights.items() for name, _ in in_checkpoints(lm, [(w, torch.empty(1, device="meta"))])}
+        weights = {name: m for w, m in weights.items() for name, _ in in_base(lm, files, [(w, torch.empty(1, device="meta"))])}
     if unknown := [name for name in weights if name not in files]:
         raise CheckpointInvalid(f"{base}: has no {unknown[0]}, which the adapter is for")
 

@@ -47,7 +47,7 @@ def make(settings: LearnerSettings) -> ValueModel:
     needed, free = sum(p.numel() for p in model.parameters()) * 8, free_bytes(settings.device)
     if needed > free / 2:
         raise MemoryError(f"a copy of its first layers in float64 needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
-    loading.materialise(model, settings.device)
+    loading.materialise(model, settings.device, settings.device)
     _random(model)
     return model.eval().requires_grad_(False)
 

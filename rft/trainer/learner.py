@@ -87,7 +87,6 @@ class Learner:
         self.optimizer = optim.make(self.policy.trainable(), settings.optim)
         self._taken: saving.CheckpointState | None = None
         self._balance = RouterBalance(settings) if settings.router_aux_loss_coef else None
-        self._compute_dtype = sharding.DTYPES[settings.dtype]
         self._prove_rows(asked)
 
     def _prove_rows(self, asked: LearnerSettings) -> None:
@@ -305,20 +304,10 @@ class Learner:
 
     def stage(self, version: Version, transport: Transport | None) -> WeightManifest | None:
         """Hand the weights to `transport` (rank 0; the others give None and help to gather): all of them, or the adapter alone."""
-        lora, dtype = self.settings.lora, self._compute_dtype
-        alone = self.policy.adapter if lora is not None and not lora.merge else None
-        if self.settings.shares_device:
+        made = _staged(self.policy, self.settings, version, transport)
+        if self.settings.shares_device:  # the engines wake next, and need what the step and gathering took
             torch.accelerator.memory.empty_cache()
-        weights = _gathered(self.policy) if alone is None else iter(alone.whole().items())
-        exact = self.policy.saved_buffers()
-        given = ((name, tensor if name in exact else tensor.to(dtype)) for name, tensor in weights)
-        if transport is None:
-            for _ in given:
-                pass
-            return None
-        if alone is None:
-            return transport.stage(version, given, self.policy.tied())
-        return msgspec.structs.replace(transport.stage(version, given, {}), adapter=alone.spec())
+        return made
 
     def export(self, folder: str) -> None:
         """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's own dtype, config, tokenizer."""
@@ -359,6 +348,20 @@ class Learner:
         """Leave the process group."""
         if self._grouped and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _staged(policy: Policy, s: LearnerSettings, version: Version, transport: Transport | None) -> WeightManifest | None:
+    alone = policy.adapter if s.lora is not None and not s.lora.merge else None
+    weights = _gathered(policy) if alone is None else iter(alone.whole().items())
+    exact, dtype = policy.saved_buffers(), sharding.DTYPES[s.dtype]
+    given = ((name, tensor if name in exact else tensor.to(dtype)) for name, tensor in weights)
+    if transport is None:
+        for _ in given:
+            pass
+        return None
+    if alone is None:
+        return transport.stage(version, given, policy.tied())
+    return msgspec.structs.replace(transport.stage(version, given, {}), adapter=alone.spec())
 
 
 def _gathered(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,16 +28,6 @@ from rft.types import modelfiles, rotary
 log = logging.getLogger(__name__)
 _MODEL = "model.model_path"
 Fresh = Callable[[str, torch.Tensor], bool]  # (name, parameter): give it a first value; False: it has to be in the files
-
-
-def import_library(name: str) -> None:
-    """Import `model.external_lib`, which may register models.  Raises ConfigError where it cannot be imported."""
-    if name not in sys.modules:
-        log.warning("model.external_lib: importing %s, which may run any code with your rights", name)
-    try:
-        importlib.import_module(name)
-    except ImportError as e:
-        raise ConfigError(f"cannot be imported: {e}", key="model.external_lib", given=name) from e
 
 
 def override_of(settings: LearnerSettings, path: str) -> dict[str, Any]:
@@ -129,8 +118,8 @@ def use_liger(lm: Any, device: str) -> None:
     importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=lm)
 
 
-def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Memory, without values, for every parameter that is on the meta device; everything else moves to `device`.
+def materialise(model: nn.Module, device: torch.device | str, computes: torch.device | str) -> None:
+    """Memory on `device`, without values, for every parameter that is on the meta device; others move there, buffers to `computes`.
 
     A parameter with two names stays one parameter.
     """
@@ -138,7 +127,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 
     def place(t: torch.Tensor) -> torch.Tensor:
         if not t.is_meta:
-            return t.to(device)
+            return t.to(device if isinstance(t, nn.Parameter) else computes)  # nothing brings buffers there for a pass
         if id(t) not in made:
             made[id(t)] = torch.empty_like(t, device=device)
         return made[id(t)]

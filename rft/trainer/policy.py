@@ -23,6 +23,7 @@ from rft.engine.forwards import body_of
 from rft.engine.routers import Routers
 from rft.engine.weights import saved_buffers
 from rft.errors import ConfigError, SetupError
+from rft.plugins import import_library
 from rft.trainer import attention, loading, lora, recompute, sharding, tensors, ulysses
 from rft.trainer.balance import RouterLogits, probabilities
 from rft.trainer.batch import MicroBatch
@@ -179,8 +180,7 @@ def load(settings: LearnerSettings, *, trained: bool = True, anchored: bool = Fa
             offload_policy=settings.offload_policy or settings.ref_offload,
             reshard_after_forward=settings.ref_reshard_after_forward,
         )
-    if settings.external_lib is not None:
-        loading.import_library(settings.external_lib)
+    import_library(settings.external_lib)
     policy, fill = built(Policy, settings)
     if settings.lora is not None:
         policy.adapter = lora.wrap(policy.lm, settings.lora, settings.model_path, anchored=anchored)
@@ -237,7 +237,7 @@ def place(
         sharding.shard(policy, settings, list(layers(policy.lm)), policy.exact)
         for name in policy.outermost:
             register_fsdp_forward_method(policy, name)
-    loading.materialise(policy, sharding.storage_device(settings))
+    loading.materialise(policy, sharding.storage_device(settings), settings.device)
     if fill is not None:
         loading.fill(policy.names(), policy.buffer_names(), policy.tied(), fill, fresh)
     return policy

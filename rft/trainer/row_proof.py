@@ -25,6 +25,7 @@ from torch import nn
 
 from rft.algorithm.needs import needs
 from rft.errors import ConfigError, RunFailed, SetupError, is_out_of_memory
+from rft.plugins import import_library
 from rft.trainer import attention, batch, layer_copy, loading
 from rft.trainer import policy as policies
 from rft.trainer.pack import TrainRow
@@ -90,8 +91,7 @@ class Proof:
 
 def decided(settings: LearnerSettings) -> LearnerSettings:
     """`settings` with the row layouts that the configurations of policy and critic allow.  Raises ConfigError as `choose` does."""
-    if settings.external_lib is not None:
-        loading.import_library(settings.external_lib)
+    import_library(settings.external_lib)
     critic = settings.critic
     if needs(settings.algorithm).critic:
         critic = replace(critic, row_layout=_decided(settings, critic.model_path or settings.model_path, critic.row_layout))
@@ -204,7 +204,8 @@ def _in_float64(settings: LearnerSettings) -> float | str:
 @torch.no_grad()
 def copy_apart(settings: LearnerSettings) -> float:
     """The largest difference between the layout of `settings` and plain rows on a copy in float64."""
-    alone = replace(settings, sequence_parallel=1, world_size=1)
+    plain = "eager" if settings.attn_implementation == "eager" else "sdpa"  # kernels of flash-attn know no float64
+    alone = replace(settings, sequence_parallel=1, world_size=1, attn_implementation=plain)
     model = layer_copy.make(alone)
     rows = _rows(model)
     tokens = [torch.from_numpy(r.tokens).to(alone.device, torch.int64)[None] for r in rows]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -173,23 +173,30 @@ def export(
         side_files(settings, target)
     due = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in policy.names().items()}
     due |= {n: torch.empty_like(b, device="meta") for n, b in policy.saved_buffers().items()}
-    specs = {n: (t.dtype, t.shape) for n, t in in_checkpoints(policy.lm, due.items())}
-    given = in_checkpoints(policy.lm, gathered)
+    files = loading.files_of(Path(settings.model_path))
+    specs = {n: (t.dtype, t.shape) for n, t in in_base(policy.lm, files, due.items())}
+    given = in_base(policy.lm, files, gathered)
     if rank == 0:
-        files, names = untrained(Path(settings.model_path), specs, policy.tied())
+        names = untrained(policy.lm, files, specs, policy.tied())
         specs |= {n: (files.dtype(n), torch.Size(files.shape(n))) for n in names}
         given = chain(given, ((n, files.read(n)) for n in names))
     tensors.write(target / "model.safetensors" if rank == 0 else None, specs, given)
 
 
-def untrained(base: Path, trained: Collection[str], tied: Collection[str]) -> tuple[Files, list[str]]:
-    """What the files in `base` hold beside `trained` and what is `tied` to it: towers for images, layers that foretell tokens.
+def in_base(lm: Any, files: Files, given: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `in_checkpoints`; with a prefix where `files` of the base have `lm` as a part of a whole, as those of Llama 4."""
+    for name, tensor in in_checkpoints(lm, given):
+        inside = f"{lm.base_model_prefix}.{name}"
+        yield inside if name not in files and inside in files else name, tensor
+
+
+def untrained(lm: Any, files: Files, trained: Collection[str], tied: Collection[str]) -> list[str]:
+    """What `files` of the base hold beside `trained` and what is `tied` to it: towers for images, layers that foretell tokens.
 
     Nothing where `trained` has other names there.
     """
-    files = loading.files_of(base)
-    known = set(trained) <= set(files)
-    return files, [n for n in files if known and n not in trained and n not in tied]
+    known, prefix = set(trained) <= set(files), f"{lm.base_model_prefix}."
+    return [n for n in files if known and n not in trained and not {n, n.removeprefix(prefix)} & set(tied)]
 
 
 def side_files(settings: LearnerSettings, target: Path) -> list[Path]:

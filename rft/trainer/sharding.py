@@ -44,7 +44,7 @@ def storage_device(settings: LearnerSettings) -> str:
 
 
 def join(settings: LearnerSettings, rank: int, rendezvous: str | None) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPU over the loopback, meeting at the file `rendezvous`."""
+    """Join the process group: NCCL on GPUs, gloo on CPU over the loopback or GLOO_SOCKET_IFNAME, meeting at the file `rendezvous`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"  # what lives on the host is reduced there
     if settings.world_size == 1:

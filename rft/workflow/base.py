@@ -23,7 +23,7 @@ import numpy as np
 from rft.plugins import Provider, kind
 from rft.types.completion import Completion, Layout, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
-from rft.types.task import Task
+from rft.types.task import Task, plain_text
 
 workflow = kind("workflow")
 NO_MODELS: Mapping[str, ChatModel] = {}
@@ -129,10 +129,12 @@ class RunContext:
         number, self._asked = self._asked, self._asked + 1
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
-        before = None if chat_template is not None else self._before(messages, prompt_tokens)
+        messages = tuple(map(_plain, messages))  # a caller may go on with its own
+        told = tuple(tools if tools is not None else self._task.tools)
+        before = None if chat_template is not None else self._before(messages, prompt_tokens, told)
         return GenerateRequest(
-            messages=tuple(dict(m) for m in messages),  # a caller may go on with its own
-            tools=tuple(tools if tools is not None else self._task.tools),
+            messages=messages,
+            tools=told,
             prompt_tokens=tuple(prompt_tokens),
             prefix_tokens=None if before is None else _tokens(before.completion),
             prefix_messages=0 if before is None or not messages else len(before.messages) + 1,
@@ -149,10 +151,11 @@ class RunContext:
         """Adds a call that something else has made with the policy's engine."""
         self._turns.append(turn)
 
-    def _before(self, messages: Sequence[dict[str, Any]], prompt_tokens: Sequence[int]) -> Turn | None:
-        """The latest call that is gone on from: by its messages and its answer, or by its tokens."""
+    def _before(self, messages: Sequence[dict[str, Any]], prompt_tokens: Sequence[int], tools: tuple[Any, ...]) -> Turn | None:
+        """The latest call that is gone on from: by its messages and its answer, or by its tokens; one that was told of these tools."""
         prompt = np.asarray(prompt_tokens)
-        return next((t for t in reversed(self._turns) if _goes_on(t, messages, prompt)), None)
+        told = (t for t in reversed(self._turns) if not tools or t.tools == tools)
+        return next((t for t in told if _goes_on(t, messages, prompt)), None)
 
     def score_step(self, value: float | None, *, parts: dict[str, float] | None = None, **info: Any) -> None:
         """A reward for the last call alone, and what its experience's `info` is to hold (a state's hash, for example)."""
@@ -190,6 +193,14 @@ class RunContext:
         return Transcript(turns=turns, score=score, metrics=metrics or {}, info=info or {}, layout=layout, limited=limited)
 
 
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its parts of text joined.  Raises ValueError for images and sound, which templates leave out or write as code."""
+    content = message.get("content")
+    if (text := plain_text(content)) is None:
+        raise ValueError("content of a message must be a text or a list of text parts; images and sound are not offered")
+    return {**message, "content": text} if isinstance(content, list) else dict(message)
+
+
 def _tokens(c: Completion) -> np.ndarray:
     joined: np.ndarray = np.concatenate([c.prompt_tokens, c.tokens])
     return joined.astype(np.int32, copy=False)
@@ -215,7 +226,7 @@ def _called(call: Mapping[str, Any]) -> dict[str, Any]:
     """Name and arguments, which clients that have read them write anew."""
     function = dict(call.get("function") or {})
     with contextlib.suppress(ValueError, TypeError, RecursionError):
-        function["arguments"] = json.loads(function.get("arguments", ""))
+        function["arguments"] = json.loads(function.get("arguments", ""), parse_constant=str)  # a NaN is not equal to itself
     return function
 
 

@@ -197,10 +197,9 @@ def key_of(request: web.Request) -> str:
 
 def _retry_key(request: web.Request) -> str:
     key = request.headers.get("Idempotency-Key", "")
-    if len(key) > MAX_RETRY_KEY:
-        raise ApiError(
-            400, f"Idempotency-Key has {len(key)} characters; at most {MAX_RETRY_KEY} are taken", param="Idempotency-Key"
-        )
+    if len(key) > MAX_RETRY_KEY or not key.isprintable():  # bytes that are no text are read as halves of characters
+        why = f"Idempotency-Key has {len(key)} characters; at most {MAX_RETRY_KEY} are taken, all of them printable"
+        raise ApiError(400, why, param="Idempotency-Key")
     return key
 
 

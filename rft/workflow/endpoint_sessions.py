@@ -38,7 +38,7 @@ def new_key() -> str:
 
 def hashed(key: str) -> str:
     """SHA-256, as hex: enough for random keys, which nobody guesses."""
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()  # a header may hold any bytes
 
 
 async def understood(work: Awaitable[T]) -> T:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -49,15 +50,8 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = (
-            "server_error"
-            if self.status >= 500
-            else "authentication_error"
-            if self.status == 401
-            else "rate_limit_error"
-            if self.status == 429
-            else "invalid_request_error"
-        )
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -98,9 +92,11 @@ def parse(body: bytes) -> Any:
     if opened > MAX_DEPTH or opened + body.count(b",") > MAX_VALUES:  # else it cannot be too large or too deep
         _check_size(_TEXTS.sub(b"", body))
     try:
-        return json.loads(body.decode(), parse_constant=_no_number)
-    except (ValueError, RecursionError) as e:
-        raise ApiError(400, f"the body is not JSON: {str(e)[:200]}") from None
+        value = json.loads(body.decode(), parse_constant=_no_number)
+        msgspec.msgpack.encode(value)  # halves of characters and numbers beyond 64 bits fit into no record
+        return value
+    except (ValueError, OverflowError, RecursionError) as e:
+        raise ApiError(400, f"the body is not JSON that can be stored: {str(e)[:200]}") from None
 
 
 def _check_size(structure: bytes) -> None:

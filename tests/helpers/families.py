@@ -6,6 +6,7 @@ Invariant: the same family and seed write the same weights.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -244,15 +245,55 @@ def with_images(folder: Path) -> Path:
     return folder
 
 
+_OWN_CLASSES = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class Config(LlamaConfig):
+    model_type = "rft_own"
+
+
+class RftOwnForCausalLM(LlamaForCausalLM):
+    config_class = Config
+"""
+_OWN_REGISTERED = """
+from rft_own_classes import Config, RftOwnForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+
+AutoConfig.register("rft_own", Config)
+AutoModelForCausalLM.register(Config, RftOwnForCausalLM)
+"""
+_OWN_IN_VLLM = """
+from vllm import ModelRegistry
+
+ModelRegistry.register_model("RftOwnForCausalLM", "vllm.model_executor.models.llama:LlamaForCausalLM")
+"""
+
+
+def with_own_class(folder: Path, *, vllm: bool = False) -> tuple[Path, str]:
+    """Write a tiny model of a class that only a module beside it registers, with `vllm` there too; the model and the module's name."""
+    model = tiny.make(folder / "model")
+    page = model / "config.json"
+    own = {"model_type": "rft_own", "architectures": ["RftOwnForCausalLM"]}
+    page.write_text(json.dumps({**json.loads(page.read_text()), **own}))
+    (folder / "rft_own_classes.py").write_text(_OWN_CLASSES)
+    (folder / "rft_own_registered.py").write_text(_OWN_REGISTERED + _OWN_IN_VLLM * vllm)
+    return model, "rft_own_registered"
+
+
 def with_tower(name: str, folder: Path) -> Path:
-    """Write a tiny "gemma3" or "qwen3_5" whose tower for images is deeper than its language model, with the names of checkpoints."""
+    """Write a tiny "gemma3", "llama4" or "qwen3_5", its tower for images deeper than its language model, with the names of checkpoints."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_attention_heads": 4}
     text = {**_SIZES, **FAMILIES[f"{name}_text"], "tie_word_embeddings": name == "gemma3"}
-    vision = {**sizes, "num_hidden_layers": 3, "depth": 3, "image_size": 28, "patch_size": 14, "out_hidden_size": 32}
+    vision: dict[str, Any] = {**sizes, "num_hidden_layers": 3, "depth": 3, "image_size": 28, "patch_size": 14}
+    vision["out_hidden_size"] = 32
     more = {"mm_tokens_per_image": 4} if name == "gemma3" else {"tie_word_embeddings": False}
+    if name == "llama4":
+        vision |= {"intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 32, "projector_input_dim": 32}
+        vision |= {"projector_output_dim": 32}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = AutoConfig.for_model(name, text_config=text, vision_config=vision, **more)

@@ -272,7 +272,7 @@ class Observer:
 
     async def log(self, record: MetricRecord) -> None:
         self._found.records.append(record)
-        if record.role == "eval":
+        if "eval/eval/tasks" in record.values:
             self._found.evaluated.append((now(), record.step))
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None: ...

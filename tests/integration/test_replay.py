@@ -18,8 +18,10 @@ from rft.cli.options import planned, tasksets
 from rft.errors import ConfigError, ConfigErrors, PayloadDamaged
 from rft.launch.execute import execute
 from rft.launch.step_again import again
+from rft.monitor.read import read, series
 from rft.report.facts import collect
 from rft.taskset.open_source import open_taskset
+from rft.trainer import manifest as manifests
 from rft.types.ports import EndOfData
 from tests.helpers.asked_ledger import said
 from tests.helpers.runs import TINY, audit
@@ -59,32 +61,48 @@ def replayed(original: Path, model: Path, name: str, *more: str) -> Path:
     ).run_dir
 
 
-def test_the_same_rows_give_the_same_weights(original: Path, tiny_model: Path) -> None:
+def test_the_same_rows_give_the_same_weights(original: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, weights and optimizer; also where the run is stopped and goes on."""
     assert hashes(replayed(original, tiny_model, "again")) == hashes(original)
     replayed(original, tiny_model, "resumed", "trainer.total_steps=2", "algorithm.optimizer.lr_scheduler_type=constant")
+    hashed, check = [], manifests.check_files
+    monkeypatch.setattr(manifests, "check_files", lambda m: (hashed.append(m.version.step), check(m)))
     resumed = replayed(original, tiny_model, "resumed", "algorithm.optimizer.lr_scheduler_type=constant")
     assert hashes(resumed) == hashes(original)
+    assert hashed == [2, 4], "the one that it goes on from once, and its last one"
     rewards = [
         rft.open_run(run).metrics().query("role == 'trainer'")["experience/reward/mean"].tolist() for run in (original, resumed)
     ]
     assert rewards[0] == rewards[1]
 
 
-def test_one_that_was_stopped_inside_a_window_goes_on_from_where_the_window_began(tiny_model: Path, tmp_path: Path) -> None:
-    """The loss reads the weights of the window's start, which the checkpoint of a step inside it does not hold."""
+@pytest.mark.parametrize(
+    "windows",
+    [("synchronizer.sync_interval=2",), ("synchronizer.sync_style=explorer_driven", "synchronizer.max_staleness=2")],
+    ids=["fixed", "explorer_driven"],
+)
+def test_one_that_was_stopped_inside_a_window_goes_on_from_where_the_window_began(
+    tiny_model: Path, tmp_path: Path, windows: tuple[str, ...]
+) -> None:
+    """The loss reads the weights of the window's start, which the checkpoint of a step inside it does not hold.
+
+    Where the explorer asked for weights, windows begin where the run served them.
+    """
     (tmp_path / "r.py").write_text("def noisy(task, transcript):\n    return float(sum(map(ord, transcript.answer)) % 7)\n")
     more = (
-        "synchronizer.sync_interval=2", "algorithm.compute_prox_logprobs=true", "trainer.save_interval=1", "buffer.batch_size=2",
+        *windows, "algorithm.compute_prox_logprobs=true", "trainer.save_interval=1", "buffer.batch_size=2",
         "algorithm.optimizer.lr_scheduler_type=constant", f"buffer.explorer_input.default_reward_fn_type={tmp_path}/r.py:noisy",
     )  # fmt: skip
     first = execute(TINY, given(tiny_model, tmp_path, "first", *more), in_process=True).run_dir
+    served = [step for step, _ in series(read(first / "metrics.jsonl"), "sync/version")]
     more = (*more, "mode=train", f"buffer.trainer_input.replay_run={first}")
     execute(TINY, given(tiny_model, tmp_path, "again", *more, "trainer.total_steps=3"), in_process=True)
     assert execute(TINY, given(tiny_model, tmp_path, "again", *more, "trainer.total_steps=3"), in_process=True).seconds == 0.0
     resumed = execute(TINY, given(tiny_model, tmp_path, "again", *more), in_process=True)
-    assert resumed.resumed_from is not None and resumed.resumed_from.step == 2
+    assert resumed.resumed_from is not None and resumed.resumed_from.step == max(step for step in served if step <= 3)
     assert weights(resumed.run_dir) == weights(first)
+    now, then = again(first, 4).numbers["actor/loss"]
+    assert now == then
 
 
 def test_it_ends_where_the_rows_end(original: Path, tiny_model: Path) -> None:

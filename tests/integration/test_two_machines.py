@@ -76,6 +76,14 @@ class Machine:
         return Path(f"/proc/{self._holder.pid}/root{path}")
 
 
+def connect(first: Machine, second: Machine) -> None:
+    ends = [f"v{os.getpid()}-{number}" for number in (1, 2)]
+    ip("link", "add", ends[0], "netns", first.namespace, "type", "veth", "peer", "name", ends[1], "netns", second.namespace)
+    for machine, end in zip((first, second), ends, strict=True):
+        ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", end)
+        ip("-n", machine.namespace, "link", "set", end, "up")
+
+
 class Machines:
     """Two of them on one Ray, and their commands."""
 
@@ -84,11 +92,7 @@ class Machines:
         self.root = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="runs-")))
         self.machines = [Machine(number, [here, self.root], opened) for number in (1, 2)]
         first, second = self.machines
-        ends = [f"v{os.getpid()}-{number}" for number in (1, 2)]
-        ip("link", "add", ends[0], "netns", first.namespace, "type", "veth", "peer", "name", ends[1], "netns", second.namespace)
-        for machine, end in zip(self.machines, ends, strict=True):
-            ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", end)
-            ip("-n", machine.namespace, "link", "set", end, "up")
+        connect(first, second)
         self._address, self._environment = f"{first.address}:6379", runs.ray_environment()
         memory = "--object-store-memory=100000000"
         head = ("--head", "--port=6379", f"--node-ip-address={first.address}", "--include-dashboard=false", f"--temp-dir={here}")
@@ -146,3 +150,40 @@ def test_memory_is_refused_to_an_explorer_of_another_machine(machines: Machines,
     assert "memory works inside one machine" in explorer.output and "are on rft-2" not in trainer.output
     trainer.interrupt()
     assert trainer.end(START_S) == 130, trainer.output
+
+
+RANK = """
+import sys
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from rft.launch import parts
+from rft.trainer import sharding
+from rft.trainer.settings import LearnerSettings
+
+rank, meeting, address = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+parts._address = lambda plan: address  # where Ray says that this machine is
+parts.ready_to_meet(SimpleNamespace(cluster=SimpleNamespace(node_num=2)), rank, meeting)
+sharding.join(LearnerSettings(model_path="", world_size=2), rank, meeting)
+number = torch.tensor([float(rank + 1)])
+dist.all_reduce(number)
+assert number == 3
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_on_two_machines_meet_where_both_see_the_run_folder(tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        apart = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="apart-")))
+        first, second = (Machine(number, [apart], opened) for number in (1, 2))
+        connect(first, second)
+        (tmp_path / "meeting").touch()
+        ranks = [
+            subprocess.Popen([*machine.within, sys.executable, "-c", RANK, str(rank), str(tmp_path / "meeting"), machine.address])
+            for rank, machine in enumerate((first, second))
+        ]
+        assert [rank.wait(START_S) for rank in ranks] == [0, 0]
+        first.path(apart / "meeting").touch()
+        alone = [*second.within, sys.executable, "-c", RANK, "1", str(apart / "meeting"), second.address]
+        done = subprocess.run(alone, capture_output=True, text=True, check=False)
+        assert "trainer rank 1 on rft-2 does not see" in done.stderr and "checkpoint_root_dir" in done.stderr

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rft.engine.base import make
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
@@ -53,6 +54,22 @@ async def test_an_exported_mixture_of_experts_is_served_as_it_is(tmp_path: Path,
         logits = learner.policy.lm(ids, use_cache=False).logits[0, len(c.prompt_tokens) - 1 : -1]
     want = logits.log_softmax(-1).gather(1, ids[0, len(c.prompt_tokens) :, None])[:, 0].numpy()
     assert np.abs(want - c.logprobs).max() < 1e-4
+
+
+async def test_a_library_of_the_users_registers_the_models_classes(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """In this process and in vLLM's own, where the classes of `config` alone would be there and not be registered."""
+    folder, library = families.with_own_class(tmp_path, vllm=True)
+    environment.syspath_prepend(str(tmp_path))
+    sizes = {"max_model_len": 100, "max_num_seqs": 4, "kv_cache_bytes": 1 << 26}
+    settings = EngineSettings(model_path=str(folder), external_lib=library, fixed_weights=True, **sizes)
+    for name, value in cpu_environment(settings).items():
+        environment.setenv(name, value)
+    engine = await make(settings)
+    try:
+        (c,) = await engine.generate(ask(max_tokens=4, ignore_eos=True))
+    finally:
+        await engine.close()
+    assert len(c.tokens) == 4
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,11 @@ from rft.engine.vllm_args import engine_args, sampling_params
 from rft.errors import ConfigError
 from rft.testing import tiny
 from rft.testing.engine_contract import ask
-from rft.types.completion import Completion
+from rft.types.completion import Completion, Turn
 from rft.types.ports import GenerateRequest
+from rft.types.sessions import pack_turns, unpack_turns
 from rft.types.task import SamplingArgs
+from rft.workflow.tools import find
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
@@ -100,6 +102,17 @@ def test_tool_calls_are_taken_out(tiny_model: Path) -> None:
     assert call["id"].isalnum() and len(call["id"]) == 9, "Mistral's templates take no others"
     plain = parsed(tiny_model, text, (), tool_call_parser="hermes")
     assert plain.text == text and plain.tool_calls == (), "a request without tools is not looked at"
+
+
+def test_half_a_character_in_a_call_can_be_stored(tiny_model: Path) -> None:
+    """A group with such an answer was refused by the buffer, and a client of `rft serve` was told 500."""
+    c = parsed(
+        tiny_model, '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', (TOOL,), tool_call_parser="hermes"
+    )
+    assert c.tool_calls[0]["function"] == {"name": "add", "arguments": '{"a": "\\ud800"}'}
+    assert unpack_turns(pack_turns([Turn(messages=(), completion=c)]))[0].completion.tool_calls == c.tool_calls
+    (call,) = find(c)
+    assert "no JSON" in call.error
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])

@@ -19,7 +19,7 @@ from rft.config import yamlfile
 
 Kind = Literal["native", "derived", "n/a", "refused"]  # n/a changes nothing here; refused would change results
 MAIN = frozenset({*range(1, 17), 22})
-"""Sections of the ordinary trainer; 22 are keys of launch scripts that veRL's documents do not have."""
+"""Sections of the ordinary trainer; 22 are keys of launch scripts that veRL's documents do not have, 23 those of sft_trainer."""
 
 _ACTOR, _MODEL, _REF, _RM = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.ref", "reward_model"
 ALIASES = {  # other spellings of veRL's own, older and newer ones
@@ -53,7 +53,7 @@ class Row:
     Example: section 3, name "actor_rollout_ref.actor.grad_clip", kind "native", default "1.0", targets ("trainer.grad_clip",).
     """
 
-    section: int  # of the table, 1 to 22
+    section: int  # of the table, 1 to 23
     name: str  # with a remark where a name occurs twice: "data.prompt_key (evaluation)"
     kind: Kind
     default: str  # veRL's, as its documents write it

@@ -97,7 +97,9 @@ class ModelConfig(Section):
         "Model from which the critic starts: its transformer layers, with a new output layer that yields 0.  Null: model_path.",
     )
     trust_remote_code: bool = safe_key(False, "Run Python code that comes with the model.")
-    external_lib: str | None = key(None, "Python module that the trainer imports before it loads a model.  It can run any code.")
+    external_lib: str | None = key(
+        None, "Python module that trainer and engines import before they load a model.  It can run any code."
+    )
     override_config: dict[str, Any] = key({}, "Entries that replace config.json's: trainer, engines, a critic of its family.")
     custom_chat_template: str | None = key(None, "Chat template (Jinja text) instead of the model's own.")
     chat_template_path: str | None = key(None, "File with a chat template instead of the model's own.")

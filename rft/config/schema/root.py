@@ -34,10 +34,10 @@ class ClusterConfig(Section):
 
     ray_address: str | None = safe_key(
         None,
-        "Join this Ray cluster, HOST:PORT or auto.  Null: a local Ray is started and stopped by the run; for processes of mode: "
-        "train and mode: explore that are to meet: auto.",
+        "Join this Ray cluster, HOST:PORT or auto.  Null: a local Ray is started and stopped by the run; with node_num above 1, and "
+        "for processes of mode: train and mode: explore that are to meet: auto.",
     )
-    node_num: int = safe_key(0, "Machines; 0 = found when the run starts (one for a local Ray).", unit="nodes", ge=0)
+    node_num: int = safe_key(0, "Machines; 0 counts as one.", unit="nodes", ge=0)
     gpu_per_node: int = safe_key(0, "GPUs on each machine; 0 = found when the run starts.", unit="GPUs", ge=0)
     actor_start_timeout: units.Seconds = safe_key(900, "How long one process of the run may take to get ready.")
     stall_timeout: units.Patience | None = safe_key(

@@ -135,7 +135,7 @@ class TrainerConfig(Section):
     micro_batch_size_per_gpu: units.Rows | None = safe_key(None, "Rows of one micro-batch, with use_dynamic_bsz: false.")
     device: Device = safe_key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
     world_size: units.Ranks | None = safe_key(None, "Training ranks.  Null: the GPUs left over by the engines, 1 on CPU.")
-    cpu_threads: units.Threads | None = safe_key(None, "Threads of each rank.  Null: the machine's cores / ranks.")
+    cpu_threads: units.Threads | None = safe_key(None, "Threads of each rank.  Null: a machine's cores / its ranks.")
     param_dtype: Annotated[Literal["auto", "float32", "bfloat16"], IgnoreCase] = key(
         "auto", "Type used in forward and backward; master weights are float32.  auto: bfloat16 on GPUs, float32 on CPU."
     )

@@ -48,6 +48,28 @@ def test_idle_gpus() -> None:
     assert "3 of 4 GPUs" in text
 
 
+def test_engines_of_several_processes_on_a_cpu() -> None:
+    two = ("explorer.rollout_model.engine_num=2", "explorer.rollout_model.tensor_parallel_size=2")
+    threads = "explorer.rollout_model.cpu_threads"
+
+    def cores(*overrides: str, cpus: int = 8) -> list[tuple[int, int]]:
+        plan = run(*overrides, facts=Facts(cpus=cpus, gpus=0)).plan
+        assert plan is not None
+        return [(e.first_core, e.cpu_threads) for e in (*plan.engines, *(e for m in plan.auxiliary for e in m.engines))]
+
+    judge = "explorer.auxiliary_models=[{model_path: J, tensor_parallel_size: 2, cpu_threads: 2}]"
+    assert cores(*two) == [(0, 4), (4, 4)] and about(run(*two, facts=Facts(cpus=8, gpus=0)).warnings, "cpu_threads") == []
+    assert cores(*two, f"{threads}=2", judge) == [(0, 2), (2, 2), (4, 2)]
+    assert cores(two[0]) == [(0, 8), (0, 8)], "one process is not bound: engines take turns on all cores"
+    assert cores(*two, cpus=7) == [(0, 2), (2, 2)]
+    (text,) = about(run(*two, f"{threads}=8", facts=Facts(cpus=8, gpus=0)).warnings, threads)
+    assert "2 x 8 for engines of 2 processes, and 8 cores are there" in text
+    (text,) = about(run(*two, f"{threads}=3", facts=Facts(cpus=8, gpus=0)).warnings, threads)
+    assert "2 x 3 for engines of 2 processes" in text and "write a multiple of 2, at most 8" in text
+    report = check(DATA / "good" / "short.yaml", ["explorer.rollout_model.tensor_parallel_size=4"], facts=Facts(cpus=2, gpus=0))
+    assert any("each process on CPU needs a core, and there are 2" in e.message for e in report.errors)
+
+
 def test_schedules_without_an_end() -> None:
     epochs = ("buffer.total_steps=null", "buffer.total_epochs=1")
     ratio, cosine = "algorithm.optimizer.lr_warmup_steps_ratio=0.1", "algorithm.optimizer.lr_scheduler_type=cosine"

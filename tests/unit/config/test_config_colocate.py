@@ -67,6 +67,16 @@ def test_engines_and_ranks_have_the_same_gpus(tp: int, engines: int) -> None:
     assert not made.warnings
 
 
+def test_several_machines_are_a_ray_that_is_there() -> None:
+    several = ("cluster.node_num=2", "synchronizer.sync_method=checkpoint")
+    made = plan(*several, "cluster.gpu_per_node=2", "explorer.rollout_model.engine_num=4")
+    assert made.cluster.ray_address == "auto" and any(
+        "other nodes" in d.why for d in made.derived if d.key == "cluster.ray_address"
+    )
+    assert plan(*several, "cluster.gpu_per_node=2", "cluster.ray_address=head:6379").cluster.ray_address == "head:6379"
+    assert plan().cluster.ray_address is None
+
+
 def test_adapters_that_travel_alone_need_the_base_model_kept() -> None:
     alone = plan("model.lora_configs=[{lora_rank: 8}]", gpus=1)
     merged = plan("model.lora_configs=[{lora_rank: 8, merge: true}]", gpus=1)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rft.config.context import Problems
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
+from rft.config.plan_checks import advise
 from rft.config.resolve import resolve
 from rft.errors import ConfigError
 from rft.launch.membership import differences
@@ -60,6 +62,25 @@ def test_the_name_of_an_explorer_is_in_its_engines_names():
     assert made.explorer.name == "left" and all(e.name.startswith("left-") for e in made.engines)
     assert "explorer.name" in messages("explorer.name=a/b")
     assert any("explorer.name has no effect" in w for w in plan("explorer.name=left").warnings)
+
+
+def test_a_budget_of_an_explorer_is_its_own():
+    """What a judge has cost is counted in the explorer's folder, of whom there are several."""
+
+    def told(mode: str, **args: object) -> list[str]:
+        given = ["buffer.explorer_input.default_reward_fn_type=rubric_judge", f"mode={mode}", RAY]
+        given += [f"buffer.explorer_input.taskset.reward_fn_args.{k}={v}" for k, v in args.items()]
+        problems = Problems()
+        advise(plan(*given), problems)
+        return [w for w in problems.warnings if "max_cost_usd" in w]
+
+    (text,) = told("explore", max_cost_usd=20)
+    assert "max_cost_usd 20 is for this explorer alone" in text and "cost_ledger" in text
+    assert (
+        not told("explore", max_cost_usd=20, cost_ledger="/tmp/one.db")
+        and not told("explore")
+        and not told("both", max_cost_usd=20)
+    )
 
 
 def test_the_process_that_trains_need_not_name_the_tasks():

@@ -236,6 +236,7 @@ def test_more_than_there_is() -> None:
         (("trainer.save_interval=4",), 3),
         (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=0"), 9),
         (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1", "trainer.checkpoint.best_metric=reward/mean"), 3),
+        (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1", "trainer.checkpoint.best_metric=eval/x/mean@1"), 5),
     ],
 )
 def test_checkpoints_on_disk(given: tuple[str, ...], number: int) -> None:

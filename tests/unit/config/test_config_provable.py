@@ -11,11 +11,23 @@ import yaml
 
 from rft.config.load import from_dict
 from rft.config.plan import Facts
+from rft.config.provable import TEXTS_ALONE
 from rft.config.resolve import resolve
 from rft.config.verify import Report, check
 from rft.errors import ConfigError, ConfigErrors
 from rft.testing import tiny
 from tests.helpers import families
+
+REGISTERS = """
+from transformers import AutoConfig, LlamaConfig
+
+
+class Own(LlamaConfig):
+    model_type = "rft_checked"
+
+
+AutoConfig.register("rft_checked", Own)
+"""
 
 
 def config(folder: Path, trainer: dict[str, Any] | None = None, **rollout: Any) -> dict[str, Any]:
@@ -91,6 +103,51 @@ def test_replay_needs_experts(tiny_model: Path, tmp_path: Path) -> None:
     assert any("4 bytes of each stored token" in note for note in report.notes)
     off = checked(config(folder, router_replay=False), tmp_path)
     assert off.plan is not None and not off.plan.learner.router_replay
+
+
+@pytest.mark.parametrize(("family", "whole"), [("qwen3_5", "Qwen3_5"), ("llama4", "Llama4"), ("gemma3", None)])
+def test_a_text_model_that_vllm_serves_with_its_tower(family: str, whole: str | None, tmp_path: Path) -> None:
+    """Of Gemma 3 transformers trains what vLLM serves; of the others it trains tensors that vLLM has under other names."""
+    folder = families.with_tower(family, tmp_path / "m")
+    tiny.tokenizer().save_pretrained(folder)
+
+    def said(**rollout: Any) -> list[str]:
+        return [e.message for e in checked(config(folder, **rollout), tmp_path).errors if "vLLM serves" in e.message]
+
+    assert said(engine_type="transformers") == []
+    assert said(extra_engine_args={"hf_overrides": {"architectures": [f"{whole}ForCausalLM"]}}) == []
+    told = said()
+    assert len(told) == bool(whole)
+    assert whole is None or f"{whole}ForConditionalGeneration whole" in told[0]
+    assert not any("vLLM serves" in e.message for e in checked({**config(folder), "mode": "bench"}, tmp_path).errors)
+
+
+def test_models_that_are_trained_without_their_towers() -> None:
+    from transformers.models.auto import modeling_auto as tables
+
+    whole = {**tables.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    trained = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert {kind for kind in trained if whole.get(kind, trained[kind]) != trained[kind]} == TEXTS_ALONE
+
+
+def test_a_library_is_imported_before_the_model_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny.make(tmp_path / "m")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "rft_checked"}))
+    (tmp_path / "rft_registers.py").write_text(REGISTERS)
+    (tmp_path / "rft_does_not.py").write_text("")
+    (tmp_path / "rft_fails.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def said(library: str) -> list[str]:
+        given = config(folder)
+        given["model"]["external_lib"] = library
+        return [str(e) for e in checked(given, tmp_path).errors]
+
+    assert any("does not know" in text for text in said("rft_does_not"))
+    assert any("model.external_lib: cannot be imported: ZeroDivisionError" in text for text in said("rft_fails"))
+    assert any("No module named 'rft_is_not_there'" in text for text in said("rft_is_not_there"))
+    assert not any("does not know" in text for text in said("rft_registers"))
 
 
 def test_weights_that_are_stored_quantized(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ def test_cpu_devices() -> None:
     assert (p.engines[0].device, p.engines[0].dtype, p.engines[0].enforce_eager) == ("cpu", "float32", True)
     assert (p.learner.device, p.learner.world_size, p.learner.cpu_threads) == ("cpu", 1, 4)
     assert plan("trainer.world_size=2").learner.cpu_threads == 2
+    of_gpus = ("mode=colocate", "cluster.node_num=2", "cluster.gpu_per_node=2", "synchronizer.sync_method=checkpoint")
+    assert (nodes := plan(*of_gpus).learner).cpu_threads == 2 and nodes.world_size == 4, "two ranks on each machine"
 
 
 def test_gpu_split_of_a_declared_cluster() -> None:

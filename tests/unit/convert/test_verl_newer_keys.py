@@ -13,6 +13,7 @@ from rft.convert.verl import Conversion, convert
 from tests.unit.convert.test_verl_vectors import SHARED, A, R, found, made, outcome
 
 RM = "reward_model"
+EXAMPLES = "buffer.trainer_input.experience_buffer"
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -60,6 +61,55 @@ def test_becomes(arguments: tuple[str, ...], key: str, value: Any) -> None:
     c = made(*SHARED, *arguments)
     assert found(c).get(key, -1 if value is None else None) == (-1 if value is None else value)
     assert not c.refused and not c.errors, (c.refused, c.errors)
+
+
+SFT = ("data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet", "model.path=/m/q", "engine=fsdp", "optim=fsdp")
+
+
+def trainer(tmp_path: Path, *arguments: str) -> Conversion:
+    """Of the program that took the place of fsdp_sft_trainer; its keys are those of the ordinary trainer's groups."""
+    (tmp_path / "sft.sh").write_text(f"torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer {' '.join((*SFT, *arguments))}\n")
+    return convert(read_launch(tmp_path / "sft.sh"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), {"model.model_path": "/m/q", "algorithm.optimizer.lr": 1e-3, "algorithm.optimizer.betas": [0.9, 0.999],
+              "algorithm.optimizer.lr_scheduler_type": "constant", "trainer.use_dynamic_bsz": True, "model.max_model_len": 1024,
+              "trainer.max_token_len_per_gpu": 8192, "cluster.gpu_per_node": 2, f"{EXAMPLES}.eval_split": "test",
+              f"{EXAMPLES}.format.messages_key": "messages", f"{EXAMPLES}.format.enable_concatenated_multi_turn": True}),
+        (("data.messages_key=turns", "data.tools_key=functions"),
+         {f"{EXAMPLES}.format.messages_key": "turns", f"{EXAMPLES}.format.tools_key": "functions"}),
+        (("data.use_dynamic_bsz=False",), {"trainer.use_dynamic_bsz": False, "trainer.micro_batch_size_per_gpu": 4}),
+        (("optim.lr_warmup_steps_ratio=0.2", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.1", "optim.clip_grad=0.5"),
+         {"algorithm.optimizer.lr_warmup_steps_ratio": 0.2, "algorithm.optimizer.lr_scheduler_type": "cosine",
+          "algorithm.optimizer.min_lr_ratio": 0.1, "trainer.grad_clip": 0.5}),
+        (("engine.ulysses_sequence_parallel_size=2", "engine.param_offload=True", "engine.strategy=fsdp2", "engine.dtype=bfloat16"),
+         {"trainer.ulysses_sequence_parallel_size": 2, "trainer.param_offload": True, "trainer.param_dtype": "bfloat16"}),
+        (("model.lora_rank=8", "model.tokenizer_path=/t", "+data.apply_chat_template_kwargs.enable_thinking=False"),
+         {"model.lora_configs[0].lora_rank": 8, "model.tokenizer_path": "/t",
+          f"{EXAMPLES}.format.chat_template_args.enable_thinking": False}),
+        (("checkpoint.save_contents=[model]", "trainer.seed=3"), {"trainer.checkpoint.save_contents": ["model"], "seed": 3}),
+    ],
+)  # fmt: skip
+def test_keys_of_sft_trainer_become(tmp_path: Path, arguments: tuple[str, ...], expected: dict[str, Any]) -> None:
+    c = trainer(tmp_path, *arguments)
+    assert not c.refused and not c.errors and not c.questions, (c.refused, c.errors)
+    assert expected.items() <= found(c).items(), {k: found(c).get(k) for k in expected}
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("engine=megatron", "megatron is not offered; use fsdp"), ("data.train_max_samples=100", "put fewer into it"),
+        ("data.enable_thinking_key=think", "write model.enable_thinking"), ("engine.qat.enable=True", "is not offered"),
+        ("model.mtp.enable=True", "not trained"), ("model.hf_config_path=/c", "put it there"), ("data.truncation=left", "are not cut"),
+    ],
+)  # fmt: skip
+def test_keys_of_sft_trainer_that_would_change_results_are_refused(tmp_path: Path, argument: str, says: str) -> None:
+    (row,) = trainer(tmp_path, argument).refused
+    assert says in row.outcome.reason
 
 
 def test_no_steps_of_warm_up_beside_a_ratio_are_told() -> None:

@@ -30,6 +30,19 @@ def test_two_shards_share_the_threads() -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in env
 
 
+def test_engines_of_several_processes_have_other_cores() -> None:
+    two = (EngineSettings(cpu_threads=2, tensor_parallel_size=2, first_core=first) for first in (0, 2))
+    assert [cpu_environment(e)["VLLM_CPU_OMP_THREADS_BIND"] for e in two] == ["4|5", "6|7"]
+    beyond = EngineSettings(cpu_threads=2, tensor_parallel_size=2, first_core=3)
+    assert cpu_environment(beyond)["VLLM_CPU_OMP_THREADS_BIND"] == "7|4", "it begins again, which `rft check` says"
+
+
+def test_a_library_is_told_to_vllms_own_processes_and_not_forked() -> None:
+    assert environment.LIBRARY not in cpu_environment(EngineSettings())
+    own = EngineSettings(external_lib="my_models")
+    assert cpu_environment(own)[environment.LIBRARY] == "my_models" and host_program(own) is None
+
+
 def test_more_shards_than_cores_are_refused() -> None:
     with pytest.raises(SetupError, match="needs a core for each"):
         cpu_environment(EngineSettings(tensor_parallel_size=5))

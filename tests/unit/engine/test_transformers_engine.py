@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from rft.engine.base import make
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine, _end_tokens
 from rft.errors import EngineFailed, SetupError
@@ -272,3 +273,13 @@ async def test_it_tells_the_experts_of_every_token(tmp_path: Path) -> None:
             assert error < 1e-4 and same.all()
     finally:
         await engine.close()
+
+
+async def test_a_library_registers_the_models_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, library = families.with_own_class(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"model_path": str(folder), "external_lib": library}
+    engine = await make(EngineSettings(engine_type="transformers", max_model_len=100, fixed_weights=True, **own))
+    (c,) = await engine.generate(ask(max_tokens=4, ignore_eos=True))
+    await engine.close()
+    assert len(c.tokens) == 4

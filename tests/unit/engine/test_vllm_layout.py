@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import nn
 
-from rft.engine.vllm_layout import place
+from rft.engine import vllm_layout
+from rft.engine.vllm_layout import place, probe
 
 
 class Layer(nn.Module):
@@ -36,3 +39,23 @@ def test_names_that_a_model_changes_while_it_loads() -> None:
 
 def test_a_name_that_belongs_nowhere_is_told() -> None:
     assert place(Served(), {"layers.0.B_log": torch.ones(4)})[1] == ("layers.0.B_log",)
+
+
+class Router(nn.Module):
+    """As vLLM has those of GLM-4.5 and MiniMax: its weight is float32 in a model of bfloat16."""
+
+    input_size, params_dtype = 4, torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4).bfloat16().float())
+        self.quant_method: Any = SimpleNamespace(apply=lambda module, x, bias: nn.functional.linear(x, module.weight, bias))
+
+
+@pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+def test_a_layer_is_probed_in_the_type_of_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"gate": Router()})
+    monkeypatch.setattr(vllm_layout, "probed_modules", lambda model: [("gate", model["gate"])])
+    given = {"gate.weight": {None: model["gate"].weight.detach().bfloat16()}}
+    count, error, _ = probe(model, given, torch.device("cpu"), seed=0)
+    assert count == 1 and error < 1e-6

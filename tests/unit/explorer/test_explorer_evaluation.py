@@ -130,7 +130,8 @@ async def test_exploring_goes_on_while_an_evaluation_runs_in_the_background(worl
         world.explorer(eval_tasksets=(held_out,), total_batches=2, eval_in_background=True, eval_at_end=False).run()
     )
     await world.gate.until_explored(1)
-    assert world.sink.of("eval") == {} and world.buffer.finished is None
+    assert world.sink.of("eval") == {0: {"eval/held_out/due": 1.0}}, "announced: its checkpoint stays until it has ended"
+    assert world.buffer.finished is None
     go.set()
     await job
     assert list(world.sink.of("eval")) == [0] and world.sink.of("eval")[0]["eval/held_out/mean@2"] == 1.0

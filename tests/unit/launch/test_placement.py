@@ -1,9 +1,13 @@
 """Who sits where, without a cluster."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 
 from rft.engine.settings import EngineSettings
 from rft.errors import SetupError
+from rft.launch import parts
 from rft.launch.cluster import placement
 from rft.trainer.settings import LearnerSettings
 
@@ -43,3 +47,20 @@ def test_auxiliary_models_sit_between_engines_and_trainer():
     with pytest.raises(SetupError, match=r"auxiliary 0 needs 8"):
         placement(engines(1, 2), learner(1), [4, 4], [8])
     assert [s.role for s in placement(engines(1, 2), None, [2])] == ["engine"]
+
+
+def test_ranks_on_several_machines_need_the_run_folder_and_a_network(tmp_path, monkeypatch):
+    several = SimpleNamespace(cluster=SimpleNamespace(node_num=2))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(parts, "_address", lambda plan: "127.0.0.1")
+    with pytest.raises(SetupError, match=r"trainer rank 3 on .* does not see .*checkpoint_root_dir"):
+        parts.ready_to_meet(several, 3, str(tmp_path / "meeting"))
+    (tmp_path / "meeting").touch()
+    parts.ready_to_meet(SimpleNamespace(cluster=SimpleNamespace(node_num=1)), 0, str(tmp_path / "meeting"))
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setattr(parts, "_address", lambda plan: "192.0.2.9")
+    with pytest.raises(SetupError, match=r"no network interface of .* has Ray's address 192.0.2.9; set GLOO_SOCKET_IFNAME"):
+        parts.ready_to_meet(several, 0, str(tmp_path / "meeting"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    parts.ready_to_meet(several, 0, str(tmp_path / "meeting"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -193,6 +193,35 @@ async def test_what_openais_protocol_offers(tmp_path, monkeypatch):
         assert "rft_serve_calls 2\n" in metrics and "rft_serve_sessions_opened 1\n" in metrics
 
 
+@pytest.mark.parametrize("value", ["1" + "0" * 30, '"\\ud800"'], ids=["a number beyond 64 bits", "half a character"])
+async def test_what_fits_into_no_record_is_refused_and_harms_nobody(tmp_path, monkeypatch, value):
+    """Such a number in a session's metadata ended the service, at each start anew, when its group was formed."""
+    async with serving(tmp_path, monkeypatch) as served:
+        refused = await served.client.post("/v1/sessions", content=f'{{"task_id": "a", "metadata": {{"a": {value}}}}}')
+        assert (refused.status_code, "can be stored" in refused.text) == (400, True)
+        await served.played()
+        await served.gate.wait_explored(1)
+
+
+async def test_headers_that_are_no_text(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch) as served, served.http() as http:
+        for headers, status in (
+            ([(b"Authorization", b"Bearer \xff")], 401),
+            ([(b"Authorization", f"Bearer {KEY}".encode()), (b"Idempotency-Key", b"\xff")], 400),
+        ):
+            answer = await http.post("/v1/chat/completions", json={"model": "policy", "messages": HI}, headers=headers)
+            assert answer.status_code == status, answer.text
+
+
+async def test_a_reward_without_parts_is_none(tmp_path, monkeypatch):
+    """It counted as 0."""
+    async with serving(tmp_path, monkeypatch) as served:
+        session = await served.open()
+        await served.ask(session)
+        assert (await served.reward(session, {})).status_code == 400
+        assert (await served.state(session))["state"] == "open"
+
+
 async def test_metrics_are_those_of_all_engines(tmp_path, monkeypatch):
     """Those of the last one were shown."""
     pool = EnginePool([ScriptedEngine(answer=lambda m: "a") for _ in range(2)])

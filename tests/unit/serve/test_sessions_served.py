@@ -209,6 +209,56 @@ async def test_a_second_reward_before_the_group_closes(tmp_path, monkeypatch, ag
         assert lease.groups[0].rewards == (again, 0.0)
 
 
+class Held:
+    """An async function whose calls that `when` picks wait for `go`."""
+
+    def __init__(self, inner, when=lambda *given: True):
+        self._inner, self._when, self.reached, self.go = inner, when, asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, *given, **more):
+        if self._when(*given):
+            self.reached.set()
+            await self.go.wait()
+        return await self._inner(*given, **more)
+
+
+async def test_a_reward_that_is_being_replaced_is_that_of_the_rows(tmp_path, monkeypatch):
+    """ "replaced" was answered, and the row was trained with the reward before."""
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        session = await served.played(0.0, task_id="a")
+        note = Held(served.service.book._store.note, lambda note: isinstance(note, Rewarded) and note.score.value == 0.5)
+        monkeypatch.setattr(served.service.book._store, "note", note)
+        replacing = asyncio.ensure_future(served.reward(session, 0.5))
+        await note.reached.wait()
+        await served.played(1.0, task_id="a")  # which closes the group
+        note.go.set()
+        assert (await replacing).json()["status"] == "replaced"
+        await served.gate.wait_explored(1)
+        lease = await served.buffer.reader(served.lineage).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
+        assert lease.groups[0].rewards == (0.5, 1.0)
+
+
+async def test_no_call_begins_while_the_reward_that_completes_its_session_is_stored(tmp_path, monkeypatch):
+    """Its answer was acknowledged, and was in no row."""
+    async with serving(tmp_path, monkeypatch) as served:
+        session = await served.open()
+        await served.ask(session, "one")
+        note = Held(served.service.book._store.note, lambda note: isinstance(note, Rewarded))
+        append = Held(served.service._buffer.append)
+        monkeypatch.setattr(served.service.book._store, "note", note)
+        monkeypatch.setattr(served.service._buffer, "append", append)
+        rewarding = asyncio.ensure_future(served.reward(session, 1.0))
+        await note.reached.wait()
+        later = asyncio.ensure_future(served.ask(session, "two"))
+        note.go.set()
+        assert (await rewarding).json()["status"] == "ok"
+        await append.reached.wait()
+        assert (await later).status_code in (401, 409)
+        append.go.set()
+        await served.gate.wait_explored(1)
+        assert (await served.buffer.audit()).ok
+
+
 async def test_two_rewards_at_once_complete_a_session_once(tmp_path, monkeypatch):
     async with serving(tmp_path, monkeypatch, **RATIO) as served:
         book = served.service.book
@@ -216,7 +266,7 @@ async def test_two_rewards_at_once_complete_a_session_once(tmp_path, monkeypatch
         await served.ask(session)
         live = book.sessions[session["id"]]
         told = await asyncio.gather(*(book.reward(live, Score(value=1.0), None, False) for _ in range(2)))
-        assert told == ["ok", "ok"] and book.counts["rewarded"] == 1 and book.groups.waiting == 1
+        assert told == ["ok", "duplicate"] and book.counts["rewarded"] == 1 and book.groups.waiting == 1
         await served.played(0.0, task_id="t")
         await served.gate.wait_explored(1)
         lease = await served.buffer.reader(served.lineage).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)

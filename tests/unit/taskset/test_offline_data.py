@@ -62,6 +62,14 @@ def decoded(tiny_model: Path, tokens: np.ndarray) -> str:
     return str(Tokenizer.from_file(str(tiny_model / "tokenizer.json")).decode(tokens.tolist(), skip_special_tokens=False))
 
 
+def token_of(tiny_model: Path, text: str) -> int:
+    """The only token of `text`."""
+    from tokenizers import Tokenizer
+
+    (only,) = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return int(only)
+
+
 def spans(tiny_model: Path, d: Demonstration) -> list[str]:
     """The trained stretches, as text."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], d.loss_mask.astype(int), [0]])))
@@ -85,6 +93,17 @@ def test_every_turn_or_the_last(given: Any, tiny_model: Path, template: str | No
     assert spans(tiny_model, every) == ["4<|im_end|>", "6<|im_end|>"]
     np.testing.assert_array_equal(last.tokens, every.tokens)
     assert decoded(tiny_model, every.tokens).endswith("6<|im_end|>") and not every.loss_mask[0]
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_end_tokens_are_those_of_the_model(given: Any, tiny_model: Path, tmp_path: Path, file: str) -> None:
+    """Also where the tokenizer is in another folder, whose files say nothing of this model; of config.json where it has nothing else."""
+    break_at = token_of(tiny_model, "\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / file).write_text(json.dumps({"eos_token_id": [2, break_at]}))
+    row, form = [{"messages": TALK}], {"prompt_type": "messages", "messages_key": "messages"}
+    (d,) = given(row, form=form, chat_template=CHATML, weights_path=str(tmp_path / "model")).records
+    assert spans(tiny_model, d) == ["6<|im_end|>\n"], "the line break ends a generation, so it is trained"
 
 
 def test_the_prompt_is_what_an_engine_would_read(given: Any, tiny_model: Path) -> None:

@@ -159,15 +159,32 @@ def test_an_export_keeps_what_is_not_trained(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], p) for name, p in learner.policy.names().items())
 
 
-def test_a_language_model_is_put_back_under_the_names_and_beside_the_tower_of_its_base(tmp_path: Path) -> None:
-    """Qwen3.5: transformers trains the text model alone, whose layers have other names than in the files of the whole."""
-    base = families.with_tower("qwen3_5", tmp_path / "base")
-    folders = both_ways(shaken(Learner(LearnerSettings(model_path=str(base), row_layout="padded"))), tmp_path)
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")], ids=["whole", "adapter"])
+@pytest.mark.parametrize("family", ["qwen3_5", "llama4"])
+def test_a_language_model_is_put_back_under_the_names_and_beside_the_tower_of_its_base(
+    family: str, lora: LoraSettings | None, tmp_path: Path
+) -> None:
+    """transformers trains the text model alone, whose layers have other names than in the files of the whole."""
+    from transformers import AutoModelForImageTextToText
+
+    base = families.with_tower(family, tmp_path / "base")
+    learner = Learner(LearnerSettings(model_path=str(base), row_layout="padded", lora=lora))
+    with torch.no_grad():
+        for parameter in learner.policy.trainable().values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        logits = learner.policy.lm(torch.arange(24).view(2, 12), use_cache=False).logits
+    folders = both_ways(learner, tmp_path)
     want = load_file(base / "model.safetensors")
     exported, assembled = (load_file(folder / "model.safetensors") for folder in folders)
     assert exported.keys() == assembled.keys() == want.keys()
     assert all(torch.equal(assembled[n], t) for n, t in exported.items())
-    assert all(torch.equal(assembled[n], t) == ("visual" in n) for n, t in want.items())
+    trained = {n for n, t in want.items() if not torch.equal(assembled[n], t)}
+    assert trained and not any("vis" in n or "multi_modal" in n for n in trained)
+    assert lora or len(trained) == len(learner.policy.names())
+    whole, told = AutoModelForImageTextToText.from_pretrained(folders[1], output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    with torch.no_grad():
+        assert (whole.eval()(torch.arange(24).view(2, 12)).logits - logits).abs().max() < 1e-4
 
 
 def test_a_tower_for_images_is_not_sharded_decayed_or_resumed(tmp_path: Path) -> None:

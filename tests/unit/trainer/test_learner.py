@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -255,6 +257,17 @@ def test_stage_gives_every_tensor_once_and_the_tied_names(settings: Settings, tm
     assert {t.name for t in manifest.tensors} == set(learner.policy.names())
     assert manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     transport.close()
+
+
+def test_engines_that_share_the_gpu_get_what_gathering_took(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: happened.append("given back"))
+    transport: Any = SimpleNamespace(stage=lambda version, given, tied: happened.extend(name for name, _ in given))
+    learner = Learner(settings(shares_device=True))
+    learner.stage(Version(1, 0), transport)
+    assert happened.index("given back") == len(learner.policy.names()) == len(happened) - 1
+    learner.stage(Version(1, 1), None)
+    assert happened[-1] == "given back"
 
 
 def test_wrong_settings_say_what_to_do(settings: Settings) -> None:

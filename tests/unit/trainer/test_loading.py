@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.launch import start as starts
 from rft.sync.schedule import Schedule
-from rft.trainer import attention, ulysses
+from rft.trainer import attention, loading, ulysses
 from rft.trainer import manifest as manifests
 from rft.trainer import policy as policies
 from rft.trainer.hf_folder import assemble
@@ -39,6 +39,16 @@ def copied(tiny_model: Path, tmp_path: Path) -> Path:
     for path in tiny_model.iterdir():
         (target / path.name).write_bytes(path.read_bytes())
     return target
+
+
+def test_buffers_are_where_is_computed_and_parameters_where_they_are_kept(tiny_model: Path) -> None:
+    """With trainer.offload_policy FSDP2 brings parameters to the GPU for each pass, and nothing brings buffers.  Meta stands for it."""
+    config = loading.config_of(tiny_model, trust_remote_code=False, override={})
+    lm = loading.skeleton(config, trust_remote_code=False, attn_implementation="sdpa")
+    loading.materialise(lm, "cpu", "meta")
+    assert {p.device.type for p in lm.parameters()} == {"cpu"} and {b.device.type for b in lm.buffers()} == {"meta"}
+    loading.materialise(lm, "meta", "cpu")
+    assert {p.device.type for p in lm.parameters()} == {"meta"}, "they have memory already, and move"
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_untied"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -229,6 +231,19 @@ def test_the_copy_has_one_layer_of_every_kind(family: str, layers: int, tmp_path
     assert torch.equal(state, torch.get_rng_state())
     allowed = 1e-6 if family == "deepseek_v3" else 1e-12  # its routers compute in float32
     assert row_proof.copy_apart(settings(model_path=str(folder), row_layout="padded")) < allowed
+
+
+def test_the_copy_is_computed_where_flash_attention_trains(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, whose kernels take no float64."""
+
+    def kernel(*given: Any, **more: Any) -> None:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_varlen_func = kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(attention, "installed", lambda name, *where: "flash_attention_2" if name == "auto" else name)
+    assert row_proof.copy_apart(settings(row_layout="shared", dtype="bfloat16")) < 1e-12
 
 
 def test_the_critic_is_proven_too(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from rft.errors import CheckpointInvalid
 from rft.trainer import manifest as manifests
 from rft.trainer import shards, tensors
-from rft.trainer.checkpoints import Checkpoints, best_step
+from rft.trainer.checkpoints import Checkpoints, best_steps
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings, OptimSettings
@@ -159,28 +160,63 @@ async def test_a_crash_while_writing_leaves_the_earlier_one(tmp_path: Path) -> N
 async def test_the_best_is_kept_beside_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = tmp_path / "metrics.jsonl"
     lines = [
-        {"role": "explorer", "step": s, "time": 0.0, "values": {"eval/x": v}}
+        {"role": "explorer", "step": s, "time": 0.0, "values": {"reward/x": v}}
         for s, v in [(1, 0.2), (2, 0.9), (3, None), (4, 0.9), (5, 0.1)]
     ]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert best_step(metrics, "eval/x", "max", range(9)) == 4 and best_step(metrics, "eval/x", "max", (1, 2, 3)) == 2
-    assert best_step(metrics, "eval/x", "min", range(9)) == 5 and best_step(metrics, "eval/x", "max", (3,)) is None
+    assert best_steps(metrics, "reward/x", "max", range(9)) == {4} and best_steps(metrics, "reward/x", "max", (1, 2, 3)) == {2}
+    assert best_steps(metrics, "reward/x", "min", range(9)) == {5} and best_steps(metrics, "reward/x", "max", (3,)) == set()
     assert not caplog.text
     for _ in range(2):  # saves
-        assert best_step(metrics, "eval/y", "max", range(9)) is None
-    assert caplog.text.count("has no eval/y so far.  Did you mean eval/x?") == 1, "a name that is written wrong is told, once"
+        assert best_steps(metrics, "reward/y", "max", range(9)) == set()
+    assert caplog.text.count("has no reward/y so far.  Did you mean reward/x?") == 1, "a name that is written wrong is told, once"
 
     async def fill(aside: Path) -> dict[str, str]:
         return {}
 
-    def best(steps: Any) -> int | None:
-        return best_step(metrics, "eval/x", "max", steps)
+    def best(steps: Any) -> set[int]:
+        return best_steps(metrics, "reward/x", "max", steps)
 
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for step in range(1, 7):
-        await Checkpoints(folder, keep=1, best=best).save(Version(1, step), None, USED, fill)
+        await Checkpoints(folder, keep=1, beside=best).save(Version(1, step), None, USED, fill)
     assert [manifests.step_of(f) for f in manifests.committed(folder)] == [4, 6]
+
+
+async def test_one_whose_evaluation_has_not_ended_is_kept(tmp_path: Path) -> None:
+    """Evaluations end many steps later: in the background, or where the trainer has rows to go on with."""
+    metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    folder.mkdir()
+
+    async def fill(aside: Path) -> dict[str, str]:
+        return {}
+
+    def told(role: str, step: int, **values: float) -> None:
+        named = {name.replace("__", "/"): value for name, value in values.items()}
+        with metrics.open("a") as file:
+            file.write(json.dumps({"role": role, "step": step, "time": 0.0, "values": named}) + "\n")
+
+    async def saved(*steps: int) -> list[int]:
+        for step in steps:
+            beside = partial(best_steps, metrics, "eval/x/score", "max")
+            await Checkpoints(folder, keep=1, beside=beside).save(Version(1, step), None, USED, fill)
+        return [manifests.step_of(f) for f in manifests.committed(folder)]
+
+    told("eval", 1, eval__x__due=1, eval__y__due=1)
+    assert await saved(1, 2, 3) == [1, 3]
+    told("eval", 1, eval__y__time=9.0)
+    told("synchronizer", 3, sync__version=3, explorer__idle_ratio=0.0)
+    assert await saved(4, 5) == [1, 3, 5], "the other taskset says nothing of it; the next evaluation may be of what is served"
+    told("eval", 1, eval__x__score=0.9, eval__x__time=9.0)
+    told("eval", 3, eval__x__due=1, eval__y__due=1)
+    told("synchronizer", 6, sync__version=6, explorer__idle_ratio=0.0)
+    assert await saved(6, 7) == [1, 3, 6, 7]
+    told("eval", 3, eval__x__score=0.5, eval__x__time=9.0)
+    told("eval", 6, eval__x__due=1, eval__y__due=1)
+    assert await saved(8) == [1, 6, 8], "the best one, and the one that is evaluated"
+    told("synchronizer", 8, sync__version=8)  # the run was killed and goes on: that evaluation never ends
+    assert await saved(9, 10) == [1, 8, 10]
 
 
 @pytest.mark.parametrize("name", ["nadam", "radam", "adagrad", "sgd"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -255,3 +256,64 @@ async def test_a_group_reward_that_is_late_ends_its_runs_by_their_deadline():
     group = await run_group(asked, Recipes().of(asked), ScriptedEngine("a", "b"), ID, limits=RunLimits(max_timeout_s=0.1))
     assert [r.ended for r in group.runs] == ["timeout"] * 2, "which the dynamic timeout and rollout/timeouts count"
     assert group.rows[0].reason == "timeout: reward test_never_compares took longer than 0.1 s"
+
+
+async def test_a_call_that_names_other_tools_tells_the_model_of_them():
+    """It went on from the tokens of the call before, which tell of the tools of then."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("search", "pay")]
+
+    async def learns_tools(self, task, ctx):
+        messages = task.chat()
+        for told in (tools[:1], tools[:1], tools, []):
+            answer = await ctx.chat(messages, tools=told)
+            messages = [*messages, answer.message, {"role": "user", "content": "more"}]
+        return ctx.transcript(layout="chains", score=Score(value=1.0))
+
+    engine = ScriptedEngine("a", "b", "c", "d")
+    group = await play(engine, task(workflow=custom(learns_tools)))
+    assert [c.prefix_tokens is None for c in engine.calls] == [True, False, True, False]
+    assert [(r.num_response_tokens, len(r.messages)) for r in group.rows] == [(4, 4), (4, 8)], (
+        "two calls each, none trained twice"
+    )
+    assert b"pay" not in bytes(t for t in group.rows[0].tokens if t < 256) and b"pay" in bytes(
+        t for t in group.rows[1].tokens if t < 256
+    )
+
+
+async def test_parts_of_text_are_joined_and_images_are_refused():
+    """Templates wrote the list as code, or left the image out."""
+
+    async def sends_parts(self, task, ctx):
+        text = {"type": "text", "text": "2+2"}
+        await ctx.chat([{"role": "user", "content": [text, {"type": "text", "text": "?"}]}])
+        with pytest.raises(ValueError, match="images"):
+            await ctx.chat([{"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": "data:"}}]}])
+        return ctx.transcript(score=Score(value=1.0))
+
+    group = await play(ScriptedEngine("4"), task(workflow=custom(sends_parts)))
+    assert group.rows[0].messages[0]["content"] == "2+2?"
+
+
+async def test_an_answer_that_calls_with_nan_is_gone_on_from():
+    """NaN is not equal to itself, so the run failed."""
+    function = {"name": "f", "arguments": '{"a": NaN}'}
+
+    class Calls(ScriptedEngine):
+        async def generate(self, request):
+            call = {"id": "1", "type": "function", "function": function}
+            return [msgspec.structs.replace(c, tool_calls=(call,)) for c in await super().generate(request)]
+
+    async def calls_tool(self, task, ctx):
+        answer = await ctx.chat(task.chat())
+        await ctx.chat([*task.chat(), answer.message, {"role": "tool", "content": "bad"}])
+        return ctx.transcript(score=Score(value=0.0))
+
+    group = await play(Calls("x", "y"), task(workflow=custom(calls_tool)))
+    assert group.rows[0].reason == "" and group.rows[0].num_response_tokens == 4
+
+
+async def test_a_reward_without_parts_is_no_reward():
+    """It counted as 0."""
+    reward("test_no_parts")(lambda task, transcript: {})
+    group = await play(ScriptedEngine("4"), task(reward="test_no_parts"))
+    assert (group.accepted, group.rows[0].reward) == (False, None) and "dict without parts" in group.rows[0].reason
