@@ -10,12 +10,17 @@ from typing import Any
 
 from rft.config.context import Context, Problems
 from rft.config.plan import Plan
-from rft.types.row_layout import text_config
+from rft.types.row_layout import TEXT_CLASSES, text_config
 
 _ENGINE = "explorer.rollout_model"
 _REPLAY = f"{_ENGINE}.router_replay"
 _BALANCE = "trainer.router_aux_loss_coef"
-TEXTS_ALONE = set("emu3 llama4 mllama qwen3_5 qwen3_5_moe qwen4_exp".split())  # transformers trains them without their towers
+TEXTS_ALONE = {
+    "emu3",
+    "llama4",
+    "mllama",
+    "qwen4_exp",
+}  # transformers trains them without their towers, and vLLM has no class for that
 _PLAIN = {  # argument of vLLM: values under which an engine computes with the weights that are published
     "quantization": (None,),
     "load_format": (None, "auto", "hf", "safetensors", "dummy"),
@@ -63,7 +68,12 @@ def served(config: Mapping[str, Any], plan: Plan, problems: Problems) -> None:
     e, (whole, *_) = plan.engines[0], config.get("architectures") or ("",)
     synced = e.engine_type == "vllm" and plan.mode != "bench" and not plan.trainer.alone
     own = "auto_map" in config or "architectures" in (e.extra_engine_args.get("hf_overrides") or ())
-    if synced and not own and config.get("model_type") in TEXTS_ALONE and "ForConditionalGeneration" in str(whole):
+    if not synced or own or "ForConditionalGeneration" not in str(whole):
+        return
+    if config.get("model_type") in TEXT_CLASSES and (lora := plan.learner.lora) is not None and not lora.merge:
+        text = f"vLLM does not read the language model of {whole} alone, which adapters are for; write merge: true"
+        problems.error("model.lora_configs[0].merge", text, given=False)
+    if config.get("model_type") in TEXTS_ALONE:
         text = f"vLLM serves {whole} whole; its language model is trained, under other names, so no weight sync would succeed"
         problems.error(f"{_ENGINE}.engine_type", f"{text}.  Write transformers", given="vllm")
 

@@ -87,16 +87,24 @@ def engine_args(settings: EngineSettings) -> Any:
         raise ConfigError(
             f"{', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs", key="extra_engine_args", given=unknown
         )
+    text = None if settings.fixed_weights else row_layout.TEXT_CLASSES.get(_config(settings).get("model_type", ""))
+    if text is not None:  # the part that is trained, which gets its weights with the first version
+        args |= {"load_format": "dummy", "hf_overrides": {"architectures": [text]}}
     args |= settings.extra_engine_args
     if isinstance(override := args.get("hf_overrides"), dict):
+        override = ({} if text is None else {"architectures": [text]}) | override
         args["hf_overrides"] = rotary.applied_to(settings.model_path, override)
     return AsyncEngineArgs(**args)
 
 
 def _latent(settings: EngineSettings) -> bool:
     """Whether the model has latent attention."""
+    return "latent attention" in row_layout.layer_types(_config(settings))
+
+
+def _config(settings: EngineSettings) -> dict[str, Any]:
     page = Path(settings.model_path) / "config.json"
-    return page.is_file() and "latent attention" in row_layout.layer_types(json.loads(page.read_text(encoding="utf-8")))
+    return dict(json.loads(page.read_text(encoding="utf-8"))) if page.is_file() else {}
 
 
 def tells_experts(settings: EngineSettings) -> bool:

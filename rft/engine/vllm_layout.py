@@ -9,6 +9,7 @@ layers, columns) of it, merged with its siblings (q, k, v; gate, up).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,7 +44,23 @@ def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Pub
                 published.setdefault(target, {})[shard] = tensor
             else:
                 unexpected.append(name)
-    return published, tuple(unexpected)
+    return _by_outputs(model, published), tuple(unexpected)
+
+
+def _by_outputs(model: torch.nn.Module, published: Published) -> Published:
+    """Parts that hold several outputs of a merged layer, as `in_proj_qkv` of Qwen3.5 does, become one part for each of them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for target, parts in published.items():
+        owner = modules.get(target.rpartition(".")[0])
+        sizes = () if owner is None else vars(owner).get("output_sizes", ())
+        if len(parts) >= len(sizes) or set(parts) != set(range(len(parts))) or sum(map(len, parts.values())) != sum(sizes):
+            continue
+        parts, ends = {i: parts[i] for i in range(len(parts))}, list(itertools.accumulate(sizes))
+        begins = itertools.accumulate((len(p) for p in parts.values()), initial=0)
+        cuts = [[e - at for e in ends if at < e < at + len(p)] for at, p in zip(begins, parts.values(), strict=False)]
+        found = [row for p, cut in zip(parts.values(), cuts, strict=True) for row in p.tensor_split(cut)]
+        published[target] = dict(enumerate(found))
+    return published
 
 
 def plain(name: str) -> str:

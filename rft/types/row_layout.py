@@ -126,6 +126,12 @@ def carries_state(config: Mapping[str, Any]) -> bool:
     return not _STATE.isdisjoint(layer_types(config))
 
 
+TEXT_CLASSES = {  # type of a model with a tower for images: vLLM's class for its language model, which reads the whole's config.json
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+}
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of config.json about the language model."""
     text = config.get("text_config")

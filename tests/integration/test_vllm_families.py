@@ -82,3 +82,14 @@ def test_latent_attention_in_float32_is_not_left_to_amx(
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = engine_args(EngineSettings(model_path=str(tmp_path), dtype=dtype)).attention_backend
     assert (found if found is None else getattr(found, "name", found)) == chosen
+
+
+def test_the_language_model_of_a_whole_is_served_alone(tmp_path: Path) -> None:
+    """Where it is trained: its weights come with the first version.  A model that stays as it is, is served whole."""
+    folder = str(families.with_tower("qwen3_5", tmp_path / "m"))
+    more = {"hf_overrides": {"max_position_embeddings": 64}}
+    args = engine_args(EngineSettings(model_path=folder, extra_engine_args=more))
+    assert args.load_format == "dummy"
+    assert args.hf_overrides["architectures"] == ["Qwen3_5ForCausalLM"] and "64" in str(args.hf_overrides)
+    whole = engine_args(EngineSettings(model_path=folder, fixed_weights=True))
+    assert whole.load_format == "auto" and not whole.hf_overrides

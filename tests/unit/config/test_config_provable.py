@@ -16,6 +16,7 @@ from rft.config.resolve import resolve
 from rft.config.verify import Report, check
 from rft.errors import ConfigError, ConfigErrors
 from rft.testing import tiny
+from rft.types.row_layout import TEXT_CLASSES
 from tests.helpers import families
 
 REGISTERS = """
@@ -105,9 +106,9 @@ def test_replay_needs_experts(tiny_model: Path, tmp_path: Path) -> None:
     assert off.plan is not None and not off.plan.learner.router_replay
 
 
-@pytest.mark.parametrize(("family", "whole"), [("qwen3_5", "Qwen3_5"), ("llama4", "Llama4"), ("gemma3", None)])
+@pytest.mark.parametrize(("family", "whole"), [("llama4", "Llama4"), ("qwen3_5", None), ("gemma3", None)])
 def test_a_text_model_that_vllm_serves_with_its_tower(family: str, whole: str | None, tmp_path: Path) -> None:
-    """Of Gemma 3 transformers trains what vLLM serves; of the others it trains tensors that vLLM has under other names."""
+    """Of Gemma 3 transformers trains what vLLM serves, of Qwen3.5 vLLM serves what transformers trains; of Llama 4 neither."""
     folder = families.with_tower(family, tmp_path / "m")
     tiny.tokenizer().save_pretrained(folder)
 
@@ -127,7 +128,19 @@ def test_models_that_are_trained_without_their_towers() -> None:
 
     whole = {**tables.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     trained = tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    assert {kind for kind in trained if whole.get(kind, trained[kind]) != trained[kind]} == TEXTS_ALONE
+    assert {kind for kind in trained if whole.get(kind, trained[kind]) != trained[kind]} == TEXTS_ALONE | TEXT_CLASSES.keys()
+
+
+def test_an_adapter_alone_for_the_language_model_of_a_whole(tmp_path: Path) -> None:
+    folder = families.with_tower("qwen3_5", tmp_path / "m")
+    tiny.tokenizer().save_pretrained(folder)
+
+    def said(**more: Any) -> list[str]:
+        given = config(folder)
+        given["model"] |= {"lora_configs": [{"lora_rank": 4, **more}]}
+        return [e.message for e in checked(given, tmp_path).errors]
+
+    assert any("write merge: true" in m for m in said()) and not any("write merge: true" in m for m in said(merge=True))
 
 
 def test_a_library_is_imported_before_the_model_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,27 @@ def test_names_that_a_model_changes_while_it_loads() -> None:
     assert unexpected == ()
 
 
+class Delta(nn.Module):
+    """As vLLM has a layer of Qwen3.5: four outputs in one, of which the checkpoint has three in one tensor."""
+
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj_qkvz = nn.Linear(4, 12, bias=False)
+        self.in_proj_qkvz.output_sizes = [2, 2, 4, 4]  # type: ignore[assignment]
+
+
+def test_a_tensor_that_holds_several_outputs() -> None:
+    qkv, z = torch.randn(8, 4), torch.randn(4, 4)
+    published, unexpected = place(Delta(), {"in_proj_z.weight": z, "in_proj_qkv.weight": qkv})
+    parts = published["in_proj_qkvz.weight"]
+    assert list(parts) == [0, 1, 2, 3] and [len(p) for p in parts.values()] == [2, 2, 4, 4] and unexpected == ()
+    assert torch.equal(torch.cat([*parts.values()]), torch.cat([qkv, z]))
+    alone, _ = place(Delta(), {"in_proj_z.weight": z})
+    assert list(alone["in_proj_qkvz.weight"]) == [1], "what is missing is told by `absent`"
+
+
 def test_a_name_that_belongs_nowhere_is_told() -> None:
     assert place(Served(), {"layers.0.B_log": torch.ones(4)})[1] == ("layers.0.B_log",)
 
