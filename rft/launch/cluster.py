@@ -155,7 +155,10 @@ class Cluster:
         if self._folder is None:
             return
         _end(self._processes)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        gone = self._folder.with_suffix(".gone")
+        with suppress(FileNotFoundError):
+            self._folder.rename(gone)  # so that a worker that ends late cannot write a file into what is being removed
+        shutil.rmtree(gone, ignore_errors=True)
         log.info("Ray stopped in %.1f s", time.monotonic() - started)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import pytest
@@ -45,6 +47,24 @@ def test_an_error_nobody_knows_is_not_hidden(starts):
     starts += [Exception("surprise")]
     with pytest.raises(Exception, match="surprise"):
         Cluster.connect(None)
+
+
+def test_a_worker_that_ends_late_leaves_nothing_behind(starts, monkeypatch):
+    """It writes a file by its name while the folder is being removed."""
+    starts += [None]
+    cluster = Cluster.connect(None)
+    folder = cluster._folder
+    (folder / "ray").mkdir()
+    rmdir = os.rmdir
+
+    def late(path, *args, **kwargs):
+        rmdir(path, *args, **kwargs)
+        with contextlib.suppress(FileNotFoundError):
+            (folder / "worker.log").touch()
+
+    monkeypatch.setattr(os, "rmdir", late)
+    cluster.close()
+    assert list(folder.parent.glob(f"{folder.name}*")) == []
 
 
 def test_a_ray_in_the_environment_is_not_joined(monkeypatch):
