@@ -120,6 +120,23 @@ async def test_a_row_costs_the_same_however_many_are_stored(tmp_path: Path) -> N
     assert {name: many[name] <= 1.5 * few[name] + 0.1 for name in many} == dict.fromkeys(many, True), (few, many)
 
 
+@pytest.mark.e2e
+def test_a_large_ledger_is_compared_with_the_small_one_that_took_turns_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_growth, "SMALL", 2176)
+    monkeypatch.setattr(bench_growth, "LEASES", 34)
+    found = bench_growth.buffer(4352)
+    assert set(found) == {f"{x}_us_per_row{of}" for x in ("append", "lease", "reopen", "audit") for of in ("", "_of_small")}
+    assert min(found.values()) > 0
+    with pytest.raises(ValueError, match="a multiple of 2176 rows"):
+        bench_growth.buffer(3000)
+
+
+def test_a_slower_core_does_not_count_against_a_large_ledger() -> None:
+    quiet, busy = {"lease": 32.0, "lease_of_small": 32.0}, {"lease": 54.0, "lease_of_small": 54.0}
+    assert bench_growth._check({10: quiet, 1000: busy}, "buffer", "lease", 1.5).ratio == 1.5
+    assert bench_growth._check({10: {"us": 32.0}, 1000: {"us": 54.0}}, "runs", "us", 1.5).ratio == 0.889, "without a small one"
+
+
 def test_a_sync_asks_each_engine_the_same_and_the_trainer_once() -> None:
     one, eight = (asyncio.run(bench_growth.synced(n, versions=3)) for n in (1, 8))
     assert one.asked_of_each == eight.asked_of_each > 0
