@@ -10,6 +10,7 @@ tool does wrong, it gives the text to say and counts it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -231,8 +232,9 @@ class Toolbox:
         return f"{text[:half]}...(truncated)...{text[len(text) - half :]}"
 
     async def close(self) -> None:
-        for tool in self.tools:
-            await tool.close()
+        async with contextlib.AsyncExitStack() as stack:  # one that fails keeps no other open
+            for tool in self.tools:
+                stack.push_async_callback(tool.close)
 
 
 def named(names: Iterable[str]) -> list[Tool]:

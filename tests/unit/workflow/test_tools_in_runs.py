@@ -198,6 +198,25 @@ async def test_verls_methods_may_block_and_are_called_after_create():
     assert made.created == [] and made.threads == {"tool execute", "tool release"}
 
 
+async def test_a_tool_that_cannot_be_released_keeps_no_other_open() -> None:
+    closed = []
+
+    class Held(FunctionTool):
+        async def close(self) -> None:
+            closed.append(self.name)
+            raise OSError(self.name)
+
+    def one() -> str:
+        return ""
+
+    def two() -> str:
+        return ""
+
+    with pytest.raises(OSError, match="one"):
+        await Toolbox([Held(one), Held(two)]).close()
+    assert sorted(closed) == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     ("side", "text"), [("left", "abcd...(truncated)"), ("right", "(truncated)...ghij"), ("middle", "ab...(truncated)...ij")]
 )
