@@ -20,6 +20,7 @@ from rft.config.schema.source import dotted
 from rft.convert import defaults, key_groups, verl_eval, verl_generation, verl_sft
 from rft.convert.draft import ArgumentOutcome, ArgumentRow, Draft, Kind, Profile, WrittenValue, ordered
 from rft.convert.launch import Argument, Launch, opened
+from rft.convert.names import RM
 from rft.convert.rule import account
 from rft.convert.rules import ASYNC, KNOWN, rule_of
 from rft.convert.sizes import Gpus
@@ -162,14 +163,27 @@ def _inside(a: Argument) -> list[Argument]:
     return found
 
 
+# Newer versions of veRL have all of rewards in one section, and read the older names as well.
+_REWARDS = {
+    "reward.reward_manager.name": f"{RM}.reward_manager",
+    "reward.reward_model.model_path": f"{RM}.model.path",
+    "reward.num_workers": f"{RM}.num_workers",
+}
+_OF_REWARDS = {
+    "reward.custom_reward_function": "custom_reward_function",
+    "reward.reward_model": RM,
+    **{f"reward.{name}": f"{RM}.{name}" for name in ("reward_kwargs", "sandbox_fusion")},
+}
+
+
 def _renamed(program: str, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
     """The arguments under the names that rules have for them."""
     own: Any = {"sft_trainer": verl_sft, "generation": verl_generation}.get(program)
-    names, sections = (own.RENAMED, own.SECTIONS) if own is not None else ({}, {})
+    names, sections = (own.RENAMED, own.SECTIONS) if own is not None else (_REWARDS, _OF_REWARDS)
 
     def name(key: str) -> str:
-        section, dot, rest = key.partition(".")
-        return names.get(key) or (f"{sections[section]}.{rest}" if dot and section in sections else key)
+        begin = next((s for s in sections if key.startswith(f"{s}.")), None)
+        return names.get(key) or (key if begin is None else f"{sections[begin]}{key.removeprefix(begin)}")
 
     return tuple(dataclasses.replace(a, key=name(a.key)) for a in arguments)
 

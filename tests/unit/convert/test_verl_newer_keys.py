@@ -29,6 +29,22 @@ def test_a_reward_model_of_the_reward_loop_is_one_more_engine() -> None:
     assert not c.refused and not c.errors and not c.questions
 
 
+def test_rewards_in_the_section_of_newer_versions() -> None:
+    """reward.* of veRL 1dda039b; its own legacy_reward_impl.yaml says which older keys mean the same."""
+    manager = ("overlong_buffer_cfg.enable=True", "overlong_buffer_cfg.len=64", "overlong_buffer_cfg.penalty_factor=0.5")
+    older = made(
+        *SHARED, f"{RM}.reward_manager=dapo", *(f"{RM}.reward_kwargs.{k}" for k in manager), "custom_reward_function.path=f.py"
+    )
+    newer = made(*SHARED, "reward.reward_manager.name=dapo", *(f"reward.reward_kwargs.{k}" for k in manager),
+                 "reward.custom_reward_function.path=f.py")  # fmt: skip
+    assert newer.values == older.values and not newer.errors and not newer.refused
+    served = [
+        made(*SHARED, f"{begin}.enable=True", f"{path}=/m/rm", f"{begin}.rollout.tensor_model_parallel_size=2").values
+        for begin, path in ((RM, f"{RM}.model.path"), ("reward.reward_model", "reward.reward_model.model_path"))
+    ]
+    assert served[0] == served[1] and served[0]["explorer"]["auxiliary_models"]
+
+
 def test_a_pool_of_its_own_gives_the_reward_model_more_gpus() -> None:
     c = made(*SHARED, f"{RM}.enable=True", f"{RM}.model.path=/m/rm", f"{RM}.enable_resource_pool=True", f"{RM}.nnodes=1",
              f"{RM}.n_gpus_per_node=8", f"{RM}.rollout.tensor_model_parallel_size=4")  # fmt: skip
