@@ -87,12 +87,12 @@ def engine_args(settings: EngineSettings) -> Any:
         raise ConfigError(
             f"{', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs", key="extra_engine_args", given=unknown
         )
+    override = settings.extra_engine_args.get("hf_overrides", {})
     text = None if settings.fixed_weights else row_layout.TEXT_CLASSES.get(_config(settings).get("model_type", ""))
-    if text is not None:  # the part that is trained, which gets its weights with the first version
-        args |= {"load_format": "dummy", "hf_overrides": {"architectures": [text]}}
+    if text is not None and "architectures" not in override:  # the trained part; weights come with a version
+        args["load_format"], override = "dummy", {"architectures": [text], **override}
     args |= settings.extra_engine_args
-    if isinstance(override := args.get("hf_overrides"), dict):
-        override = ({} if text is None else {"architectures": [text]}) | override
+    if isinstance(override, dict):
         args["hf_overrides"] = rotary.applied_to(settings.model_path, override)
     return AsyncEngineArgs(**args)
 

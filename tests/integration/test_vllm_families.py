@@ -91,5 +91,7 @@ def test_the_language_model_of_a_whole_is_served_alone(tmp_path: Path) -> None:
     args = engine_args(EngineSettings(model_path=folder, extra_engine_args=more))
     assert args.load_format == "dummy"
     assert args.hf_overrides["architectures"] == ["Qwen3_5ForCausalLM"] and "64" in str(args.hf_overrides)
+    chosen = engine_args(EngineSettings(model_path=folder, extra_engine_args={"hf_overrides": {"architectures": ["Own"]}}))
+    assert chosen.load_format == "auto" and chosen.hf_overrides == {"architectures": ["Own"]}
     whole = engine_args(EngineSettings(model_path=folder, fixed_weights=True))
     assert whole.load_format == "auto" and not whole.hf_overrides
