@@ -24,6 +24,9 @@ TUNABLES = "GLIBC_TUNABLES"
 LIBRARY = "RFT_EXTERNAL_LIB"  # tells vLLM's own processes the module to import before they build the model
 # What layers are packed into is used again for the next version: memory that is given back costs the kernel 0.2 s a GB to give anew.
 _KEPT = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
+# No KMP_AFFINITY: it would bind the first thread of a process, and its children would inherit that one core.  Threads that wait longer than
+# so many ms sleep, so that whoever idles leaves its cores to the others.
+_WAITS = {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
 _REMEDY = {OPENMP: "pip install intel-openmp", ALLOCATOR: "apt-get install libtcmalloc-minimal4"}
 
 
@@ -53,9 +56,7 @@ def cpu_environment(settings: EngineSettings) -> dict[str, str]:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             env["OMP_NUM_THREADS"] = str(len(shards[0]))
             if library(OPENMP) is not None:
-                # No KMP_AFFINITY: it would bind the first thread of this process, and its children would inherit that one core.
-                # KMP_BLOCKTIME in ms: threads that wait longer sleep, so an idle engine leaves its cores to the trainer.
-                env |= {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+                env |= _WAITS
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in shards)
         env |= _preload(OPENMP, ALLOCATOR)
         if library(ALLOCATOR) is None:
@@ -75,13 +76,10 @@ def host_program(settings: EngineSettings) -> list[str] | None:
     return [sys.executable, "-P", "-c", vllm_host.START]
 
 
-def trainer_environment(threads: int) -> dict[str, str]:
-    """Variables for a trainer rank on CPU that computes with `threads` threads.
-
-    Idle OpenMP threads may spin for a moment only: the engine needs the cores as soon as the trainer waits.
-    """
-    env = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
-    return _unless_set({**env, **_preload(ALLOCATOR)})
+def trainer_environment(threads: int, device: str = "cpu") -> dict[str, str]:
+    """Variables for a trainer rank that computes with `threads` threads on the host."""
+    env = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000", **_WAITS, "TOKENIZERS_PARALLELISM": "false"}
+    return _unless_set({**env, **_preload(*([OPENMP] if device == "cpu" else []), ALLOCATOR)})
 
 
 def library(name: str) -> Path | None:

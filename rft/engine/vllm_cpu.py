@@ -1,9 +1,11 @@
-"""vLLM's worker on CPUs, whose cache for keys and values takes memory where it is used first, and which samples with less work.
+"""vLLM's worker on CPUs, whose cache for keys and values takes memory where it is used first, and which does less work.
 
 vLLM writes zeros over the whole cache when it starts: half a second for each GiB, two on a virtual machine whose host gives it memory late.
 New memory from the kernel is zero as well.  It comes in huge pages where the kernel has them, so that the first use costs few page faults.
 
 vLLM draws a random number for each token of the vocabulary (Gumbel-max); one for each row gives the same distribution.
+
+vLLM normalizes with a dozen operations of torch where it has a kernel for CPUs as well.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rft.engine.sampling import pick
+from rft.engine.vllm_prompts import SharedPrompts
 
 _LARGE = 1 << 20  # bytes
 
@@ -29,9 +33,38 @@ class CacheWorker(CPUWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         with _NewMemory():
             super().initialize_from_config(kv_cache_config)
+        self._prompts = SharedPrompts.of(self, kv_cache_config)
         sampler = self.model_runner.sampler
         sampler.gather_logprobs = _gathered
         sampler.topk_topp_sampler.forward = partial(_drawn, sampler.topk_topp_sampler.logprobs_mode)
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        if (
+            self.model_config.enforce_eager and self.model_config.dtype == torch.float32
+        ):  # shorter types are rounded in another order
+            for layer in self.get_model().modules():
+                if type(layer) is RMSNorm and layer.pass_weight:
+                    layer._forward_method = partial(_normalized, layer)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        recorded = getattr(self, "_rft_routing", None) is not None  # experts, of tokens that are computed
+        if self._prompts is not None and not recorded:
+            scheduler_output = self._prompts.shorten(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+
+def _normalized(
+    layer: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """[N, H] times weights / root mean square, with vLLM's kernel; with a residual [N, H] of their sum, in place."""
+    x = x.contiguous()
+    if residual is None:
+        out = torch.empty_like(x)
+        torch.ops._C.rms_norm(out, x, layer.weight, layer.variance_epsilon)
+        return out
+    torch.ops._C.fused_add_rms_norm(x, residual, layer.weight, layer.variance_epsilon)
+    return x, residual
 
 
 def _drawn(

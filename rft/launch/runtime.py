@@ -129,7 +129,7 @@ def explorer_specs(plan: Plan) -> list[PartSpec]:
 
 
 def trainer_specs(plan: Plan, rundir: RunDir) -> list[PartSpec]:
-    world, env = plan.learner.world_size, trainer_environment(plan.learner.cpu_threads)
+    world, env = plan.learner.world_size, trainer_environment(plan.learner.cpu_threads, plan.learner.device)
     meeting = rundir.path / f".rendezvous-{rundir.run_id}"
     if world > 1:
         meeting.touch()  # whoever does not see it is on a machine without the run's folder

@@ -57,7 +57,8 @@ async def started(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> Co
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def tied_engine(tiny_model: Path, environment: pytest.MonkeyPatch) -> AsyncIterator[Counting]:
     environment.setenv("RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS)))
-    engine = await started(tiny_model, environment, sleep_level=2)
+    counted = {"worker_cls": "tests.helpers.counting_worker.CountingWorker"}
+    engine = await started(tiny_model, environment, sleep_level=2, extra_engine_args=counted)
     with pytest.raises(EngineFailed, match="no weights were loaded"):
         await engine.generate(ask())
     yield engine
@@ -209,6 +210,29 @@ async def test_prefill_is_shared_and_recomputed(tied_engine: Counting, tiny_mode
     assert held.recomputed_tokens == len(made.prompt_tokens) + cut - 1, "the newest token has no keys yet"
     idle = (await subject.publish(new, Version(2, 3))).held
     assert (idle.requests, idle.recomputed_tokens, idle.tokens_per_s) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("length", [2, 31, 32, 33, 44, 64, 70])
+async def test_a_groups_prompt_is_computed_once(tied_engine: Counting, tiny_model: Path, tmp_path: Path, length: int) -> None:
+    """Around the ends of blocks, of 32 tokens: by answers that begin together, and by some that come while others run."""
+    weights = shaken(weights_of(tiny_model), length)
+    await Subject(tied_engine, weights, TIED, tmp_path).publish(version=Version(2, 10 + length))
+    prompt = tuple(int(t) for t in np.random.default_rng(length).integers(5, 200, length))
+
+    def group(tokens: int) -> GenerateRequest:
+        return GenerateRequest(prompt_tokens=prompt, sampling=SamplingArgs(max_tokens=tokens, ignore_eos=True), n=4)
+
+    async def computed() -> int:
+        (tokens,) = await tied_engine._llm.collective_rpc("computed_tokens")
+        return int(tokens)
+
+    before = await computed()
+    long = asyncio.create_task(tied_engine.generate(group(200)))
+    while await computed() <= before + length + 3:
+        assert not long.done()
+    made = [*await tied_engine.generate(group(6)), *await long]
+    assert await computed() - before == (length + 3 + 4 * 199) + (4 + 4 * 5)
+    assert difference(reference(tiny_model, weights), made) < 1e-4
 
 
 async def test_each_fault_is_visible(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:

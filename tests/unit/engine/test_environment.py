@@ -72,7 +72,8 @@ def test_glibc_keeps_its_memory_where_it_allocates(monkeypatch: pytest.MonkeyPat
 def test_libraries_are_preloaded_before_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
     monkeypatch.setattr(environment, "library", lambda name: tmp_path / name)
     monkeypatch.setenv("LD_PRELOAD", "/mine.so")
-    assert trainer_environment(2)["LD_PRELOAD"] == f"{tmp_path}/{environment.ALLOCATOR}:/mine.so"
+    assert trainer_environment(2, "cuda")["LD_PRELOAD"] == f"{tmp_path}/{environment.ALLOCATOR}:/mine.so"
+    assert trainer_environment(2)["LD_PRELOAD"] == f"{tmp_path}/{environment.OPENMP}:{tmp_path}/{environment.ALLOCATOR}:/mine.so"
 
 
 def test_missing_libraries_come_with_a_remedy(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

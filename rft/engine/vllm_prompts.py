@@ -1,0 +1,90 @@
+"""Prompts of a group in vLLM's runner for CPUs: each is computed once, to its last token but one.
+
+vLLM shares whole blocks of its cache only, so each answer of a group computes the end of its prompt again: 12 of 44 tokens with blocks of
+32.  Here the runner is told that a request's prompt is computed where another request of the same step has computed it or does so now; each
+layer copies the blocks after it has written its keys and values, and only the last token is computed, whose logits are needed.
+
+Invariant: a request whose blocks are copied is scheduled in the same step, so they are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+
+class SharedPrompts:
+    """Of one worker, whose cache is that of full attention in all layers."""
+
+    @classmethod
+    def of(cls, worker: Any, kv_cache_config: Any) -> SharedPrompts | None:
+        """None where the cache is another one, or where layers write it in another way."""
+        kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        writers = [layer.impl for layer in layers if hasattr(getattr(layer, "impl", None), "do_kv_cache_update")]
+        if kinds != ["FullAttentionSpec"] or len(writers) != len(layers):
+            return None
+        return cls(worker.model_runner, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, writers)
+
+    def __init__(self, runner: Any, block_size: int, writers: list[Any]) -> None:
+        self._runner, self._block_size = runner, block_size
+        self._pairs: list[tuple[str, str, int, int]] = []  # who has it, who needs it, and its first and last token there
+        self._blocks: torch.Tensor | None = None  # [2, copies]: from and to
+        for writer in writers:
+            writer.do_kv_cache_update = partial(self._write, writer.do_kv_cache_update)
+
+    def shorten(self, scheduled: Any) -> Any:
+        """vLLM's SchedulerOutput with one token for each new request whose prompt another one has."""
+        self._pairs, self._blocks = [], None
+        if not scheduled.scheduled_new_reqs:
+            return scheduled
+        counts = dict(scheduled.num_scheduled_tokens)
+        cached = scheduled.scheduled_cached_reqs
+        holders: dict[Any, str] = {}
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            state = self._runner.requests[name]
+            if (key := _key(state)) is not None and computed + counts[name] >= len(state.prompt_token_ids):
+                holders[key] = name
+        requests = [self._shortened(request, holders, counts) for request in scheduled.scheduled_new_reqs]
+        total = sum(counts.values())
+        return replace(scheduled, scheduled_new_reqs=requests, num_scheduled_tokens=counts, total_num_scheduled_tokens=total)
+
+    def _shortened(self, request: Any, holders: dict[Any, str], counts: dict[str, int]) -> Any:
+        name, start, key = request.req_id, request.num_computed_tokens, _key(request)
+        if key is None or start + counts[name] != len(request.prompt_token_ids):
+            return request
+        if (holder := holders.setdefault(key, name)) == name or counts[name] == 1:
+            return request
+        last = start + counts[name] - 1
+        self._pairs.append((holder, name, start, last))
+        counts[name] = 1
+        return replace(request, num_computed_tokens=last)
+
+    def _write(self, write: Callable[..., None], layer: Any, key: Any, value: Any, kv_cache: torch.Tensor, slots: Any) -> None:
+        write(layer, key, value, kv_cache, slots)
+        if self._pairs:
+            if self._blocks is None:
+                self._blocks = self._copies()
+            kv_cache[self._blocks[1]] = kv_cache[self._blocks[0]]
+
+    def _copies(self) -> torch.Tensor:
+        states, size = self._runner.requests, self._block_size
+        blocks = [
+            (states[holder].block_ids[0][i], states[name].block_ids[0][i])
+            for holder, name, start, last in self._pairs
+            for i in range(start // size, last // size + 1)
+        ]
+        return torch.tensor(blocks).T
+
+
+def _key(request: Any) -> Any:
+    """What two requests have in common whose prompts have the same keys and values; None where all of a prompt has to be computed."""
+    if request.prompt_token_ids is None or request.mm_features or request.prompt_embeds is not None:
+        return None
+    if request.sampling_params is None or request.sampling_params.prompt_logprobs is not None:
+        return None
+    return (request.lora_request and request.lora_request.lora_int_id, *request.prompt_token_ids)
