@@ -30,27 +30,27 @@ _LARGE = 1 << 20  # bytes
 
 
 class CacheWorker(CPUWorker):
+    prompts: SharedPrompts | None  # None: each request computes all of its own
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         with _NewMemory():
             super().initialize_from_config(kv_cache_config)
-        self._prompts = SharedPrompts.of(self, kv_cache_config)
+        self.prompts = SharedPrompts.of(self, kv_cache_config)
         sampler = self.model_runner.sampler
         sampler.gather_logprobs = _gathered
         sampler.topk_topp_sampler.forward = partial(_drawn, sampler.topk_topp_sampler.logprobs_mode)
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        if (
-            self.model_config.enforce_eager and self.model_config.dtype == torch.float32
-        ):  # shorter types are rounded in another order
+        kind = self.model_config
+        if kind.enforce_eager and kind.dtype == torch.float32:  # shorter types would be rounded in another order
             for layer in self.get_model().modules():
                 if type(layer) is RMSNorm and layer.pass_weight:
                     layer._forward_method = partial(_normalized, layer)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        recorded = getattr(self, "_rft_routing", None) is not None  # experts, of tokens that are computed
-        if self._prompts is not None and not recorded:
-            scheduler_output = self._prompts.shorten(scheduler_output)
+        if self.prompts is not None:
+            scheduler_output = self.prompts.shorten(scheduler_output)
         return super().execute_model(scheduler_output)
 
 

@@ -23,12 +23,16 @@ class SharedPrompts:
     @classmethod
     def of(cls, worker: Any, kv_cache_config: Any) -> SharedPrompts | None:
         """None where the cache is another one, or where layers write it in another way."""
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-        layers = worker.vllm_config.compilation_config.static_forward_context.values()
-        writers = [layer.impl for layer in layers if hasattr(getattr(layer, "impl", None), "do_kv_cache_update")]
-        if kinds != ["FullAttentionSpec"] or len(writers) != len(layers):
+        known = worker.vllm_config.compilation_config.static_forward_context.values()
+        layers = [x for x in known if isinstance(x, AttentionLayerBase)]
+        written = all(isinstance(x, Attention) and not x.attn_backend.forward_includes_kv_cache_update for x in layers)
+        if kinds != ["FullAttentionSpec"] or not written:
             return None
-        return cls(worker.model_runner, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, writers)
+        return cls(worker.model_runner, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, [x.impl for x in layers])
 
     def __init__(self, runner: Any, block_size: int, writers: list[Any]) -> None:
         self._runner, self._block_size = runner, block_size

@@ -54,6 +54,7 @@ class WeightWorker:
         worker: Any = self
         sizes = sizes_of(worker.model_config.hf_config.to_dict())
         assert sizes is not None, "the engine's start has looked"
+        worker.prompts = None  # experts are recorded where tokens are computed
         self._rft_routing = Routing(worker, [layer for _, layer in expert_runners(worker.get_model())], sizes)
 
     def rft_take_experts(self, names: list[str]) -> list[tuple[str, list[int], bytes]]:
