@@ -17,12 +17,11 @@ import numpy as np
 import xxhash
 
 from rft.buffer.row_selectors import WaitingRow
-from rft.buffer.schema import MAX_REWARD
 from rft.buffer.settings import BufferSettings
 from rft.errors import Fenced, FrameRejected
 from rft.types.block import UNREADABLE, Content
 from rft.types.block import read as read_block
-from rft.types.experience import Experience
+from rft.types.experience import MAX_REWARD, Experience
 from rft.types.ids import GroupId, Version
 
 Ancestry = Mapping[int, int]  # lineage -> newest step of it that counts

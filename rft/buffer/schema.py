@@ -37,6 +37,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import SchemaItem
 
+from rft.types.experience import MAX_REWARD
+
 FORMAT = 5  # 1: before typed columns, leases, checkpoints, edits, views; 2: texts in the experiences' rows; 3: no token_logprobs; 4: no
 # advantages in them
 T = TypeVar("T")
@@ -245,7 +247,6 @@ _SQL: dict[tuple[str, bool, str, str], str] = {}
 
 
 VIEWS = ("v_experiences", "v_groups", "v_tokens", "v_lineage")
-MAX_REWARD = 1e18  # its square is still a float32
 
 _COLUMNS = """e.group_id, e.lineage, e.explorer, e.batch, e.task, e.run, e.attempt, e.step,
   e.taskset, e.task_index, e.workflow, e.status, e.reason, e.finish_reason,

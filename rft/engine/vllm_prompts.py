@@ -22,7 +22,7 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, worker: Any, kv_cache_config: Any) -> SharedPrompts | None:
-        """None where the cache is another one, or where layers write it in another way."""
+        """None where the cache is another one, where layers write it in another way, and where prompts are not to be shared."""
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -30,7 +30,7 @@ class SharedPrompts:
         known = worker.vllm_config.compilation_config.static_forward_context.values()
         layers = [x for x in known if isinstance(x, AttentionLayerBase)]
         written = all(isinstance(x, Attention) and not x.attn_backend.forward_includes_kv_cache_update for x in layers)
-        if kinds != ["FullAttentionSpec"] or not written:
+        if kinds != ["FullAttentionSpec"] or not written or not worker.cache_config.enable_prefix_caching:
             return None
         return cls(worker.model_runner, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, [x.impl for x in layers])
 

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, create_model
 from rft.plugins import kind
 from rft.threads import CLOCK, guarded, in_thread, in_time
 from rft.types.completion import Score, Transcript
+from rft.types.experience import MAX_REWARD
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 
@@ -146,7 +147,7 @@ def checked(result: RewardResult) -> Score:
     if isinstance(result, dict):
         if not (parts := _parts(result)):
             raise ValueError("the reward is a dict without parts; Score(value=None) means unscored")
-        return Score(value=math.fsum(parts.values()), parts=parts)
+        return Score(value=number(math.fsum(parts.values()), "reward"), parts=parts)
     return Score(value=number(result, "reward"))
 
 
@@ -173,9 +174,10 @@ async def score_group(
 
 
 def number(value: Any, what: str) -> float:
-    """Raises ValueError on anything that is not a finite number."""
-    if (found := as_number(value)) is None or not math.isfinite(found):
-        raise ValueError(f"{what} is {value!r}; it must be a finite number (None through Score(value=None) means unscored)")
+    """Raises ValueError on anything that is not a finite number, or too large to be stored as a reward."""
+    if (found := as_number(value)) is None or not abs(found) <= MAX_REWARD:
+        allowed = f"a finite number of at most {MAX_REWARD:g} in size"
+        raise ValueError(f"{what} is {value!r}; it must be {allowed} (None through Score(value=None) means unscored)")
     return found
 
 

@@ -18,6 +18,7 @@ from rft.types.task import SamplingArgs
 
 Status = Literal["complete", "truncated", "failed"]
 MAX_INFO_BYTES = 1 << 20
+MAX_REWARD = 1e18  # its square is still a float32
 BASELINE_KEY = "baseline_reward"  # in `info`: the reward of a greedy run of the same task, where the algorithm asks for it
 INT32, BOOL, FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
 LOGPROB_SLACK = 1e-4  # engines may report a log-prob this far above 0; it is clipped and counted

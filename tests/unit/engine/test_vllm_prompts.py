@@ -78,3 +78,25 @@ def test_what_a_prompt_is_computed_for_is_computed() -> None:
     assert shortened([request("a"), request("b", sampling_params=scored)], counts) == counts
     assert shortened([request("a"), request("b", lora_request=LoRARequest("x", 1, "x"))], counts) == counts
     assert shortened([request("a", mm_features=["image"]), request("b", mm_features=["other"])], counts) == counts
+
+
+@pytest.mark.parametrize(
+    ("kinds", "caching", "there"), [("F", True, True), ("F", False, False), ("FS", True, False), ("S", True, False)]
+)
+def test_prompts_are_shared_where_all_layers_keep_them_and_caching_is_on(kinds: str, caching: bool, there: bool) -> None:
+    from rft.engine.vllm_prompts import SharedPrompts
+
+    class FullAttentionSpec:
+        block_size = 32
+
+    class SlidingWindowSpec(FullAttentionSpec):
+        pass
+
+    specs = {"F": FullAttentionSpec(), "S": SlidingWindowSpec()}
+    groups = [SimpleNamespace(kv_cache_spec=specs[kind]) for kind in kinds]
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={})),
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        model_runner=None,
+    )
+    assert (SharedPrompts.of(worker, SimpleNamespace(kv_cache_groups=groups)) is not None) == there

@@ -88,7 +88,19 @@ def test_arguments_are_checked():
 
 
 @pytest.mark.parametrize(
-    "bad", [float("nan"), float("inf"), "1", [1.0], None, {"a": "x"}, {"a": float("nan")}, Score(value=float("inf"))]
+    "bad",
+    [
+        float("nan"),
+        float("inf"),
+        "1",
+        [1.0],
+        None,
+        {"a": "x"},
+        {"a": float("nan")},
+        Score(value=float("inf")),
+        -2e18,
+        {"a": 6e17, "b": 6e17},
+    ],
 )
 async def test_a_reward_must_be_a_finite_number(bad):
     with pytest.raises(ValueError, match="finite number"):

@@ -232,7 +232,15 @@ async def test_rewards_are_posted_for_the_run_or_a_step():
         with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20) as http:
             step = {"reward": 0.25, "target": "step"}
             assert http.post("/reward", json=step).status_code == 400, "no call yet"
-            for bad in ({"reward": "x"}, {"reward": float("1e400")}, {"reward": 1, "target": "team"}, {"rewrad": 1}, {}, 3):
+            for bad in (
+                {"reward": "x"},
+                {"reward": float("1e400")},
+                {"reward": 1e19},
+                {"reward": 1, "target": "team"},
+                {"rewrad": 1},
+                {},
+                3,
+            ):
                 assert http.post("/reward", content=json.dumps(bad)).status_code == 400, bad
             for reward in (0.25, 0.5):
                 http.post("/chat/completions", json={"messages": [{"role": "user", "content": str(reward)}]})
