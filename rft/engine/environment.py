@@ -77,7 +77,7 @@ def host_program(settings: EngineSettings) -> list[str] | None:
 
 
 def trainer_environment(threads: int, device: str = "cpu") -> dict[str, str]:
-    """Variables for a trainer rank that computes with `threads` threads on the host."""
+    """Variables for a trainer rank that computes with `threads` threads on the host; idle ones sleep soon, as in engines."""
     env = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000", **_WAITS, "TOKENIZERS_PARALLELISM": "false"}
     return _unless_set({**env, **_preload(*([OPENMP] if device == "cpu" else []), ALLOCATOR)})
 

@@ -45,6 +45,12 @@ class RewardBody(ServeBody):
     message: Text | None = None
     final: bool = False
 
+    @field_validator("reward")
+    @classmethod
+    def _storable(cls, value: float | dict[str, float]) -> float | dict[str, float]:
+        checked(value)  # parts can add up to more than each may be
+        return value
+
     @property
     def score(self) -> Score:
         return checked(self.reward)

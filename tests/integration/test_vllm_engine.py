@@ -227,11 +227,11 @@ async def test_a_groups_prompt_is_computed_once(tied_engine: Counting, tiny_mode
         return int(tokens)
 
     before = await computed()
-    long = asyncio.create_task(tied_engine.generate(group(200)))
+    long = asyncio.create_task(tied_engine.generate(group(400)))
     while await computed() <= before + length + 3:
         assert not long.done()
     made = [*await tied_engine.generate(group(6)), *await long]
-    assert await computed() - before == (length + 3 + 4 * 199) + (4 + 4 * 5)
+    assert await computed() - before == (length + 3 + 4 * 399) + (4 + 4 * 5)
     assert difference(reference(tiny_model, weights), made) < 1e-4
 
 
