@@ -10,6 +10,7 @@ Knows no model.  Invariant: what the model sees is exactly `prompt_tokens` of th
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Sequence
 from functools import lru_cache
@@ -30,6 +31,7 @@ RESERVED = frozenset({  # of renderers and tokenizers: they decide what renderin
     "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "strftime_now", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 })  # fmt: skip
+_NO_TEXT = re.compile(r"""\bcontent(["']\])? is none""")
 _ANCHOR = "x"  # stands before a text that goes on a sentence, so that tokenizers do not add the space of a beginning
 
 
@@ -106,10 +108,10 @@ class Chat:
 
     def _render(self, request: GenerateRequest, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
         tools = [dict(t) for t in request.tools] or None
-        template = request.chat_template or self.template
-        args: dict[str, Any] = {}
-        if request.chat_template_args:
-            args = template_args(request, template or self.tokenizer.get_chat_template(tools=tools))
+        template = request.chat_template or self.template or self.tokenizer.get_chat_template(tools=tools)
+        args = template_args(request, template) if request.chat_template_args else {}
+        if _NO_TEXT.search(template):  # DeepSeek's show calls of tools only there
+            messages = [m | {"content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools,

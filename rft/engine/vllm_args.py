@@ -59,7 +59,7 @@ def engine_args(settings: EngineSettings) -> Any:
     }
     if settings.task == "score":
         args["runner"] = "pooling"
-        del args["worker_extension_cls"], args["logprobs_mode"]
+        del args["logprobs_mode"]
     if not settings.enable_chunked_prefill:  # else vLLM switches it on wherever model and device can do it
         args["enable_chunked_prefill"] = False
     if settings.router_replay and tells_experts(settings):

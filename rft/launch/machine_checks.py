@@ -313,8 +313,10 @@ async def _generated(engine: Any, prompts: Sequence[Sequence[int]]) -> list[Trai
     """Answers of the engine as rows to train on."""
     from rft.types.task import SamplingArgs
 
-    sampling = SamplingArgs(temperature=1.0, max_tokens=16, ignore_eos=True, seed=1)
-    asked = (engine.generate(GenerateRequest(prompt_tokens=tuple(p), sampling=sampling)) for p in prompts)
+    def sampling(i: int) -> SamplingArgs:
+        return SamplingArgs(temperature=1.0, max_tokens=16, ignore_eos=True, seed=i)
+
+    asked = (engine.generate(GenerateRequest(prompt_tokens=tuple(p), sampling=sampling(i))) for i, p in enumerate(prompts))
     return [_trained(answers[0], i) for i, answers in enumerate(await asyncio.gather(*asked))]
 
 

@@ -117,6 +117,7 @@ def begin_offline(found: Manifest | None, other: Manifest | None) -> Start:
 
 
 _LENGTH = 8  # what follows two tokens is computed less exactly, see decision 4
+_ALIKE = 4  # probes of one prompt, which engine and trainer compute once
 
 
 def vocab_size(model_path: str) -> int:
@@ -131,8 +132,8 @@ def vocab_size(model_path: str) -> int:
 
 
 def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:
-    """`count` prompts of token ids drawn from the middle half of the vocabulary (special tokens live at its ends)."""
+    """`count` prompts of token ids from the middle half of the vocabulary (special tokens live at its ends); four in a row are equal."""
     vocabulary = vocab_size(model_path)
     draw = np.random.default_rng(seed)
-    ids = draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(count, _LENGTH))
-    return [[int(i) for i in row] for row in ids]
+    ids = draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(-(-count // _ALIKE), _LENGTH))
+    return [[int(i) for i in ids[k // _ALIKE]] for k in range(count)]

@@ -26,6 +26,7 @@ class SyncSettings:
     at_a_time: int | None = None  # engines that load a version together while the others serve; None: all
     drain_s: float = 10.0  # with `at_a_time`: how long requests under way may take to end before their engine is paused
     partial_rollout: bool = True  # groups under way when weights move go on under the new ones; else they are waited for
+    shares_cores: bool = False  # engines stand still while the trainer scores the canary: both compute on the same CPUs
     timeout_s: float = 3600.0
     kv_cache: Literal["recompute", "keep"] = "recompute"
     canary_prompts: int = 8

@@ -185,7 +185,11 @@ class WeightUpdates:
         if not idle:
             await opens()
         probed = time.perf_counter()
+        if self._settings.shares_cores:
+            await self._pause(numbers, clear=False)
         verdict = await self._verify(probes, numbers)
+        if self._settings.shares_cores:
+            await self._engines.ask_all("resume", lambda e: e.resume(), numbers)
         if rolling:
             await self._engines.ask_all("admit", lambda e: e.admit(), numbers)
         ended = time.perf_counter()
@@ -246,8 +250,8 @@ class WeightUpdates:
 
     # ------------------------------------------------------------ inside
 
-    async def _pause(self, numbers: Sequence[int]) -> None:
-        clear = self._settings.kv_cache == "recompute"
+    async def _pause(self, numbers: Sequence[int], *, clear: bool = True) -> None:
+        clear = clear and self._settings.kv_cache == "recompute"
         await self._engines.ask_all("pause", lambda e: e.pause(clear_cache=clear), numbers)
 
     async def _load(self, manifest: WeightManifest, numbers: Sequence[int]) -> dict[int, LoadReport]:

@@ -17,6 +17,7 @@ import torch
 
 from rft.engine.weights import saved_buffers
 from rft.errors import CheckpointInvalid
+from rft.plugins import import_library
 from rft.trainer import adapterfiles, loading, shards, tensors
 from rft.trainer.saving import ADAPTERS, PRETRAINED, in_base, read_page, untrained
 from rft.trainer.sharding import DTYPES
@@ -35,6 +36,7 @@ def assemble(saved: Path, target: Path) -> None:
     page = json.loads((target / "config.json").read_text(encoding="utf-8"))
     dtype = DTYPES.get(str(page.get("dtype") or page.get("torch_dtype")), torch.float32)
     about, lm = read_page(saved), None
+    import_library(about.get("external_lib"))
     adapted, base = about.get("adapter") is not None, Path(about.get("base_path") or "/nowhere")
     there = loading.files_of(base) if base.is_dir() else Files([])
     if "auto_map" not in page:  # the model's own code, where it brings some, knows one set of names

@@ -25,7 +25,7 @@ from rft.engine.base import PromptTooLong
 from rft.errors import PluginStopped, RftError
 from rft.logs import redact
 from rft.reward import exchanges
-from rft.reward.base import called, checked, score_group
+from rft.reward.base import called, checked, number, score_group
 from rft.threads import OutOfTime, contained, in_thread, in_time
 from rft.types.completion import Score, Transcript, Turn
 from rft.types.experience import Experience, failed, from_completions
@@ -281,6 +281,9 @@ class TaskRuns:
         if error is None and run.transcript is not None:
             try:
                 rows = experiences(self.task, self.recipe.name, run.transcript, verdict, self.group, run.number, run.attempt)
+                for row in rows:
+                    if row.reward is not None:
+                        number(row.reward, f"the reward of the calls of {row.id}")  # each was small enough to be stored
                 return PlayedRun(rows, value(run.transcript, verdict), run.run_s, reward_s, run.attempt + 1, run.ended)
             except Exception as e:  # what a workflow recorded may not fit together
                 error = e
@@ -418,9 +421,9 @@ def check_transcript(transcript: Any, recipe: Recipe) -> None:
         raise RunError(f"workflow {recipe.name} made no model call")
     if any(t.completion.finish_reason == "abort" for t in transcript.turns):
         raise RunError("the engine aborted a model call")
-    for name, number in transcript.metrics.items():
-        if not isinstance(number, int | float) or not math.isfinite(number):
-            raise RunError(f"workflow {recipe.name}: metric {name!r} is {number!r}; it must be a finite number")
+    for name, given in transcript.metrics.items():
+        if not isinstance(given, int | float) or not math.isfinite(given):
+            raise RunError(f"workflow {recipe.name}: metric {name!r} is {given!r}; it must be a finite number")
     try:
         msgspec.json.encode(transcript.info)
     except (TypeError, RecursionError) as e:

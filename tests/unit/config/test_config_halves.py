@@ -46,6 +46,11 @@ def test_each_explorer_says_how_many_workers_its_engines_have():
     assert made.sync.workers == (2, 2, 2)
 
 
+def test_engines_stand_still_for_a_trainer_on_the_same_cpus():
+    assert plan().sync.shares_cores
+    assert not plan("synchronizer.sync_method=checkpoint", "cluster.node_num=2", RAY).sync.shares_cores
+
+
 def test_they_meet_where_the_run_is():
     def place(*overrides: str) -> tuple[str, str]:
         made = plan(RAY, *overrides)
@@ -67,8 +72,8 @@ def test_the_name_of_an_explorer_is_in_its_engines_names():
 def test_a_budget_of_an_explorer_is_its_own():
     """What a judge has cost is counted in the explorer's folder, of whom there are several."""
 
-    def told(mode: str, **args: object) -> list[str]:
-        given = ["buffer.explorer_input.default_reward_fn_type=rubric_judge", f"mode={mode}", RAY]
+    def told(mode: str, reward: str = "rubric_judge", **args: object) -> list[str]:
+        given = [f"buffer.explorer_input.default_reward_fn_type={reward}", f"mode={mode}", RAY]
         given += [f"buffer.explorer_input.taskset.reward_fn_args.{k}={v}" for k, v in args.items()]
         problems = Problems()
         advise(plan(*given), problems)
@@ -81,6 +86,8 @@ def test_a_budget_of_an_explorer_is_its_own():
         and not told("explore")
         and not told("both", max_cost_usd=20)
     )
+    (text,) = told("explore", "weighted_reward", rewards="{j: {reward: rubric_judge, args: {max_cost_usd: 9}}}")
+    assert "max_cost_usd 9 is for this explorer alone" in text
 
 
 def test_the_process_that_trains_need_not_name_the_tasks():

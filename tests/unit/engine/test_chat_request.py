@@ -32,6 +32,23 @@ def test_template_and_values_of_a_request(tiny_model: Path) -> None:
     assert shown(chat_template="{{ more }}!") == "2!"
 
 
+def test_a_call_of_a_tool_without_text_has_no_content_where_the_template_asks_for_that(tiny_model: Path) -> None:
+    """DeepSeek's templates, of which this is a part, leave out the call otherwise."""
+    settings = EngineSettings(model_path=str(tiny_model), max_model_len=100)
+    chat = Chat(settings, load_tokenizer(settings))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+
+    def shown(template: str) -> str:
+        messages = ({"role": "user", "content": "hi"}, call)
+        return chat.decode(chat.encode(GenerateRequest(messages=messages, chat_template=template)))
+
+    for test in ("message['content'] is none", "message.content is none"):
+        name = "{{ message.tool_calls[0].function.name }}"
+        assert shown("{% for message in messages %}{% if " + test + " %}" + name + "{% endif %}{% endfor %}") == "add"
+    assert shown("{% for message in messages %}{{ message.content + '.' }}{% endfor %}") == "hi.."
+    assert call["content"] == ""
+
+
 def test_an_answer_reads_as_it_was_written(tiny_model: Path) -> None:
     """As with vLLM: some tokenizers would take out spaces before points and commas, which code needs."""
     from tokenizers import Tokenizer, models

@@ -17,9 +17,10 @@ from rft.config.resolve import resolve
 from rft.engine.pool import EnginePool
 from rft.errors import ConfigError, EngineFailed
 from rft.launch.parts import _models
-from rft.launch.start import vocab_size
+from rft.launch.start import probe_prompts, vocab_size
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine
+from rft.trainer.prefix import shared_length
 
 
 async def test_names_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +63,12 @@ def test_how_many_tokens_a_model_knows(tmp_path: Path) -> None:
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="does not give its vocab_size"):
         vocab_size(str(tmp_path))
+
+
+def test_four_probes_in_a_row_share_their_prompt(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 400}))
+    prompts = probe_prompts(str(tmp_path), 9, 0)
+    assert [prompts.index(p) for p in prompts] == [0, 0, 0, 0, 4, 4, 4, 4, 8]
+    assert all(len(p) == 8 and {*p} <= {*range(100, 300)} for p in prompts)
+    rows = [np.array([*p, *range(i * 7, i * 7 + 7)], np.int32) for i, p in enumerate(prompts[:8])]
+    assert shared_length(rows) == 2 * 8 + 8 * 7, "what docs/decisions/0004-canary.md says"

@@ -193,9 +193,10 @@ def transport(tmp_path: Path) -> Iterator[Transport]:
     made.close()
 
 
-@pytest.fixture(params=[1, 2], ids=["one-engine", "pool"])
+@pytest.fixture(params=[(1, False), (2, False), (2, True)], ids=["one-engine", "pool", "shared-cores"])
 async def world(request: pytest.FixtureRequest, transport: Transport) -> AsyncIterator[World]:
-    yield World(transport, request.param)
+    engines, shared = request.param
+    yield World(transport, engines, shares_cores=shared)
 
 
 async def begun(*waits: Any) -> list[asyncio.Task[Any]]:
@@ -256,6 +257,9 @@ async def test_rollouts_run_while_rows_wait_for_the_canary(world: World) -> None
     publish, explore, rows = await begun(world.publish(1), world.sync.may_explore(1), world.sync.wait_verified(Version(1, 1)))
     await scoring.wait()
     assert await explore == Version(1, 1), "provisional: exploring may start"
+    assert all(e.go.is_set() != world.sync._settings.shares_cores for e in world.engines), (
+        "engines wait for the trainer's forward pass"
+    )
     assert not rows.done() and not publish.done()
     go.set()
     await asyncio.gather(publish, rows)
@@ -546,11 +550,11 @@ async def test_a_trainer_that_cannot_score_means_the_way_back(world: World) -> N
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("engines", [1, 2])
-async def test_two_hundred_interrupted_publishes_leave_no_mixture(transport: Transport, engines: int) -> None:
+@pytest.mark.parametrize(("engines", "shared"), [(1, False), (2, False), (2, True)])
+async def test_two_hundred_interrupted_publishes_leave_no_mixture(transport: Transport, engines: int, shared: bool) -> None:
     """Cancelled or broken anywhere: all engines serve wholly the old or wholly the new weights, and the next sync works."""
     rng = random.Random(engines)
-    world = World(transport, engines)
+    world = World(transport, engines, shares_cores=shared)
     await world.publish(0)
     served, counts = 0, {"old": 0, "new": 0}
     for trial in range(1, 201):
@@ -576,6 +580,7 @@ async def test_two_hundred_interrupted_publishes_leave_no_mixture(transport: Tra
             transport.release(Version(1, served))
             served = trial
         assert world.all_hold(served), f"trial {trial} ({hurt})"
+        assert all(e.go.is_set() for e in world.engines)
     assert min(counts.values()) > 10, counts
     await world.publish(201)
     assert world.all_hold(201)

@@ -55,6 +55,20 @@ async def test_a_row_keeps_the_gold_answer_that_its_reward_compared_it_with():
     assert kept == [*({"gold_answer": x} for x in ("4", "4", "\\ud800")), {}, {}, {}]
 
 
+async def test_rewards_of_calls_that_add_up_to_more_than_can_be_stored_are_an_error_of_their_run():
+    async def asks_twice(self, task, ctx):
+        first = await ctx.chat(task.chat())
+        ctx.score_step(task.truth)
+        await ctx.chat([*task.chat(), first.message, {"role": "user", "content": "Sure?"}])
+        ctx.score_step(task.truth)
+        return ctx.transcript()
+
+    asked = [task(workflow=custom(asks_twice), truth=truth) for truth in (4e17, 6e17)]
+    less, much = [(await play(ScriptedEngine("5", "4"), a)).rows[0] for a in asked]
+    assert (less.status, less.reward) == ("complete", 8e17)
+    assert much.status == "failed" and "the reward of the calls of" in much.reason and "at most 1e+18" in much.reason
+
+
 def custom(run):
     workflow(f"test_{run.__name__}")(type(run.__name__, (Workflow,), {"run": run}))
     return f"test_{run.__name__}"
