@@ -75,17 +75,19 @@ def test_merge_bomb_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["a: " + "[" * 400_000, "a: " + "{a: " * 200_000, "- " * 400_000, "a:\n" + "- x\n" * 200_000],
+    ("text", "where"),
+    [
+        *((text, "line 1: nested too deeply") for text in ("a: " + "[" * 400_000, "a: " + "{a: " * 200_000, "- " * 400_000)),
+        ("a:\n" + "- x\n" * 200_000, "line 19999: more than 20,000 values"),
+    ],
     ids=["brackets", "braces", "dashes", "long list"],
 )
-def test_monsters_are_refused_at_once(text: str, tmp_path: Path) -> None:
+def test_monsters_are_refused_where_they_become_too_large(text: str, where: str, tmp_path: Path) -> None:
+    """Not behind their end: a few megabytes of YAML take minutes to read."""
     path = tmp_path / "monster.yaml"
     path.write_text(text)
-    began = time.process_time()
     (error,) = check(path).errors
-    assert "monster.yaml, line" in str(error)
-    assert time.process_time() - began < 2.0
+    assert f"monster.yaml, {where}" in str(error)
 
 
 def test_chain_of_aliases_is_refused(tmp_path: Path) -> None:

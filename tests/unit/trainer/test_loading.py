@@ -150,6 +150,8 @@ def test_a_library_is_imported_and_said(
     learner.save(str(tmp_path / "trainer"), 1)
     assemble(tmp_path / "trainer", tmp_path / "made")
     assert sys.modules.pop("rft_test_library").loaded, "it may make the model's classes known"
+    (tmp_path / "rft_test_library.py").unlink()
+    assemble(tmp_path / "trainer", tmp_path / "without")
     with pytest.raises(ConfigError, match=r"model.external_lib: cannot be imported"):
         policies.load(settings(external_lib="rft_no_such_library"))
 
