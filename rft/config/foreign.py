@@ -56,7 +56,7 @@ def ignored() -> dict[str, str]:
 def _without_ignored(values: dict[str, Any], origins: Origins) -> list[str]:
     """Takes out the ignored keys, and those not offered whose value asks for nothing (null, false, empty); a warning for each."""
     warnings = []
-    for place, loc in list(_mappings(values, ())):
+    for place, loc in list(mappings(values, ())):
         for name, value in list(place.items()):
             key = dotted((*loc, name))
             found = _which().fullmatch(key)
@@ -85,13 +85,13 @@ def _which() -> re.Pattern[str]:
     return re.compile("|".join(f"({fnmatch.translate(pattern)})" for pattern in _patterns()))
 
 
-def _mappings(value: Any, loc: Loc) -> Iterator[tuple[dict[str, Any], Loc]]:
+def mappings(value: Any, loc: Loc) -> Iterator[tuple[dict[str, Any], Loc]]:
     """Every mapping in `value`, the outer ones first."""
     if isinstance(value, dict):
         yield value, loc
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, item in inner:
-        yield from _mappings(item, (*loc, name))
+        yield from mappings(item, (*loc, name))
 
 
 def instead() -> dict[str, str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rft.algorithm.needs import needs
 from rft.config import lora_plan, model_folder, provable
 from rft.config.context import Problems
+from rft.config.foreign import mappings
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.config.plan_engines import distinct
@@ -172,17 +173,9 @@ def advise(plan: Plan, p: Problems) -> None:
     _schedule(plan, p)
     _evaluation(plan, p)
     for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets) if plan.joins else ():
-        for a in _with_parts(t.reward_args):
+        for a, _ in mappings(t.reward_args, ()):  # also of the parts of a weighted_reward
             if "max_cost_usd" in a and a.get("cost_ledger") is None and a.get("cache", "run") in ("run", "off"):
                 p.warn(f"{t.key}: the judge's max_cost_usd {a['max_cost_usd']} {_EACH}")
-
-
-def _with_parts(args: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """`args` of a reward and of the rewards that it is made of."""
-    yield args
-    for value in args.values():
-        if isinstance(value, Mapping):
-            yield from _with_parts(value)
 
 
 def _keys_of_servers(plan: Plan, p: Problems) -> None:

@@ -88,9 +88,10 @@ class Chat:
         """Token ids of a conversation that is over, for a model that judges it.  Raises PromptTooLong, ValueError."""
         if self._no_template:
             raise ValueError(self._no_template)
-        given = [dict(m) for m in messages]
+        template = self.template or self.tokenizer.get_chat_template()
+        given = _as_read([dict(m) for m in messages], template)
         kwargs = self.settings.chat_template_kwargs
-        ids = self.tokenizer.apply_chat_template(given, chat_template=self.template, tokenize=True, return_dict=False, **kwargs)
+        ids = self.tokenizer.apply_chat_template(given, chat_template=template, tokenize=True, return_dict=False, **kwargs)
         limit = min(self.settings.max_model_len, self.settings.max_prompt_tokens or self.settings.max_model_len)
         if len(ids) > limit:
             raise PromptTooLong(len(ids), limit)
@@ -110,10 +111,8 @@ class Chat:
         tools = [dict(t) for t in request.tools] or None
         template = request.chat_template or self.template or self.tokenizer.get_chat_template(tools=tools)
         args = template_args(request, template) if request.chat_template_args else {}
-        if _NO_TEXT.search(template):  # DeepSeek's show calls of tools only there
-            messages = [m | {"content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
         return self.tokenizer.apply_chat_template(
-            messages,
+            _as_read(messages, template),
             tools=tools,
             chat_template=template,
             add_generation_prompt=True,
@@ -174,6 +173,13 @@ class Chat:
 
     def decode(self, tokens: list[int] | np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """DeepSeek's templates show calls of tools only in messages whose content is none."""
+    if not _NO_TEXT.search(template):
+        return messages
+    return [m | {"content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:

@@ -136,4 +136,5 @@ def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:
     vocabulary = vocab_size(model_path)
     draw = np.random.default_rng(seed)
     ids = draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(-(-count // _ALIKE), _LENGTH))
-    return [[int(i) for i in ids[k // _ALIKE]] for k in range(count)]
+    prompts: list[list[int]] = ids.repeat(_ALIKE, axis=0)[:count].tolist()
+    return prompts

@@ -8,7 +8,7 @@
 The probes come first because they are short: behind the prompts of a batch or an evaluation they would wait for all of these.  Engines
 that have no other work get new work together with the probes, since eight more rows cost a step of generation next to nothing.
 In a rolling update an engine takes requests again only after its canary, so clients meet no weights that are not verified.  What
-fails concerns the engines that were touched: the others never stop.
+fails concerns the engines that were touched: the others never stop.  Engines that share CPUs with the trainer pause while it scores.
 
 A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no side waits for an engine that failed.
 
@@ -178,7 +178,7 @@ class WeightUpdates:
         reports = tuple((await self._load(manifest, numbers)).values())
         loaded = time.perf_counter()
         self.provisional = manifest.version
-        await self._engines.ask_all("resume", lambda e: e.resume(), numbers)
+        await self._resume(numbers)
         at = time.perf_counter()
         probing = self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers)
         probes, _ = await asyncio.gather(probing, opens() if idle else _nothing())
@@ -189,7 +189,7 @@ class WeightUpdates:
             await self._pause(numbers, clear=False)
         verdict = await self._verify(probes, numbers)
         if self._settings.shares_cores:
-            await self._engines.ask_all("resume", lambda e: e.resume(), numbers)
+            await self._resume(numbers)
         if rolling:
             await self._engines.ask_all("admit", lambda e: e.admit(), numbers)
         ended = time.perf_counter()
@@ -219,7 +219,7 @@ class WeightUpdates:
         """Bring these engines to the verified version `manifest`, and verify that they serve it.  Raises Rejected, NoEngines."""
         await self._pause(numbers)
         await self._load(manifest, numbers)
-        await self._engines.ask_all("resume", lambda e: e.resume(), numbers)
+        await self._resume(numbers)
         probes = await self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers)
         for index, now in probes.items():
             try:
@@ -253,6 +253,9 @@ class WeightUpdates:
     async def _pause(self, numbers: Sequence[int], *, clear: bool = True) -> None:
         clear = clear and self._settings.kv_cache == "recompute"
         await self._engines.ask_all("pause", lambda e: e.pause(clear_cache=clear), numbers)
+
+    async def _resume(self, numbers: Sequence[int]) -> None:
+        await self._engines.ask_all("resume", lambda e: e.resume(), numbers)
 
     async def _load(self, manifest: WeightManifest, numbers: Sequence[int]) -> dict[int, LoadReport]:
         """Load the version; every engine's report is good."""

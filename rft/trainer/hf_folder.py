@@ -6,7 +6,6 @@ but for a base whose files have names that only loading them tells.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -18,7 +17,6 @@ import torch
 
 from rft.engine.weights import saved_buffers
 from rft.errors import CheckpointInvalid
-from rft.plugins import import_library
 from rft.trainer import adapterfiles, loading, shards, tensors
 from rft.trainer.saving import ADAPTERS, PRETRAINED, in_base, read_page, untrained
 from rft.trainer.sharding import DTYPES
@@ -37,9 +35,6 @@ def assemble(saved: Path, target: Path) -> None:
     page = json.loads((target / "config.json").read_text(encoding="utf-8"))
     dtype = DTYPES.get(str(page.get("dtype") or page.get("torch_dtype")), torch.float32)
     about, lm = read_page(saved), None
-    library = about.get("external_lib")
-    if library and importlib.util.find_spec(library.partition(".")[0]):  # where it is not, most models do without
-        import_library(library)
     adapted, base = about.get("adapter") is not None, Path(about.get("base_path") or "/nowhere")
     there = loading.files_of(base) if base.is_dir() else Files([])
     if "auto_map" not in page:  # the model's own code, where it brings some, knows one set of names

@@ -86,7 +86,6 @@ def take(
         "world_size": settings.world_size,
         "kl_coefs": dict(kl_coefs),
         "base_path": settings.model_path,
-        "external_lib": settings.external_lib,
         "adapter": None if (adapter := parts[0].policy.adapter) is None else adapter.page(),
     }
     return CheckpointState(step, pieces, adapters, page)

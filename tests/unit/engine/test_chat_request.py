@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rft.engine.chat import Chat, load_tokenizer
@@ -46,6 +47,10 @@ def test_a_call_of_a_tool_without_text_has_no_content_where_the_template_asks_fo
         name = "{{ message.tool_calls[0].function.name }}"
         assert shown("{% for message in messages %}{% if " + test + " %}" + name + "{% endif %}{% endfor %}") == "add"
     assert shown("{% for message in messages %}{{ message.content + '.' }}{% endfor %}") == "hi.."
+    judge = Chat(
+        replace(settings, chat_template="{% if messages[0].content is none %}called{% endif %}"), load_tokenizer(settings)
+    )
+    assert judge.decode(judge.whole([call])) == "called"
     assert call["content"] == ""
 
 

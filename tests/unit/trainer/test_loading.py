@@ -145,13 +145,8 @@ def test_a_library_is_imported_and_said(
     (tmp_path / "rft_test_library.py").write_text("loaded = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        learner = Learner(settings(external_lib="rft_test_library"))
+        policies.load(settings(external_lib="rft_test_library"))
     assert sys.modules.pop("rft_test_library").loaded and "importing rft_test_library" in caplog.text
-    learner.save(str(tmp_path / "trainer"), 1)
-    assemble(tmp_path / "trainer", tmp_path / "made")
-    assert sys.modules.pop("rft_test_library").loaded, "it may make the model's classes known"
-    (tmp_path / "rft_test_library.py").unlink()
-    assemble(tmp_path / "trainer", tmp_path / "without")
     with pytest.raises(ConfigError, match=r"model.external_lib: cannot be imported"):
         policies.load(settings(external_lib="rft_no_such_library"))
 
