@@ -50,8 +50,6 @@ _ALWAYS = {
 }
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
-# Processes of a local Ray that nothing here uses: they copy logs to a driver, scale a cluster, and collect usage statistics.
-_UNUSED = ("ray/_private/log_monitor.py", "ray/autoscaler/_private/monitor.py", "ray/dashboard/dashboard.py")
 _RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
@@ -108,7 +106,7 @@ class Cluster:
         before = psutil.Process().children(recursive=True)
         for attempts_left in (2, 1, 0):
             try:
-                with _quiet_sigint():
+                with _quiet_sigint(), _without_unused():
                     ray.init(
                         address="local",  # whatever RAY_ADDRESS says
                         **resources,
@@ -119,7 +117,6 @@ class Cluster:
                         log_to_driver=False,
                         logging_level=logging.ERROR,
                     )
-                _end_unused(psutil.Process().children())
                 return
             except Exception as e:
                 late = _STARTS_LATE in str(e)  # Ray raises a bare Exception for it
@@ -162,15 +159,31 @@ class Cluster:
         log.info("Ray stopped in %.1f s", time.monotonic() - started)
 
 
-def _end_unused(processes: list[psutil.Process]) -> None:
-    """Ray starts these with every cluster and has no option against it; each takes processor time and memory for as long as it runs."""
-    unused = []
-    for process in processes:
-        with suppress(psutil.Error):
-            if any(part.endswith(_UNUSED) for part in process.cmdline()):
-                process.kill()
-                unused.append(process)
-    psutil.wait_procs(unused, timeout=5)
+@contextmanager
+def _without_unused() -> Iterator[None]:
+    """Ray starts without the parts that nothing here uses: they scale a cluster, copy logs to a driver, and serve a dashboard.
+
+    It has no option for that.  Each takes a second of processor time, and `ray.init` waits for the last.
+    """
+    from ray._private.node import Node
+
+    unused = {"start_monitor": _nothing, "start_log_monitor": _nothing, "start_api_server": _no_dashboard}
+    methods = {name: vars(Node)[name] for name in unused if name in vars(Node)}
+    try:
+        for name in methods:
+            setattr(Node, name, unused[name])
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
+
+
+def _nothing(node: Any, **options: Any) -> None: ...
+
+
+def _no_dashboard(node: Any, **options: Any) -> None:
+    """Ray's agent asks for the address once a second until it gets one, and writes each failure down."""
+    node.get_gcs_client().internal_kv_put(b"dashboard", b"127.0.0.1:0", True, b"dashboard")
 
 
 def _end(processes: list[psutil.Process]) -> None:

@@ -23,6 +23,7 @@ from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
+from tests.helpers import simulated
 
 V, H = 32, 8
 PROMPTS = [[i % V, (3 * i) % V, 5] for i in range(8)]
@@ -599,22 +600,30 @@ async def test_fail_releases_everyone(world: World) -> None:
             await wait
 
 
-async def test_a_wait_without_news_ends_and_names_who_waited_for_whom(transport: Transport) -> None:
-    world = World(transport, timeout_s=0.1)
-    await world.publish(0)
-    with pytest.raises(DeadlineExceeded, match=r"explore batch 3 waited 0.1 s for weights of train step 3 or later.*served 1:0"):
-        await world.sync.may_explore(3)
+def test_a_wait_without_news_ends_and_names_who_waited_for_whom(transport: Transport) -> None:
+    async def waiting() -> None:
+        world = World(transport, timeout_s=10.0)
+        await world.publish(0)
+        with pytest.raises(DeadlineExceeded, match=r"explore batch 3 waited 10 s for weights of train step 3 or later.*served 1:0"):
+            await world.sync.may_explore(3)
+        assert simulated.now() == 10.0
+
+    simulated.run(waiting())
 
 
-async def test_news_from_the_trainer_renews_the_deadline(transport: Transport) -> None:
-    world = World(transport, timeout_s=0.3)
-    await world.publish(0)
-    (final,) = await begun(world.sync.wait_final())
-    for step in range(1, 5):
-        await asyncio.wait({final}, timeout=0.15)
-        await world.sync.step_finished(step, finished=step == 4)
-    await world.publish(4)
-    assert await final == Version(1, 4)
+def test_news_from_the_trainer_renews_the_deadline(transport: Transport) -> None:
+    async def told() -> None:
+        world = World(transport, timeout_s=10.0)
+        await world.publish(0)
+        (final,) = await begun(world.sync.wait_final())
+        for step in range(1, 5):
+            await asyncio.wait({final}, timeout=6.0)
+            await world.sync.step_finished(step, finished=step == 4)
+        await world.publish(4)
+        assert await final == Version(1, 4)
+        assert simulated.now() == 24.0
+
+    simulated.run(told())
 
 
 async def test_other_lineages_and_older_versions_are_refused(world: World) -> None:
