@@ -71,7 +71,7 @@ def _become(channel: socket.socket) -> NoReturn:
         del os.environ[name]
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
     os.chdir(folder)
-    sys.exit(process._bootstrap())
+    os._exit(process._bootstrap())  # as forked processes end: taking the interpreter down would take seconds
 
 
 @contextmanager

@@ -64,3 +64,11 @@ def test_it_ends_with_a_host_that_starts_no_engine(tmp_path: Path) -> None:
 def test_other_processes_have_no_child() -> None:
     with vllm_host.core_from_child() as core:
         assert core is None
+
+
+def test_its_interpreter_is_not_taken_down(tmp_path: Path) -> None:
+    """That took 4 s of each engine's end, and nothing waits for what it does."""
+    script = "import atexit, os, sys; from rft.engine.vllm_host import _Context\n"
+    script += "c = _Context().Process(target=atexit.register, args=(os._exit, 9))\nc.start(); c.join(60); sys.exit(c.exitcode)"
+    done = host(script, tmp_path)
+    assert done.returncode == 0, done.stderr
