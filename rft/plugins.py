@@ -279,7 +279,8 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
         parameters = inspect.signature(plugin.obj).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return dict(args)
-        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or (inspect.isclass(plugin.obj) and p.name != "self")]
+        own = inspect.isclass(plugin.obj)  # of a function those that it is given are not written
+        known = [p.name for p in parameters if p.name != "self" and (own or p.kind is p.KEYWORD_ONLY or p.default is not p.empty)]
     for name in args:
         if name not in known:
             told = f"Known: {', '.join(known) or 'none'}.{nearest(name, known)}"
@@ -292,6 +293,14 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
         faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]  # type: ignore[attr-defined]
         raise ConfigError(f"arguments of {what}: {'; '.join(faults)}", key=key) from None
     return {name: getattr(model, name) for name in known}
+
+
+def check_call(plugin: Plugin, keywords: Mapping[str, Any], *given: Any, key: str) -> None:
+    """Raises ConfigError unless the plugin, a function or a class, can be called with these."""
+    try:
+        inspect.signature(plugin.obj).bind(*given, **keywords)
+    except TypeError as e:
+        raise ConfigError(f"{plugin.kind} {plugin.name!r} cannot be called with its arguments: {e}", key=key) from None
 
 
 def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:

@@ -62,7 +62,8 @@ class Algorithm:
         if corrected is None or drawn is not None or made.keep is not None:  # it is not that of all tokens
             corrected = Corrected() if c is None else correct(x, c, made.keep)
         keep = made.keep if corrected.keep is None else corrected.keep
-        extra = self._extra(replace(x, keep=keep), made.values) if self._extra is not None else {}
+        left = len(x.rows) if keep is None else sum(map(np.count_nonzero, keep))
+        extra = self._extra(replace(x, keep=keep), made.values) if self._extra is not None and left else {}
         return PreparedStep(
             advantages=made.values,
             drawn=drawn,

@@ -99,6 +99,8 @@ def correct(x: StepInputs, args: CorrectionArgs, keep: Sequence[np.ndarray] | No
     of the bounds, which are ratios sampler / policy, the others up to the threshold; with seq_max, where every token is.
     Raises ValueError for a row without log-probs of the policy before the step.
     """
+    if not args.weighted and args.rollout_rs == "none":
+        return Corrected()
     masks = [np.ones(row.length, np.bool_) for row in x.rows] if keep is None else list(keep)
     delta = {i: _delta(x, i) for i, row in enumerate(x.rows) if not row.is_expert and masks[i].any()}
     metrics: dict[str, float] = {}

@@ -178,7 +178,8 @@ def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resum
     changed = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
     tx.execute(update(experiences).where(e.id == now.c.id, changed).values(state=now.c.state, explained=now.c.explained))
     unwritten = not_(exists().where(and_(e.group_id == groups.c.id, e.newest_lineage.is_not(None))))
-    gone = and_(groups.c.num_eligible == 0, unwritten)  # every run failed: a new lineage tries the task again
+    # every run failed, or none got a reward: a new lineage tries the task again
+    gone = and_(groups.c.num_eligible == 0, or_(unwritten, groups.c.reason == "unscored"))
     given_up = groups.c.id.in_(select(e.group_id).where(e.dropped == DAMAGED))
     gone = or_(gone, and_(given_up, ~has_used_rows()))  # see Ledger._given_up
     if resume_rows == "orphan":

@@ -327,6 +327,8 @@ def _cursor(tx: Connection, ledger: Ledger, step: int) -> int:
 def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
     b = batches.c
     mine = select(b.batch).where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= ledger.cursor).order_by(b.batch)
+    if ledger.settings.on_short_batch == "stop":  # a short one ends the run, and is played again when that goes on
+        mine = mine.where(b.accepted >= b.wanted)
     closed = tx.scalars(mine).all()
     return next((n for n, batch in enumerate(closed, ledger.cursor) if n != batch), ledger.cursor + len(closed))
 

@@ -81,6 +81,11 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
         )
     if b.format.enable_concatenated_multi_turn and data != "chats":
         ctx.warn(f"{KEY}.format.enable_concatenated_multi_turn has no effect: it is for chats, and {data} are read")
+    if data == "pairs" and ctx.config.resume_from_path:
+        ctx.warn(
+            "resume_from_path gives the weights to begin with; the reference model is still model.model_path.  To compare with those "
+            "weights, name there what rft export gives of them"
+        )
     written = ctx.config.buffer.explorer_input
     if written.taskset is not None or written.tasksets or written.eval_tasksets:
         ctx.warn("buffer.explorer_input has no effect: mode train explores nothing; see eval_split for rows that are held out")
@@ -240,11 +245,18 @@ def look(plan: Plan, problems: Problems) -> tuple[list[TasksetPreview], dict[str
 def _look(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -> TasksetPreview:
     from rft.config.preview import RowPreview, TasksetPreview
     from rft.taskset.chatfiles import open_chat
-    from rft.taskset.offline_data import open_offline_data, sides
+    from rft.taskset.offline_data import end_tokens, open_offline_data, sides
 
     data, chat = open_offline_data(settings), open_chat(settings.model_path)
     if data.left_out:
         problems.note(f"{settings.rows.name}: {data.left_out}")
+    ends, answers = end_tokens(chat, settings), [tokens for record in data.records for tokens, _ in sides(record)]
+    if settings.kind != "texts" and (unended := sum(int(tokens[-1]) not in ends for tokens in answers)):
+        problems.warn(
+            f"{settings.rows.key}: {unended} of {len(answers)} answers end without an end token of the model, which are "
+            f"{chat.marked(ends, [False] * len(ends))!r}, so engines would go on after them.  Use a chat template that writes one, or add "
+            "the template's own to eos_token_id in generation_config.json"
+        )
     lengths = data.lengths
     rows = [
         RowPreview(

@@ -66,6 +66,11 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
         if ctx.judged(kind, part):
             with ctx.taking():
                 check_args(kind, part, args)
+        low, high = (args.get(f"clip_range_{side}") for side in ("low", "high"))
+        if "clip_range" in own and None not in (low, high):
+            ctx.warn(
+                f"algorithm.{kind}_args.clip_range has no effect: clip_range_low is {low} and clip_range_high {high}; write these"
+            )
         if kind in BUILT or kind == "sample_strategy":
             parts[kind], parts[f"{kind}_args"] = part, args
     loss_agg_mode = _loss_agg_mode(a.loss_agg_mode, base, parts["policy_loss_fn"], ctx)
@@ -177,7 +182,7 @@ def policies(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
     return settings
 
 
-def _of_the_loss(settings: AlgorithmSettings, p: Problems) -> None:
+def _of_the_loss(settings: AlgorithmSettings, p: Context) -> None:
     """What the policy loss can do with these policies."""
     if (model := losses().get(name := settings.policy_loss_fn)) is None:
         return
@@ -190,6 +195,11 @@ def _of_the_loss(settings: AlgorithmSettings, p: Problems) -> None:
     elif name == "m2po" and not settings.bypass_old_logprobs:
         p.warn(
             "algorithm.policy_loss_fn: m2po leaves no token out with old log-probs of the trainer: the ratio before the step is 1"
+        )
+    elif name == "kl_cov" and not settings.bypass_old_logprobs and p.config.trainer.ppo_epochs == 1:
+        p.warn(
+            "algorithm.policy_loss_fn: kl_cov holds nothing back with old log-probs of the trainer and ppo_epochs 1: they are those of the "
+            "policy itself, and the slope of the penalty at 0 is the sign of a rounding error; write bypass_old_logprobs: true"
         )
     if model.samples == "all" and settings.sample_strategy == "mix":
         fit = ", ".join(other for other, m in losses().items() if m.samples == "own")

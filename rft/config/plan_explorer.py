@@ -20,6 +20,7 @@ from rft.buffer.settings import (
     PipelineSettings,
     ReplaySettings,
 )
+from rft.config import plan_algorithm
 from rft.config.context import Context, Problems, filled
 from rft.config.plan import Tasksets
 from rft.config.plan_engines import auxiliary_names
@@ -34,8 +35,9 @@ _REPLAY = f"{_BUFFER}.replay_buffer"
 _PIPELINE = "data_processor.experience_pipeline"
 
 
-def explorer(ctx: Context, train: Tasksets, evals: Tasksets, batches: int | None, baseline: bool) -> ExplorerSettings:
-    """`baseline`: the algorithm reads the reward of a greedy run of every task."""
+def explorer(
+    ctx: Context, train: Tasksets, evals: Tasksets, batches: int | None, algorithm: AlgorithmSettings
+) -> ExplorerSettings:
     e, k = ctx.config.explorer, ctx.config.synchronizer.sync_interval
     style, quota = ctx.config.synchronizer.sync_style, ctx.config.synchronizer.staleness_threshold is not None
     quota = quota and style == "fully_async"
@@ -63,7 +65,8 @@ def explorer(ctx: Context, train: Tasksets, evals: Tasksets, batches: int | None
         over_rollout=e.over_rollout.ratio,
         wait_after_s=e.over_rollout.wait_after_min,
         keep_partial=e.over_rollout.return_partial_tasks,
-        baseline=baseline,
+        baseline=plan_algorithm.reads_baseline(algorithm),
+        reproducible=not plan_algorithm.takes_any_sampling(algorithm),
         by_group=quota or not ctx.config.synchronizer.partial_rollout,
         max_inflight=e.max_inflight_batches if style == "fully_async" else None,
         bench_latest=e.bench_on_latest_checkpoint,

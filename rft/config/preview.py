@@ -19,6 +19,7 @@ from rft.config.gold import gold_of, scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.errors import ConfigError, PluginError
+from rft.reward import overlong_penalty
 from rft.reward.base import Reward
 from rft.reward.data_sources import REWARDS
 from rft.taskset.base import Taskset
@@ -184,6 +185,11 @@ def _rows(
         lengths += [tokens] if tokens is not None else []
         if n == 0 and task.messages and task.messages[-1]["role"] == "assistant":
             problems.warn(f"{key}: the chat of row {task.index} ends with an answer, which the model reads before it answers")
+        if n == 0 and isinstance(shaped := rewards[0] if rewards else None, overlong_penalty.Shaped):
+            try:
+                overlong_penalty.penalty(shaped.shape, 0, task.sampling.max_tokens)
+            except ConfigError as e:
+                problems.error(f"{key}.reward_fn_args.{e.key}", e.message, given=e.given)
         if n < len(tasks):
             gold = gold_of(task, rewards[n], key, problems, hung)
             rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))

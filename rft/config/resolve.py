@@ -96,7 +96,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     plan_trainer.micro_batches(ctx, work.counted, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts)))
     plan_trainer.deterministic(ctx, work.train)
     sync = plan_schedule.sync(ctx, engines, trainer_device, work.counted)
-    explorer = plan_explorer.explorer(ctx, work.train, work.evals, work.explore_steps, plan_algorithm.reads_baseline(algorithm))
+    explorer = plan_explorer.explorer(ctx, work.train, work.evals, work.explore_steps, algorithm)
     _inert_keys(ctx, work.read_anyway)
     return filled(
         Plan,

@@ -25,6 +25,7 @@ from rft.config.schema.walk import extra, field_at
 from rft.disk import read_regular, write_whole
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
+from rft.reward.judge_args import ModelLimits
 
 RESOLVED = "config.resolved.yaml"
 _MOST_BYTES = 16 << 20  # of a config.json
@@ -177,7 +178,9 @@ def _default(loc: Loc) -> Any:
 
 
 def _safe(loc: Loc) -> bool:
-    """A key may change if it, or a section around it, says so."""
+    """A key may change if it, or a section around it, says so, and the limits of what a judge asks."""
+    if "reward_fn_args" in loc and loc[-1] in ModelLimits.model_fields:
+        return True
     return any(extra(field_at(loc[:end]), "on_resume") == "safe" for end in range(1, len(loc) + 1))
 
 

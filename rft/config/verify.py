@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rft.config.check_report import Report
 from rft.config.extends import rekey
-from rft.config.load import load
+from rft.config.load import load, stage_names
 from rft.config.plan import Derived, Facts, Plan
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Source, undotted
@@ -72,6 +72,10 @@ def check(
         why = Derived(key="model.model_path", value=model_path, why="what the stage before exported")
         plan = replace(plan, derived=(*plan.derived, why))
     errors = [_located(e, written.source) for e in report.errors]
+    if any(x.path for x in config.model.lora_configs or ()) and stage not in (*stage_names(path, overrides)[:1], ""):
+        text = f"stage {stage} begins with the model of the one before, to which this adapter is added already; begin with a model that "
+        text += "holds it (model.model_path), or train what begins with the adapter in a run of its own"
+        errors.append(_located(ConfigError(text, key="model.lora_configs[0].path"), written.source))
     return replace(report, config=written, plan=plan, errors=tuple(rekey(errors, written.source)))
 
 

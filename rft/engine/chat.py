@@ -10,7 +10,6 @@ Knows no model.  Invariant: what the model sees is exactly `prompt_tokens` of th
 from __future__ import annotations
 
 import logging
-import re
 import uuid
 from collections.abc import Sequence
 from functools import lru_cache
@@ -31,7 +30,6 @@ RESERVED = frozenset({  # of renderers and tokenizers: they decide what renderin
     "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "strftime_now", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 })  # fmt: skip
-_NO_TEXT = re.compile(r"""\bcontent(["']\])? is none""")
 _ANCHOR = "x"  # stands before a text that goes on a sentence, so that tokenizers do not add the space of a beginning
 
 
@@ -89,7 +87,7 @@ class Chat:
         if self._no_template:
             raise ValueError(self._no_template)
         template = self.template or self.tokenizer.get_chat_template()
-        given = _as_read([dict(m) for m in messages], template)
+        given = modelfiles.as_read([dict(m) for m in messages], template)
         kwargs = self.settings.chat_template_kwargs
         ids = self.tokenizer.apply_chat_template(given, chat_template=template, tokenize=True, return_dict=False, **kwargs)
         limit = min(self.settings.max_model_len, self.settings.max_prompt_tokens or self.settings.max_model_len)
@@ -112,7 +110,7 @@ class Chat:
         template = request.chat_template or self.template or self.tokenizer.get_chat_template(tools=tools)
         args = template_args(request, template) if request.chat_template_args else {}
         return self.tokenizer.apply_chat_template(
-            _as_read(messages, template),
+            modelfiles.as_read(messages, template),
             tools=tools,
             chat_template=template,
             add_generation_prompt=True,
@@ -173,13 +171,6 @@ class Chat:
 
     def decode(self, tokens: list[int] | np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def _as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """DeepSeek's templates show calls of tools only in messages whose content is none."""
-    if not _NO_TEXT.search(template):
-        return messages
-    return [m | {"content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:

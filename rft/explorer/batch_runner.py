@@ -60,6 +60,7 @@ class BatchRunner:
             max_group_s=settings.max_group_timeout_s,
             whole_groups=settings.whole_groups,
             stop_hopeless=settings.stop_hopeless,
+            reproducible=settings.reproducible,
         )
         self.times = RunTimes(settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup)
         self.breaker = Breaker(settings.breaker)

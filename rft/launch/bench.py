@@ -58,21 +58,24 @@ def targets(plan: Plan) -> list[Target]:
 
 @contextmanager
 def plan_for(plan: Plan, target: Target) -> Iterator[Plan]:
-    """The plan with engines that serve the weights of `target`; a checkpoint without a model folder is put together meanwhile."""
-    if target.checkpoint is None:
+    """The plan with engines that serve the weights of `target`; what has no model folder is put together meanwhile."""
+    found, lora = target.checkpoint, plan.learner.lora
+    if found is None and (lora is None or lora.path is None):
         yield _serving(plan, None)
         return
-    exported = target.checkpoint / "huggingface"
-    if any(exported.glob("*.safetensors")):
-        yield _serving(plan, exported)
+    if found is not None and any((found / "huggingface").glob("*.safetensors")):
+        yield _serving(plan, found / "huggingface")
         return
-    from rft.trainer.hf_folder import assemble
+    from rft.trainer.hf_folder import assemble, assemble_first
 
-    folder = plan.run_dir / "bench" / target.checkpoint.name
+    folder = plan.run_dir / "bench" / ("base" if found is None else found.name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        assemble(target.checkpoint / "trainer", folder)
+        if found is not None:
+            assemble(found / "trainer", folder)
+        elif lora is not None and lora.path is not None:  # what a run that starts from an adapter has before its first step
+            assemble_first(plan.learner, Path(lora.path), folder)
         yield _serving(plan, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -176,7 +176,8 @@ def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
 
 
 def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
-    """What is new since the run began, in words.  Until there is a checkpoint anything may change: nothing learnt would be thrown away.
+    """What is new since the run began, in words.  Until there is a checkpoint anything may change: nothing learnt would be thrown away,
+    and rows are set aside, unless they are to be kept.
 
     Raises ConfigError for those that would make it another run, and where its checkpoints or its state are not as it left them.
     """
@@ -185,7 +186,8 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
         manifests.recover(rundir.checkpoints)
         if plan.resume_mode == "auto":
             manifests.refuse_lost(rundir.checkpoints)
-        found = refuse_changes(loaded, rundir.path) if manifests.committed(rundir.checkpoints) else []
+        goes_on = plan.buffer.resume_rows == "keep" or bool(manifests.committed(rundir.checkpoints))
+        found = refuse_changes(loaded, rundir.path) if goes_on else []
     except (RftError, OSError):
         rundir.release()
         raise

@@ -108,13 +108,13 @@ async def called(fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: f
     """
     what = f"reward {task.reward}"
     if not blocks(fn):
-        return await in_time(guarded(fn(task, given), "the reward"), timeout_s, what)
+        return await in_time(guarded(fn(task.own(), given), "the reward"), timeout_s, what)
     if _is_quick(fn):
         result = fn(task, given)
     else:
         turns = _TURNS.setdefault(asyncio.get_running_loop(), {})
         async with CLOCK.get().turn(turns.setdefault(id(fn), asyncio.Lock())):
-            result = await in_time(in_thread(partial(fn, task, given), "the reward"), timeout_s, what)
+            result = await in_time(in_thread(partial(fn, task.own(), given), "the reward"), timeout_s, what)
     if inspect.isawaitable(result):
         result = await in_time(guarded(result, "the reward"), timeout_s, what)
     return result

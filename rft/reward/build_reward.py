@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, Plugin, checked_args, derived, hooks
+from rft.plugins import REGISTRY, Plugin, check_call, checked_args, derived, hooks
 from rft.reward import data_sources, functions, lists, manager, overlong_penalty
 from rft.reward.base import FunctionReward, Reward
 from rft.threads import contained
@@ -65,11 +65,12 @@ def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
     elif inspect.isclass(plugin.obj):
         if (cls := derived(plugin.obj, Reward)).__call__ is Reward.__call__:
             raise _not_callable(name, key)
+        check_call(plugin, keywords := checked_args(plugin, own, key=key), key=key)
         with contained(f"reward {name}"):
-            made = cls(**checked_args(plugin, own, key=key))
+            made = cls(**keywords)
     else:
         made = from_function(plugin, own, key=key)
-    return overlong_penalty.shaped(made, penalty) if penalty.enable_overlong_penalty else made
+    return overlong_penalty.Shaped(made, penalty) if penalty.enable_overlong_penalty else made
 
 
 def _split(
@@ -89,7 +90,8 @@ def from_function(plugin: Plugin, args: Mapping[str, Any], *, key: str) -> Rewar
     """A function, or an object that can be called, as a reward; attributes such as `whole_group` are taken over."""
     if not callable(plugin.obj):
         raise _not_callable(plugin.name, key)
-    made = FunctionReward(partial(plugin.obj, **checked_args(plugin, args, key=key)))
+    check_call(plugin, keywords := checked_args(plugin, args, key=key), None, None, key=key)  # a task and a transcript
+    made = FunctionReward(partial(plugin.obj, **keywords))
     vars(made).update(hooks(plugin.obj, Reward))
     return made
 

@@ -132,7 +132,9 @@ class Judge(Reward):
 
     def value(self, verdict: dict[str, Any], case: JudgeCase) -> RewardResult:
         """The reward of a verdict: number / highest number.  By default of its only field."""
-        (number,) = verdict.values()
+        number, *more = verdict.values()
+        if more or isinstance(number, str):
+            raise TypeError(f"{self.kind} needs a method value(self, verdict, case): its verdict, {verdict}, is not one number")
         return self.scale.value(number)
 
     # ------------------------------------------------------------ a reward

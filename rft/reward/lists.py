@@ -65,22 +65,22 @@ _unscored = Score(value=None, reason="the function returned None")
 
 
 def _batch(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
-    n = len(transcripts)
+    own = [task.own() for _ in transcripts]
     return {
-        "data_sources": [task.row.get("data_source", task.taskset)] * n,
+        "data_sources": [task.row.get("data_source", task.taskset)] * len(own),
         "solution_strs": [t.answer for t in transcripts],
-        "ground_truths": [task.truth] * n,
-        "extra_infos": [task.row.get("extra_info") or {} for _ in transcripts],
+        "ground_truths": [t.truth for t in own],
+        "extra_infos": [t.row.get("extra_info") or {} for t in own],
     }
 
 
 def _trl(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
     """Conversational where the task has messages, else texts; every further column of the row as a list."""
     chats = bool(task.messages)
-    n = len(transcripts)
+    own = [task.own() for _ in transcripts]
     return {
-        **{name: [value] * n for name, value in task.row.items() if name not in ("prompt", "completion")},
-        "prompts": [list(task.messages) if chats else task.prompt] * n,
+        **{name: [t.row[name] for t in own] for name in task.row if name not in ("prompt", "completion")},
+        "prompts": [list(t.messages) if chats else t.prompt for t in own],
         "completions": [[{"role": "assistant", "content": t.answer}] if chats else t.answer for t in transcripts],
         "completion_ids": [t.turns[-1].completion.tokens.tolist() for t in transcripts],
     }

@@ -27,16 +27,18 @@ class OverlongArgs(BaseModel):
     max_response_length: int | None = Field(None, ge=1)
 
 
-def shaped(inner: Reward, shape: OverlongArgs) -> Reward:
+class Shaped(ChangedReward):
     """`inner` plus the penalty, which is also the part `overlong`."""
 
-    def shorten(task: Task, transcript: Transcript, given: Score) -> Score:
+    def __init__(self, inner: Reward, shape: OverlongArgs) -> None:
+        super().__init__(inner, self._shorten)
+        self.shape = shape
+
+    def _shorten(self, task: Task, transcript: Transcript, given: Score) -> Score:
         if given.value is None:
             return given
-        cost = penalty(shape, sum(len(t.completion.tokens) for t in transcript.turns), task.sampling.max_tokens)
+        cost = penalty(self.shape, sum(len(t.completion.tokens) for t in transcript.turns), task.sampling.max_tokens)
         return Score(value=given.value + cost, parts={**given.parts, "overlong": cost}, reason=given.reason)
-
-    return ChangedReward(inner, shorten)
 
 
 def penalty(shape: OverlongArgs, length: int, max_tokens: int) -> float:

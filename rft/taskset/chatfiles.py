@@ -135,7 +135,7 @@ class ChatFiles:
         if source is None:
             raise ConfigError(f"the tokenizer of {self.folder} has no chat template; write model.chat_template_path", key=KEY)
         names = {**self.special_tokens, **kwargs, "add_generation_prompt": opening}
-        return render(source, messages, tools, names)
+        return render(source, modelfiles.as_read(messages, source), tools, names)
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:

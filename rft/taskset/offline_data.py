@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,16 @@ import xxhash
 
 from rft.errors import ConfigError
 from rft.taskset.base import ABSENT, as_chat, lookup
-from rft.taskset.chatfiles import ChatFiles, LeftOut, find_model, open_chat, read_settings
+from rft.taskset.chatfiles import KEY, ChatFiles, LeftOut, find_model, open_chat, read_settings
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.experience import Demonstration, Preference
 from rft.types.ids import ExperienceId
+from rft.types.row_layout import text_config
 from rft.types.task import Task
 
 log = logging.getLogger(__name__)
+_TODAY = datetime(2026, 1, 1)  # of templates that write it: rows must be the same on the day when a run goes on
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
     for task in map(taskset.task, range(len(taskset))):
         where = f"row {task.index} of {settings.rows.path}"
         record = tokens.record(task, where)
-        longest = max(len(t) for t, _ in sides(record))
+        longest, last = max(len(t) for t, _ in sides(record)), max(int(t.max()) for t, _ in sides(record))
+        if tokens.vocab_size is not None and last >= tokens.vocab_size:
+            text = f"{where} has token {last}, and the model knows {tokens.vocab_size}: its tokenizer was given tokens that it was not"
+            raise ConfigError(f"{text}.  Add them to the model (resize_token_embeddings), or take the row out", key=KEY)
         if longest > settings.max_tokens:
             if settings.filter_overlong:
                 left_out.append(task.index)
@@ -121,7 +126,8 @@ class _Tokens:
     """Turns rows into records with one tokenizer and template."""
 
     def __init__(self, settings: OfflineDataSettings, chat: ChatFiles) -> None:
-        ends = _end_tokens(chat, find_model(settings.weights_path or settings.model_path))
+        ends, config = end_tokens(chat, settings), find_model(settings.weights_path or settings.model_path) / "config.json"
+        self.vocab_size = text_config(read_settings(config)).get("vocab_size")
         self._settings, self._chat, self._ends, self._key = settings, chat, ends, settings.rows.key
 
     def record(self, task: Task, where: str) -> Demonstration | Preference:
@@ -197,11 +203,14 @@ class _Tokens:
         pieces: list[str] = []
         done = ""
         for i in answers if every else answers[-1:]:
-            before, through = self._render(task, messages[:i], True), self._render(task, messages[: i + 1], False)
+            before = self._render(task, messages[:i], where, True)
+            through = self._render(task, messages[: i + 1], where, False)
             if not before.startswith(done) or not through.startswith(before) or len(through) == len(before):
                 raise ConfigError(_rewritten(where, i, every), key=f"{self._key}.format.chat_template")
             pieces += [before[len(done) :], through[len(before) :]]
             done = through
+            if wrong := _other(messages[i], pieces[-1]):
+                raise ConfigError(f"{where}, message {i}: {wrong}", key=self._key)
         tokens: list[int] = []
         mask: list[bool] = []
         for n, ids in enumerate(self._chat.encode_pieces(pieces)):
@@ -219,11 +228,14 @@ class _Tokens:
         ends = [i for i, token in enumerate(ids) if token in self._ends]
         return ends[-1] + 1 if ends else len(ids)
 
-    def _render(self, task: Task, messages: list[dict[str, Any]], opening: bool) -> str:
+    def _render(self, task: Task, messages: list[dict[str, Any]], where: str, opening: bool) -> str:
         s = self._settings
-        args = {**s.chat_template_args, **task.chat_template_args}
+        args = {"strftime_now": _TODAY.strftime, **s.chat_template_args, **task.chat_template_args}
         template = task.chat_template or s.chat_template
-        return self._chat.render(messages, list(task.tools), template=template, opening=opening, **args)
+        try:
+            return self._chat.render(messages, list(task.tools), template=template, opening=opening, **args)
+        except ConfigError as e:
+            raise ConfigError(f"{where}: {e.message}", key=e.key, given=e.given) from None
 
 
 def _rewritten(where: str, i: int, every: bool) -> str:
@@ -234,9 +246,21 @@ def _rewritten(where: str, i: int, every: bool) -> str:
     )
 
 
-def _end_tokens(chat: ChatFiles, model: Path) -> list[int]:
-    """What ends a generation in engines: the tokenizer's end token first, then those of the folder `model`."""
+def _other(answer: dict[str, Any], text: str) -> str | None:
+    """Why `text`, which the template wrote of `answer`, says something else."""
+    if not any(value and isinstance(value, str | list) for key, value in answer.items() if key not in ("role", "name", "id")):
+        return "the answer is empty"
+    calls = [c.get("function") or c for c in answer.get("tool_calls") or () if isinstance(c, dict)]
+    said = [str(c["name"]) for c in calls if isinstance(c, dict) and "name" in c]
+    said = said or [str(answer.get("content") or "").rpartition("</think>")[2].strip()]
+    lost = next((s for s in said if s not in text), None)
+    return None if lost is None else f"the chat template does not write {lost[:80]!r} of the answer; give another chat template"
+
+
+def end_tokens(chat: ChatFiles, settings: OfflineDataSettings) -> list[int]:
+    """What ends a generation in engines: the tokenizer's end token first, then those of the model's folder."""
     found: list[int] = []
+    model = find_model(settings.weights_path or settings.model_path)
     if (eos := chat.special_tokens.get("eos_token")) is not None and len(ids := chat.encode_each([eos])[0]) == 1:
         found += ids
     own = model / "generation_config.json"

@@ -133,7 +133,7 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad: float, 
     """Clip the gradients of `model` and make one update; returns their norm.  A norm that is not finite applies nothing."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
-        if p.grad is None and p in optimizer.state:  # no row had a loss: the optimizer still moves by its momentum
+        if p.grad is None and optim.updated(optimizer, p):  # no row had a loss: the optimizer still moves by its momentum
             p.grad = torch.zeros_like(p)
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = tensors.full(torch.nn.utils.get_total_norm(grads, foreach=True))

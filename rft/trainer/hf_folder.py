@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 from rft.engine.weights import saved_buffers
 from rft.errors import CheckpointInvalid
 from rft.trainer import adapterfiles, loading, shards, tensors
-from rft.trainer.saving import ADAPTERS, PRETRAINED, in_base, read_page, untrained
+from rft.trainer.saving import ADAPTERS, PRETRAINED, in_base, read_page, side_files, untrained
+from rft.trainer.settings import LearnerSettings
 from rft.trainer.sharding import DTYPES
 from rft.trainer.tensors import Files
 from rft.types.adapter import key
@@ -32,10 +33,22 @@ def assemble(saved: Path, target: Path) -> None:
     Raises CheckpointInvalid naming the file that is missing or does not fit.
     """
     shutil.copytree(saved / PRETRAINED, target, dirs_exist_ok=True)
-    page = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    about = read_page(saved)
+    adapter = about.get("adapter")
+    source = shards.find(saved, "model") if adapter is None else _adapter(saved, adapter)
+    _assemble(Path(about.get("base_path") or "/nowhere"), source, target)
+
+
+def assemble_first(settings: LearnerSettings, adapter: Path, target: Path) -> None:
+    """The same for the model that a run begins with which starts from `adapter`."""
+    side_files(settings, target)
+    _assemble(Path(settings.model_path), adapter, target)
+
+
+def _assemble(base: Path, source: Files | Path, target: Path) -> None:
+    """`target` has its config already; `source`: the weights, or an adapter that is added to those of `base`."""
+    page, lm = json.loads((target / "config.json").read_text(encoding="utf-8")), None
     dtype = DTYPES.get(str(page.get("dtype") or page.get("torch_dtype")), torch.float32)
-    about, lm = read_page(saved), None
-    adapted, base = about.get("adapter") is not None, Path(about.get("base_path") or "/nowhere")
     there = loading.files_of(base) if base.is_dir() else Files([])
     if "auto_map" not in page:  # the model's own code, where it brings some, knows one set of names
         config = loading.config_of(target, trust_remote_code=False, override={})
@@ -43,10 +56,10 @@ def assemble(saved: Path, target: Path) -> None:
         if base.is_dir() and not {n for n, _ in in_base(lm, there, lm.named_parameters())} <= set(there):
             lm = loading.pretrained(config, base, trust_remote_code=False, attn_implementation="eager")  # knows the names there
     exact = set() if lm is None else set(saved_buffers(lm))
-    files, read = _adapted(saved, lm) if adapted else ((whole := shards.find(saved, "model")), whole.read)
+    files, read = (source, source.read) if isinstance(source, Files) else _added(base, source, lm)
     due = {n: torch.empty(files.shape(n), dtype=files.dtype(n) if n in exact else dtype, device="meta") for n in files}
     given: Iterable[tuple[str, torch.Tensor]] = ((name, read(name)) for name in files)
-    if not adapted and lm is not None:
+    if files is source and lm is not None:
         due, given = dict(in_base(lm, there, due.items())), in_base(lm, there, given)
         names = untrained(lm, there, due, lm.all_tied_weights_keys)
         due |= {n: torch.empty(there.shape(n), dtype=there.dtype(n), device="meta") for n in names}
@@ -54,15 +67,19 @@ def assemble(saved: Path, target: Path) -> None:
     tensors.write(target / "model.safetensors", {n: (t.dtype, tuple(t.shape)) for n, t in due.items()}, given)
 
 
-def _adapted(saved: Path, lm: Any) -> tuple[Files, Callable[[str], torch.Tensor]]:
-    about = read_page(saved)["adapter"]
-    base, folder = Path(about["base_path"]), saved / ADAPTERS / about["name"]
+def _adapter(saved: Path, about: Mapping[str, Any]) -> Path:
+    """The adapter in `saved`, once it is sure that its base is there."""
+    base, folder = Path(about["base_path"]), saved / ADAPTERS / str(about["name"])
     if not base.is_dir():
         raise CheckpointInvalid(
             f"{base}: the base of the adapter in {saved} is not there; export the adapter alone, or put it back"
         )
     if fingerprint(base) != about["base_sha256"]:
         raise CheckpointInvalid(f"{base}: its weights are not those that the adapter in {folder} was trained on")
+    return folder
+
+
+def _added(base: Path, folder: Path, lm: Any) -> tuple[Files, Callable[[str], torch.Tensor]]:
     form, _, _ = adapterfiles.read(folder)
     files, adapter = loading.files_of(base), Files([folder / adapterfiles.WEIGHTS])
     weights = {f"{m}.weight": m for m in form.modules}

@@ -38,10 +38,15 @@ def make(names: Mapping[str, nn.Parameter], o: OptimSettings) -> torch.optim.Opt
             return torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum)
 
 
+def updated(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether it was ever updated; Adagrad has a state of every parameter from the beginning."""
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    return bool(state) and bool(state.get("step", 1))
+
+
 def moments(optimizer: torch.optim.Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Running averages of the size of their parameter, by `average.parameter`; empty before the first update."""
-    state = optimizer.state
-    held = [(name, p, state[p]) for name, p in names.items() if p in state]
+    held = [(name, p, optimizer.state[p]) for name, p in names.items() if updated(optimizer, p)]
     keys = dict.fromkeys(
         k for _, p, s in held for k, t in s.items() if isinstance(t, torch.Tensor) and t.shape == p.shape and p.ndim
     )
@@ -50,7 +55,7 @@ def moments(optimizer: torch.optim.Optimizer, names: Mapping[str, nn.Parameter])
 
 def numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """What else the state holds, such as the number of updates: the same for every parameter."""
-    first: dict[str, Any] = next(iter(optimizer.state.values()), {})
+    first: dict[str, Any] = next((state for p, state in optimizer.state.items() if updated(optimizer, p)), {})
     return {k: float(t) for k, t in first.items() if isinstance(t, int | float) or (isinstance(t, torch.Tensor) and t.ndim == 0)}
 
 

@@ -82,6 +82,7 @@ def take(
         "seed": settings.seed,
         "contents": [c for c in settings.save_contents if c != "hf_model"],
         "optimizer_type": settings.optim.optimizer_type,
+        "critic_optimizer_type": settings.critic.optim.optimizer_type,
         "optimizer": {f"{prefix}optimizer": values for prefix, values in numbers.items()},
         "world_size": settings.world_size,
         "kl_coefs": dict(kl_coefs),
@@ -131,8 +132,11 @@ def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> N
         if "optimizer" not in wanted or (kind not in there and settings.load_contents is None):
             continue  # nothing was updated yet, or it was not saved and not asked for
         if kind in there:
-            optim.check_type(page.get("optimizer_type"), settings.optim.optimizer_type, str(folder / STATE))
-            values = page.get("optimizer", {}).get(kind) or {"step": float(page["updates"])}
+            mine = (settings.critic.optim if part.prefix else settings.optim).optimizer_type
+            unsaid = mine if part.prefix else None  # older checkpoints do not say the critic's
+            written = page.get(f"{part.prefix}optimizer_type", unsaid)
+            optim.check_type(written, mine, f"{folder / STATE}{', critic' if part.prefix else ''}")
+            values = page.get("optimizer", {}).get(kind, {"step": float(page["updates"])})
             optim.restore(part.optimizer, names, shards.find(folder, kind), values)
         elif page["updates"]:
             raise CheckpointInvalid(f"{folder}: holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents")

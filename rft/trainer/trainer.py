@@ -274,7 +274,7 @@ class Trainer:
 
             async def fill(folder: Path) -> dict[str, str]:
                 hashes = await self._ranks.write(folder / "trainer")
-                if export:
+                if export or "model" not in self._ranks.settings.save_contents:  # then the weights are in that folder alone
                     await self._ranks.export(folder / "huggingface")
                 return {f"trainer/{name}": digest for name, digest in hashes.items()}
 

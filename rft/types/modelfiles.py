@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from rft.errors import CheckpointInvalid
+from rft.strictjson import parse_json
 
 _BLOCK = 16 << 10  # bytes read at each of _PLACES places of a tensor
 _PLACES = 4
 _MAX_HEADER = 100 << 20
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _MARKED = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
+_NO_TEXT = re.compile(r"""\bcontent(["']\])? is none""")
+_OBJECTS = re.compile(r"""\barguments(["']\])? *(\| *(tojson|items|dictsort)|is mapping)""")
 
 
 def hub_cache() -> Path:
@@ -39,6 +42,32 @@ def snapshot(name: str) -> Path | None:
 def plain_jinja(template: str) -> str:
     """A chat template without transformers' own tag: `{% generation %}`, which marks answers, opens a scope and no more."""
     return _MARKED.sub(r"\1with\2", template)
+
+
+def as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Calls of tools as `template` reads them.
+
+    DeepSeek's shows them only in messages whose content is none; most write their arguments as JSON, which OpenAI's form has them in
+    already.
+    """
+    if _NO_TEXT.search(template):
+        messages = [m | {"content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
+    if not _OBJECTS.search(template):
+        return messages
+    return [
+        m | {"tool_calls": [*map(_with_object, calls)]} if isinstance(calls := m.get("tool_calls"), list) else m for m in messages
+    ]
+
+
+def _with_object(call: Any) -> Any:
+    """A call whose arguments are the object that their JSON text is."""
+    if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
+        return call | {"function": _with_object(function)}
+    try:
+        made = parse_json(call["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return call
+    return call | {"arguments": made} if isinstance(made, dict) else call
 
 
 def files(folder: Path) -> list[Path]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 
 class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
@@ -34,6 +36,8 @@ class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
             raise ValueError(f"min_p {self.min_p}: must be in [0, 1]")
         if self.max_tokens < 1 or not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens}, max_tokens {self.max_tokens}: need 0 <= min <= max and max >= 1")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop {self.stop!r}: must be a list of texts, [{self.stop!r}]")
         if self.seed is not None and not -1 << 63 <= self.seed < 1 << 63:
             raise ValueError(f"seed {self.seed}: must be from -2**63 to 2**63 - 1, as the ledger keeps it")
 
@@ -101,3 +105,8 @@ class Task(Struct, frozen=True, kw_only=True):
             raise ValueError(f"task {self.taskset}[{self.index}] has no prompt and no messages")
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": self.prompt}]
+
+    def own(self) -> Task:
+        """A copy for a workflow or a reward, which may change what is in it: nothing is changed for other runs."""
+        held = {"row": self.row, "messages": self.messages, "tools": self.tools, "truth": self.truth}
+        return replace(self, **{name: copy.deepcopy(v) for name, v in held.items() if v and isinstance(v, dict | list | tuple)})

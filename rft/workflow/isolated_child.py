@@ -25,7 +25,8 @@ import numpy as np
 from rft.engine.base import PromptTooLong
 from rft.parent import die_with_parent
 from rft.plugins import import_file
-from rft.types.completion import Completion, Transcript
+from rft.reward.base import checked
+from rft.types.completion import Completion, Score, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.worker import framing, limits
 from rft.workflow.base import RunContext
@@ -129,8 +130,14 @@ async def _run(cls: Any, order: Order, contexts: list[RunContext]) -> list[Trans
 def _played(t: Transcript, link: _Link) -> Played:
     if any(turn.mask is not None for turn in t.turns):
         raise ValueError("an isolated workflow cannot leave tokens out of training (mask); play it without isolated")
-    calls = [(link.number(turn.completion), turn.score, turn.info, turn.teacher_logprobs) for turn in t.turns]
-    return Played(calls=calls, layout=t.layout, metrics=t.metrics, info=t.info, score=t.score, limited=t.limited)
+    calls = [(link.number(turn.completion), _score(turn.score), turn.info, turn.teacher_logprobs) for turn in t.turns]
+    metrics = {name: float(value) for name, value in t.metrics.items()}
+    return Played(calls=calls, layout=t.layout, metrics=metrics, info=t.info, score=_score(t.score), limited=t.limited)
+
+
+def _score(given: Any) -> Score | None:
+    """As a run that is not isolated may give it: a number, parts or a Score."""
+    return None if given is None else checked(given)
 
 
 def _limit(most: Isolation) -> None:

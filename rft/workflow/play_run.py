@@ -7,7 +7,6 @@ Invariant: a run gives at least one experience, whose id carries the attempt it 
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import logging
 import math
@@ -16,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -25,9 +24,9 @@ from rft.engine.base import PromptTooLong
 from rft.errors import PluginStopped, RftError
 from rft.logs import redact
 from rft.reward import exchanges
-from rft.reward.base import called, checked, number, score_group
+from rft.reward.base import as_number, called, checked, number, score_group
 from rft.threads import OutOfTime, contained, in_thread, in_time
-from rft.types.completion import Score, Transcript, Turn
+from rft.types.completion import Layout, Score, Transcript, Turn
 from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
 from rft.types.task import Task
@@ -40,6 +39,7 @@ T = TypeVar("T")
 _REASON_CHARS = 300
 _TRACEBACK_LINES = 12
 _GOLD_CHARS = 200
+_LAYOUTS = get_args(Layout)
 
 
 def experiences(
@@ -189,7 +189,7 @@ class RunLimits:
 
     `max_group_s`: seconds for all runs of a task together, from the moment the first of them begins.  `whole_groups`: a group that
     misses a run is not trained; else half of its runs, and at least two, are enough.  `stop_hopeless`: once too many runs of a group
-    have failed, its others are ended.
+    have failed, its others are ended.  `reproducible`: a trainer has to compute how its tokens were drawn.
     """
 
     max_timeout_s: float
@@ -197,6 +197,7 @@ class RunLimits:
     max_group_s: float | None = None
     whole_groups: bool = False
     stop_hopeless: bool = False
+    reproducible: bool = False
 
     def needed(self, num_runs: int) -> int:
         """How many runs of a group must be trainable."""
@@ -229,7 +230,7 @@ class TaskRuns:
 
         async def play(attempt: int) -> Transcript:
             transcript = await self._played(context(run, attempt))
-            check_transcript(transcript, self.recipe)
+            self._check(transcript)
             return transcript  # type: ignore[no-any-return]
 
         transcript, how = await self._tried(play)
@@ -307,7 +308,7 @@ class TaskRuns:
         runs = []
         for n, transcript in zip(numbers, transcripts, strict=True):
             try:
-                check_transcript(transcript, self.recipe)
+                self._check(transcript)
                 runs.append(replace(how, number=n, transcript=transcript))
             except RunError as e:
                 runs.append(replace(how, number=n, error=e))
@@ -329,8 +330,20 @@ class TaskRuns:
             attempt += 1
 
     async def _played(self, ctx: RunContext | Sequence[RunContext]) -> Any:
-        work = play(self.recipe, _own(self.task), ctx)
+        work = play(self.recipe, self.task.own(), ctx)
         return await in_time(work, self.limits.max_timeout_s, f"workflow {self.recipe.name}")
+
+    def _check(self, transcript: Any) -> None:
+        check_transcript(transcript, self.recipe)
+        if not (self.limits.reproducible and self.task.sampling.reproducible):  # a greedy run, for a baseline, is not trained
+            return
+        for n, s in enumerate(t.completion.sampling for t in transcript.turns):
+            if not s.reproducible:
+                raise RunError(
+                    f"workflow {self.recipe.name}: model call {n} has temperature 0, or a top_p, top_k, min_p, min_tokens or penalty: "
+                    "the trainer cannot compute such log-probs.  For a call that is not trained write "
+                    "ctx.policy.generate(ctx.request(messages, ...))"
+                )
 
 
 def ended_by(error: Exception) -> Ended:
@@ -346,11 +359,6 @@ async def play(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext
     with contained(f"workflow {recipe.name}"):
         made: Any = recipe.make()
         return await (made.run(task, ctx) if isinstance(ctx, RunContext) else made.run_group(task, list(ctx)))
-
-
-def _own(task: Task) -> Task:
-    """The task with a row of its own, so that a workflow that changes it changes nothing for other runs and for the reward."""
-    return msgspec.structs.replace(task, row=copy.deepcopy(task.row)) if task.row else task
 
 
 async def _isolated(recipe: Recipe, place: Place, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
@@ -421,8 +429,10 @@ def check_transcript(transcript: Any, recipe: Recipe) -> None:
         raise RunError(f"workflow {recipe.name} made no model call")
     if any(t.completion.finish_reason == "abort" for t in transcript.turns):
         raise RunError("the engine aborted a model call")
+    if transcript.layout not in _LAYOUTS:
+        raise RunError(f"workflow {recipe.name}: layout is {transcript.layout!r}; it must be one of {', '.join(_LAYOUTS)}")
     for name, given in transcript.metrics.items():
-        if not isinstance(given, int | float) or not math.isfinite(given):
+        if (found := as_number(given)) is None or not math.isfinite(found):
             raise RunError(f"workflow {recipe.name}: metric {name!r} is {given!r}; it must be a finite number")
     try:
         msgspec.json.encode(transcript.info)

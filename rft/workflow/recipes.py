@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rft.errors import ConfigError, SetupError
-from rft.plugins import REGISTRY, Plugin, checked_args, derived
+from rft.plugins import REGISTRY, Plugin, check_call, checked_args, derived
 from rft.reward.base import Reward
 from rft.reward.build_reward import build as build_reward
 from rft.threads import guarded
@@ -169,6 +169,7 @@ def recipe(plugin: Plugin, task: Task, reward: Reward | None) -> Recipe:
         if importlib.util.find_spec(library) is None:
             raise SetupError(f"workflow {task.workflow} needs {library}: pip install 'rft-platform[{extra}]'")
     keywords = checked_args(plugin, task.workflow_args, key=f"{where}.workflow_args")
+    check_call(plugin, keywords, key=f"{where}.workflow_args")
     plays_group = cls.run_group is not Workflow.run_group
     blocking = not inspect.iscoroutinefunction(cls.run_group if plays_group else cls.run)
     place = None if cls.isolated is False else Place(plugin.obj, cls.isolated, key=f"{where}.workflow")

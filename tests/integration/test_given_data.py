@@ -161,6 +161,14 @@ def test_it_begins_with_the_checkpoint_of_another_run(config: Callable[..., Path
     assert longer.version.step == 4 and longer.resumed_from == second.version
 
 
+def test_pairs_that_begin_with_another_run_are_told_what_they_are_compared_with(
+    config: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = config("dpo", "rft.testing.tiny:copy_pairs")
+    found = [check(file, given).warnings for given in ([f"resume_from_path={tmp_path}"], [])]
+    assert [sum("the reference model is still model.model_path" in w for w in warnings) for warnings in found] == [1, 0], found
+
+
 def test_sft_then_grpo_in_one_file(tmp_path: Path, tiny_model: Path) -> None:
     tasks = {"name": "copy", "path": "rft.testing.tiny:copy_tasks", "default_reward_fn_type": "exact_answer"}
     source = {"storage_type": "file", "path": "rft.testing.tiny:copy_tasks", "data_selector": {"selector_type": "shuffle"}}
@@ -264,3 +272,13 @@ def test_check_says_what_a_step_is(config: Callable[..., Path]) -> None:
     assert (said["tokens"], said["trained_tokens"]) == (80, 16)
     assert [(t.num_rows, t.is_eval) for t in report.tasksets] == [(2048, False), (100, True)]
     assert report.tasksets[0].rows[0].prompt.endswith("<|im_end|>»"), "what is trained is marked"
+
+
+def test_check_warns_of_answers_after_which_an_engine_goes_on(
+    config: Callable[..., Path], tmp_path: Path, tiny_model: Path
+) -> None:
+    """As with ChatML on a base model, whose end token is another one."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role + m.content + '!' }}{% endfor %}")
+    found = [check(config("sft", model=folder)).warnings for folder in (model, tiny_model)]
+    assert [sum("end without an end token" in w for w in warnings) for warnings in found] == [1, 0], found

@@ -52,6 +52,8 @@ class ScheduleConfig(Section):
     def rules(self, at: str, told: Told) -> None:
         if not all(0 <= b < 1 for b in self.betas):
             told.error(f"{at}.betas", "each must be in [0, 1)")
+        idle = {"sgd": ("betas", "eps"), "adagrad": ("betas", "momentum")}.get(self.optimizer_type, ("momentum",))
+        self.idle(at, idle, f"optimizer_type is {self.optimizer_type}", told)
         if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
             told.warn(f"{at}: lr_warmup_steps is written and wins; lr_warmup_steps_ratio has no effect")
         if self.warmup_style is not None:

@@ -291,11 +291,11 @@ class BufferConfig(Section):
     total_tasks: units.Tasks | None = safe_key(None, "Tasks in all: total_steps is this divided by batch_size, rounded up.")
     explorer_input: ExplorerInputConfig = section(ExplorerInputConfig, "Tasksets.")
     trainer_input: TrainerInputConfig = section(TrainerInputConfig, "The experience buffer.")
-    on_short_batch: OnShortBatch = key(
+    on_short_batch: OnShortBatch = safe_key(
         BufferSettings.on_short_batch,
         "When a batch cannot be filled: stop the run, train on what has arrived, or carry it over to the next step.",
     )
-    max_refill: int | None = key(
+    max_refill: int | None = safe_key(
         None, "Groups replaced per explore step when runs fail or are filtered.  Null: 3 x batch_size.", unit="groups", ge=0
     )
     resume_rows: Annotated[Literal["orphan", "keep"], IgnoreCase] = key(

@@ -156,6 +156,32 @@ async def test_closing_ends_every_wait(tmp_path: Path) -> None:
             await wait
 
 
+@pytest.mark.parametrize(("policy", "cursor"), [("stop", 1), ("carry", 2)])
+async def test_a_batch_that_ended_the_run_is_played_again(tmp_path: Path, policy: str, cursor: int) -> None:
+    """A checkpoint that is written meanwhile does not pass it, also where none of its groups waits: steps would lack its groups."""
+    buffer = await started(tmp_path, on_short_batch=policy)
+    await short(buffer, 0, 3)
+    await take(buffer, 1, 1, 3)
+    await buffer.reader(1).use(1)
+    await short(buffer, 1, 0)
+    assert (await buffer.reader(1).consumption(1)).cursor == cursor
+    await buffer.close()
+
+
+async def test_a_group_without_a_reward_is_played_again_by_the_next_start(tmp_path: Path) -> None:
+    """A judge was out of reach, say; what a filter rejected stays so."""
+    buffer = await started(tmp_path)
+    writer = buffer.writer(1)
+    await writer.append(encode([row(GroupId(1, 0, 0, 0).run(0), reward=None)]), accepted=False, reason="unscored")
+    await writer.append(encode(group(1, 0, 1)), accepted=False, reason="zero_std")
+    consumption = await buffer.reader(1).consumption(0)
+    assert [h.task for h in await writer.stored_groups(0)] == [0, 1]
+    await buffer.start_lineage(Version(1, 0), consumption)
+    assert [h.task for h in await buffer.writer(2).stored_groups(0)] == [1]
+    assert (await buffer.audit()).ok
+    await buffer.close()
+
+
 async def test_old_rows_are_stale_at_the_lease(tmp_path: Path) -> None:
     buffer = await started(tmp_path)
     for batch in range(5):

@@ -475,6 +475,14 @@ def test_a_reward_that_is_never_used_is_refused(model: Path, tmp_path: Path) -> 
     assert "scores its runs itself, so this reward would never be used" in error.message and "default_reward_fn_type" in error.key
 
 
+def test_an_overlong_penalty_that_ends_a_run_is_refused(model: Path) -> None:
+    """Its own default is longer than the answers of a small model."""
+    args = f"{TASKSET}.reward_fn_args"
+    (error,) = run(model, f"{args}={{enable_overlong_penalty: true}}").errors
+    assert error.key == f"{args}.cache_length" and "longer than the longest answer (" in error.message
+    assert run(model, f"{args}={{enable_overlong_penalty: true, cache_length: 1}}").ok
+
+
 def test_a_gold_answer_that_cannot_be_tried_is_a_warning(model: Path, tmp_path: Path) -> None:
     """A column that was forgotten, data of another shape, a date."""
     import datetime

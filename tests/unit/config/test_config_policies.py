@@ -20,6 +20,11 @@ FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 PPO = "algorithm.algorithm_type=ppo"
 RC = "algorithm.rollout_correction"
 MIX = "algorithm.sample_strategy=mix"
+DAPO, LOSS_ARGS, OPTIMIZER = (
+    "algorithm.algorithm_type=dapo",
+    "algorithm.policy_loss_fn_args",
+    "algorithm.optimizer.optimizer_type",
+)
 
 
 def plan(*overrides: str) -> Plan:
@@ -86,10 +91,16 @@ def test_reinforce_is_the_loss_of_a_bypass_correction() -> None:
         ((f"{RC}.rollout_rs_threshold=2",), "rollout_rs_threshold has no effect"),
         (("algorithm.loss_scale_factor=9",), "loss_scale_factor has no effect: loss_agg_mode is token-mean"),
         ((PPO, "trainer.critic_warmup=2"), "critic_warmup 2 is as long as the run (2 train steps): no policy is trained"),
+        ((DAPO, f"{LOSS_ARGS}={{clip_range: 0.1}}"), "clip_range has no effect: clip_range_low is 0.2 and clip_range_high 0.28"),
+        (("algorithm.policy_loss_fn=kl_cov", "algorithm.bypass_old_logprobs=false"), "kl_cov holds nothing back"),
+        (("algorithm.optimizer.momentum=0.9",), "optimizer.momentum has no effect: optimizer_type is adamw"),
+        ((f"{OPTIMIZER}=sgd", "algorithm.optimizer.betas=[0.8, 0.9]"), "optimizer.betas has no effect: optimizer_type is sgd"),
     ):
         assert any(says in w for w in plan(*given).warnings), says
     dr_grpo = ("algorithm.algorithm_type=dr_grpo", "algorithm.loss_scale_factor=9")
-    assert not any("has no effect" in w for w in (*plan(*dr_grpo).warnings, *plan(PPO, "trainer.critic_warmup=1").warnings))
+    fine = (dr_grpo, (PPO, "trainer.critic_warmup=1"), (f"{LOSS_ARGS}={{clip_range: 0.1, clip_range_low: 0.2}}",))
+    fine += ((f"{OPTIMIZER}=sgd", "algorithm.optimizer.momentum=0.9"), ("algorithm.policy_loss_fn=kl_cov",))
+    assert not any("has no effect" in w or "kl_cov" in w for given in fine for w in plan(*given).warnings)
 
 
 def test_kl_terms_and_their_controllers() -> None:

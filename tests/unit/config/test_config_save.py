@@ -112,6 +112,22 @@ def test_changes_on_resume(tmp_path: Path) -> None:
     assert "was 'MODEL' when the run" in str(caught.value)
 
 
+def test_what_a_stopped_run_asks_for_may_change_on_resume(tmp_path: Path) -> None:
+    """`ShortBatch` and `BudgetUsedUp` name these keys as the remedy."""
+    args = "buffer.explorer_input.taskset.reward_fn_args"
+    save(load(GOOD / "short.yaml", [f"{args}={{max_cost_usd: 1, rewards: {{j: {{args: {{max_cost_usd: 1}}}}}}}}"]), tmp_path)
+    more = [
+        f"{args}.max_cost_usd=2",
+        f"{args}.rewards.j.args.max_cost_usd=3",
+        "buffer.on_short_batch=train",
+        "buffer.max_refill=9",
+    ]
+    found = refuse_changes(load(GOOD / "short.yaml", [f"{args}.rewards.j.args={{}}", *more]), tmp_path)
+    assert {c.key for c in found} == {text.partition("=")[0] for text in more}
+    with pytest.raises(ConfigErrors, match=r"reward_fn_args\.temperature: was"):
+        refuse_changes(load(GOOD / "short.yaml", [f"{args}.rewards={{}}", f"{args}.temperature=1"]), tmp_path)
+
+
 def test_evaluation_tasksets_may_change_on_resume(tmp_path: Path) -> None:
     save(load(GOOD / "full.yaml"), tmp_path)
     more = load(GOOD / "full.yaml", ["buffer.explorer_input.eval_tasksets=[{path: a.jsonl}, {path: b.jsonl}]"])

@@ -124,6 +124,16 @@ def test_overrides(tmp_path: Path) -> None:
     assert any("the override of algorithm.optimizer.lr has no effect in it" in w for w in two.source.warnings)
 
 
+def test_an_adapter_to_begin_with_is_for_the_first_stage_alone(tmp_path: Path) -> None:
+    """The second begins with weights to which it is added already."""
+    file = write(tmp_path, TWO, model={**BASE["model"], "lora_configs": [{"path": "there"}]})
+    assert not check(file, schema_only=True, stage="one").errors
+    (e,) = check(file, schema_only=True, stage="two").errors
+    assert e.key == "model.lora_configs[0].path" and "stage two begins with the model of the one before" in e.message
+    for more in ({"lora_configs": [{"lora_rank": 4}]}, {}):
+        assert not check(write(tmp_path, TWO, model={**BASE["model"], **more}), schema_only=True, stage="two").errors
+
+
 def test_verls_spelling_inside_a_stage(tmp_path: Path) -> None:
     native = {"trainer_config": {"actor": {"grad_clip": 0.9, "optim": {"lr": 5e-5}}}}
     file = write(tmp_path, [{"stage_name": "one", "trainer": native}, {"stage_name": "two"}])

@@ -54,6 +54,22 @@ def test_a_call_of_a_tool_without_text_has_no_content_where_the_template_asks_fo
     assert call["content"] == ""
 
 
+def test_arguments_of_a_call_are_written_once(tiny_model: Path) -> None:
+    """OpenAI's form has them as JSON text, which a template that writes JSON would quote; one that adds them to a text needs it."""
+    settings = EngineSettings(model_path=str(tiny_model), max_model_len=100)
+    chat = Chat(settings, load_tokenizer(settings))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a":1}'}}]}
+
+    def shown(template: str) -> str:
+        return chat.decode(
+            chat.encode(GenerateRequest(messages=(call,), chat_template="{% for c in messages[0].tool_calls %}" + template))
+        )
+
+    assert shown("{{ c.function.arguments | tojson }}{% endfor %}") == '{"a": 1}'
+    assert shown("{% for k, v in c.function['arguments']|items %}{{ k }}:{{ v }}{% endfor %}{% endfor %}") == "a:1"
+    assert shown("{{ '-' + c['function']['arguments'] }}{% endfor %}") == '-{"a":1}'
+
+
 def test_an_answer_reads_as_it_was_written(tiny_model: Path) -> None:
     """As with vLLM: some tokenizers would take out spaces before points and commas, which code needs."""
     from tokenizers import Tokenizer, models

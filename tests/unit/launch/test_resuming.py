@@ -11,7 +11,10 @@ import pytest
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
-from rft.errors import ConfigError
+from rft.config.load import load
+from rft.config.save import save
+from rft.errors import ConfigError, ConfigErrors
+from rft.launch.execute import _changes
 from rft.launch.modes import TrainOffline
 from rft.launch.rundir import RunDir
 from rft.launch.start import begin
@@ -35,6 +38,25 @@ async def test_a_second_start_without_a_checkpoint_says_that_it_begins_again(
         said.append((start.lineage, [r.getMessage() for r in caplog.records if "starting" in vars(r)]))
     again = "no checkpoint of the earlier attempt (trainer.save_interval): step 0 again, 0 experiences set aside"
     assert said == [(1, []), (2, [again])]
+
+
+@pytest.mark.parametrize("kept", ["keep", "orphan"])
+def test_rows_that_are_kept_are_of_the_same_run(tmp_path: Path, kept: str) -> None:
+    """Also without a checkpoint: they would be trained with the rewards of another configuration."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"model: {{model_path: m}}\nbuffer: {{resume_rows: {kept}, batch_size: 4, explorer_input: {{taskset: {{path: x}}}}}}"
+    )
+    run = RunDir(tmp_path / "run")
+    save(load(file), run.path)
+    plan: Any = SimpleNamespace(resume_mode="auto", buffer=SimpleNamespace(resume_rows=kept))
+    assert _changes(load(file), plan, run) == []
+    other = load(file, ["buffer.batch_size=8"])
+    if kept == "orphan":
+        assert _changes(other, plan, run) == []
+        return
+    with pytest.raises(ConfigErrors, match=r"buffer\.batch_size: was 4"):
+        _changes(other, plan, run)
 
 
 def test_a_run_that_would_end_where_another_one_ended_is_refused(tmp_path: Path) -> None:

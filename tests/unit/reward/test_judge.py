@@ -180,6 +180,16 @@ def test_scales_and_choices() -> None:
 # ---------------------------------------------------------------- answers that are not shown
 
 
+@pytest.mark.parametrize("fields", [{"score": Scale(1, 5), "style": Scale(1, 5)}, {"good": WordChoice(("yes", "no"))}])
+def test_a_verdict_that_is_not_one_number_needs_a_method(fields: dict[str, Any]) -> None:
+    class Asks(Clear):
+        def prompt(self, case: Any, delimit: PromptDelimiters) -> str:
+            return delimit("answer", case.answer) + delimit.ask(**fields)
+
+    with pytest.raises(TypeError, match=r"Asks needs a method value\(self, verdict, case\): its verdict, .* is not one number"):
+        judged(Asks(cache="off"), FakeJudge("yes" if "good" in fields else 4), "Air scatters blue light.")
+
+
 def test_an_answer_that_says_nothing_gets_the_lowest_without_asking() -> None:
     for text in ("", " \n", ":", "...", "\u200b", "Thought process:", "Let's solve this problem step by step.", "👍"):
         model = FakeJudge(5)

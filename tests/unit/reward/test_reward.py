@@ -87,6 +87,25 @@ def test_arguments_are_checked():
         build("reasoning_gym", {"x": 1})
 
 
+async def test_a_reward_is_called_with_what_it_takes(tmp_path):
+    file = tmp_path / "takes.py"
+    file.write_text(
+        "class Wants:\n    def __init__(self, scale): self.scale = scale\n    def __call__(self, task, transcript): return self.scale\n"
+        "def wants(task, transcript, *, scale): return scale\n"
+        "def has(task, transcript, scale=1.0): return scale\n"
+        "def other(answer): return 1.0\n"
+    )
+    for name in ("Wants", "wants"):
+        with pytest.raises(
+            ConfigError, match=rf"args: reward .*:{name}' cannot be called .*missing a required argument: 'scale'"
+        ):
+            build(f"{file}:{name}", {}, key="args")
+        assert (await score(build(f"{file}:{name}", {"scale": 2}), task("1"), make_transcript("1"))).value == 2.0
+    assert (await score(build(f"{file}:has", {"scale": 0.5}), task("1"), make_transcript("1"))).value == 0.5
+    with pytest.raises(ConfigError, match="too many positional arguments"):
+        build(f"{file}:other", {})
+
+
 @pytest.mark.parametrize(
     "bad",
     [

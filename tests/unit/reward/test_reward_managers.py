@@ -116,6 +116,18 @@ async def test_batch_gets_all_answers_of_a_task(file: Path) -> None:
     assert [g.value for g in given] == [1.0, 0.0]
 
 
+async def test_each_answer_has_a_truth_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "eats.py").write_text(
+        "def batch(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [float(a == t.pop() and i.pop('n') == 1) for a, t, i in zip(solution_strs, ground_truths, extra_infos)]\n"
+        "def trl(completions, answer):\n    return [float(c == a.pop()) for c, a in zip(completions, answer)]\n"
+    )
+    given, said = task(["x", "yes"], answer=["x", "yes"], extra_info={"n": 1}), [make_transcript("yes"), make_transcript("yes")]
+    for name in ("batch", "trl"):
+        scores = await score_group(build(f"{tmp_path}/eats.py:{name}", {}), given, said)
+        assert [s.value for s in scores] == [1.0, 1.0]
+
+
 def test_a_manager_and_a_function_have_to_fit(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"args: reward .*together' takes lists .*; its reward_manager is batch"):
         build(f"{file}:together", {"reward_manager": "prime"}, key="args")

@@ -604,7 +604,9 @@ def test_a_wait_without_news_ends_and_names_who_waited_for_whom(transport: Trans
     async def waiting() -> None:
         world = World(transport, timeout_s=10.0)
         await world.publish(0)
-        with pytest.raises(DeadlineExceeded, match=r"explore batch 3 waited 10 s for weights of train step 3 or later.*served 1:0"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"explore batch 3 waited 10 s for weights of train step 3 or later.*served 1:0"
+        ):
             await world.sync.may_explore(3)
         assert simulated.now() == 10.0
 

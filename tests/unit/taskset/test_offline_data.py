@@ -185,6 +185,90 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_every_turn(given:
         given([{"messages": talk}], form=form, chat_template=FORGETFUL, every_turn=True)
 
 
+MESSAGES = {"prompt_type": "messages", "messages_key": "messages"}
+CALLS = (  # as Qwen2.5 writes calls, in short
+    "{% for m in messages %}<|im_start|>{{ m.role[0] }}{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+)
+DEEPSEEKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role[0] }}"
+    "{% if m['content'] is none %}{{ m.tool_calls[0].function.name + m.tool_calls[0].function['arguments'] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "shown"),
+    [
+        (CALLS, '{"a":1}', 'add{"a": 1}<|im_end|>'),
+        (CALLS, {"a": 1}, 'add{"a": 1}<|im_end|>'),
+        (CALLS, "{", 'add"{"<|im_end|>'),
+        (DEEPSEEKS, '{"a":1}', 'add{"a":1}<|im_end|>'),
+    ],
+)
+def test_a_call_is_trained_as_the_model_would_write_it(
+    given: Any, tiny_model: Path, template: str, arguments: Any, shown: str
+) -> None:
+    """OpenAI's form has arguments as JSON text, which must not be quoted a second time."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    (d,) = given([{"messages": [TALK[1], call]}], form=MESSAGES, chat_template=template).records
+    assert spans(tiny_model, d) == [shown]
+
+
+@pytest.mark.parametrize(
+    ("answer", "template", "why"),
+    [
+        ({"content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, None, "does not write 'add'"),
+        ({"content": "yes"}, "{% for m in messages %}{{ m.role }}{{ m.content[:1] }}{% endfor %}", "does not write 'yes'"),
+        ({"content": None}, "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}", "the answer is empty"),
+        ({"content": ""}, None, "the answer is empty"),
+    ],
+)
+def test_an_answer_that_would_be_learnt_as_another_one_is_refused(
+    given: Any, answer: Any, template: str | None, why: str
+) -> None:
+    rows = [{"messages": [TALK[1], {"role": "assistant", **turn}]} for turn in ({"content": "4"}, answer)]
+    rows = rows if template is None else rows[1:]
+    with pytest.raises(ConfigError, match=rf"row {len(rows) - 1} of .*, message 1: .*{why}"):
+        given(rows, form=MESSAGES, chat_template=template)
+
+
+def test_what_was_thought_may_stand_elsewhere(given: Any, tiny_model: Path) -> None:
+    template = CHATML.replace("m['content']", "m['content'].replace('<think>', '{').replace('</think>', '}')")
+    talk = [TALK[1], {"role": "assistant", "content": "<think>two</think>4"}]
+    (d,) = given([{"messages": talk}], form=MESSAGES, chat_template=template).records
+    assert spans(tiny_model, d) == ["{two}4<|im_end|>"]
+
+
+def test_a_row_that_the_template_cannot_take_is_named(given: Any) -> None:
+    rows = [{"messages": [{"role": role, "content": "2+2"}, TALK[2]]} for role in ("user", "system")]
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    with pytest.raises(ConfigError, match=r"row 1 of .*rows\.jsonl: the chat template does not work .* no system"):
+        given(rows, form=MESSAGES, chat_template=strict)
+
+
+@pytest.mark.parametrize("kind", ["chats", "pairs"])
+def test_a_token_that_the_model_has_no_embedding_for_is_refused(given: Any, tiny_model: Path, tmp_path: Path, kind: str) -> None:
+    """A tokenizer that was given tokens, and a model that was not: else the step that reads the row would end the run."""
+    from tokenizers import AddedToken, Tokenizer
+
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("<call>", special=True)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    rows = [{"prompt": "2+2", "response": answer, "chosen": answer, "rejected": "5"} for answer in ("4", "<call>4")]
+    with pytest.raises(ConfigError, match=r"row 1 of .* has token 259, and the model knows 259.*resize_token_embeddings"):
+        given(rows, kind, model_path=str(model))
+
+
+def test_rows_are_the_same_on_every_day(given: Any) -> None:
+    """Or a run could not go on tomorrow."""
+    now = "{{ strftime_now('%Y %f') }}" + CHATML
+    first, second = (given([{"prompt": "2+2", "response": "4"}], chat_template=now) for _ in range(2))
+    assert first.fingerprint == second.fingerprint
+
+
 def test_a_text_is_trained_wholly_and_ends(given: Any, tiny_model: Path) -> None:
     (d,) = given([{"prompt": "hello"}], "texts").records
     assert decoded(tiny_model, d.tokens) == "hello<|im_end|>" and d.loss_mask.tolist() == [False] + [True] * 5

@@ -211,6 +211,20 @@ def test_a_checkpoint_without_a_critic_says_what_to_do(made: Made, settings: Set
         made().load(str(tmp_path))
 
 
+def test_a_critics_state_of_another_optimizer_is_refused(made: Made, rows: list[TrainRow], tmp_path: Path) -> None:
+    sgd = OptimSettings(optimizer_type="sgd", lr=1e-3, momentum=0.9)
+    whole = made()
+    learn(whole, rows, 1)
+    whole.save(str(tmp_path), 1)
+    other = Learner(replace(whole.settings, critic=replace(whole.settings.critic, optim=sgd)))
+    with pytest.raises(CheckpointInvalid, match=r"critic: the optimizer's state is of adamw, not of sgd"):
+        other.load(str(tmp_path))
+    learn(other, rows, 1)
+    other.save(str(tmp_path / "sgd"), 1)
+    with pytest.raises(CheckpointInvalid, match=r"critic: the optimizer's state is of sgd, not of adamw"):
+        made().load(str(tmp_path / "sgd"))
+
+
 def test_another_model_with_other_heads_reads_the_same_rows(
     made: Made, rows: list[TrainRow], tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -187,10 +187,12 @@ def test_a_language_model_is_put_back_under_the_names_and_beside_the_tower_of_it
         assert (whole.eval()(torch.arange(24).view(2, 12)).logits - logits).abs().max() < 1e-4
 
 
-def test_a_tower_for_images_is_not_sharded_decayed_or_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_a_tower_for_images_is_not_sharded_decayed_or_resumed(optimizer: Any, tmp_path: Path) -> None:
     """Deeper than the language model: the layers are still those that read texts, and weight decay leaves the tower as it is."""
     base = families.with_tower("gemma3", tmp_path / "base")
-    settings = LearnerSettings(model_path=str(base), row_layout="padded", optim=OptimSettings(lr=1e-2, weight_decay=0.1))
+    optim = OptimSettings(optimizer_type=optimizer, lr=1e-2, weight_decay=0.1)
+    settings = LearnerSettings(model_path=str(base), row_layout="padded", optim=optim)
     learner = Learner(settings)
     assert layers(learner.policy.lm) is learner.policy.lm.model.language_model.layers
     before = {n: p.detach().clone() for n, p in learner.policy.names().items()}

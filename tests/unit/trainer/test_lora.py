@@ -21,7 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from rft.algorithm.settings import AlgorithmSettings
 from rft.cli.export_command import copy_model
+from rft.config.load import load
+from rft.config.resolve import resolve
 from rft.errors import CheckpointInvalid, ConfigError
+from rft.launch.bench import BASE, Target, plan_for
 from rft.trainer import adapterfiles, saving, shards, tensors
 from rft.trainer.adapterfiles import Form, choose
 from rft.trainer.checkpoints import Checkpoints
@@ -41,6 +44,7 @@ Batch = Callable[..., RankBatch]
 LORA = LoraSettings(rank=4, alpha=8.0)
 KL = AlgorithmSettings(loss_agg_mode="seq-mean-token-mean", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.5})
 QUICK = OptimSettings(lr=1e-2, weight_decay=0.0)
+TINY = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
 
 
 class Kept:
@@ -353,6 +357,20 @@ def test_an_adapter_of_pefts_is_read(settings: Settings, rows: list[TrainRow], t
     fresh = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(fresh, str(tmp_path / "again" / "adapters" / "lora"))
     assert apart(scores(learner, rows), logprobs(loaded, rows)) <= 1e-5
+
+
+def test_what_is_evaluated_before_the_first_step_has_the_adapter_that_a_run_begins_with(
+    trained: Learner, there: Path, rows: list[TrainRow], tiny_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    given = [f"model.model_path={tiny_model}", f"model.lora_configs=[{{path: {there}}}]", f"checkpoint_root_dir={tmp_path}"]
+    plan = resolve(load(TINY, given))
+    with plan_for(plan, Target(BASE)) as served:
+        found = AutoModelForCausalLM.from_pretrained(served.engines[0].model_path, dtype=torch.float32)
+        assert (Path(served.engines[0].model_path) / "tokenizer.json").is_file()
+        assert apart(logprobs(found, rows), scores(trained, rows)) <= 1e-5
+    assert not Path(served.engines[0].model_path).exists() and there.exists()
 
 
 def change_config(**entries: Any) -> Callable[[Path], None]:

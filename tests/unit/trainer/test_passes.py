@@ -64,7 +64,15 @@ def lease(step: int = 1, *, rewards: tuple[float, ...] = (0.0, 1.0, 1.0), shift:
                 )
             )
         groups.append(
-            GroupStats(group=str(group), rewards=rewards, mean=float(np.mean(rewards)), std=float(np.std(rewards, ddof=1)))
+            GroupStats(
+                group=str(group),
+                rewards=rewards,
+                mean=float(np.mean(rewards)),
+                std=float(np.std(rewards, ddof=1)),
+                runs=tuple(range(len(rewards))),
+                steps=(0,) * len(rewards),
+                lengths=(3,) * len(rewards),
+            )
         )
     return Lease(step=step, frame=encode(rows), groups=tuple(groups))
 
@@ -225,9 +233,25 @@ async def test_weights_and_rejection_reach_the_loss(settings: Settings) -> None:
     assert feed.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 - sum(kept) / 6)
 
 
-async def test_a_step_of_which_nothing_is_left_computes_nothing(settings: Settings) -> None:
-    correction = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-9}
-    ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction))))
+async def test_a_correction_that_corrects_nothing_needs_nothing(settings: Settings) -> None:
+    """Two policies and the clipped loss: the ratio against the sampler holds the weight."""
+    for correction in ({"bypass_mode": True}, {"bypass_mode": True, "rollout_is": "token"}):
+        ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(rollout_correction=correction))))
+        plain = Ranks(Learner(settings(algorithm=AlgorithmSettings())))
+        assert ranks.before == frozenset()
+        (_, one), (_, two) = await train(ranks, lease(shift=0.1)), await train(plain, lease(shift=0.1))
+        assert one.sums["loss"] == two.sums["loss"] and one.grad_norm == two.grad_norm > 0
+
+
+REJECTS = {"rollout_correction": {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-9}, "bypass_old_logprobs": False}
+NO_BEST = {"sample_strategy": "group_best", "sample_strategy_args": {"min_reward": 5.0}}
+
+
+@pytest.mark.parametrize("loss", ["ppo", "clip_cov", "kl_cov", "m2po"])
+@pytest.mark.parametrize("parts", [REJECTS, NO_BEST], ids=["rejected", "not_chosen"])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+async def test_a_step_of_which_nothing_is_left_computes_nothing(parts: dict[str, Any], loss: str, settings: Settings) -> None:
+    ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(policy_loss_fn=loss, **parts))))
     read = batch_builder.read(lease(shift=1.0))
     feed = batch_builder.make(read, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(read.rows))
     assert feed.tokens == 0 and feed.shares[0].micro_batches == ()

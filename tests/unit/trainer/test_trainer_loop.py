@@ -354,10 +354,13 @@ async def test_ppo_goes_on_from_its_checkpoint(buffer: Buffer, tmp_path: Path, l
         assert all(torch.equal(made[n], t) for n, t in tensors.items())
 
 
-async def test_stop_ends_a_wait_and_saves(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+@pytest.mark.parametrize("contents", [("model", "optimizer", "extra"), ("hf_model", "optimizer")])
+async def test_stop_ends_a_wait_and_saves(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner], contents: tuple[str, ...]
+) -> None:
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(1))
-    stage = Stage(buffer, tmp_path, learner(), lineage)
+    stage = Stage(buffer, tmp_path, learner(save_contents=contents), lineage)
     running = asyncio.ensure_future(stage.trainer.run())
     async with asyncio.timeout(120):
         await stage.sink.logged.wait()
@@ -366,6 +369,7 @@ async def test_stop_ends_a_wait_and_saves(buffer: Buffer, tmp_path: Path, learne
     assert stage.sync.finished is None
     found = manifests.latest(stage.settings.checkpoint_dir)
     assert found is not None and found.version.step == 1
+    await Ranks(learner(save_contents=contents)).load(found.folder)  # its weights are there
 
 
 async def test_weights_that_no_engine_serves_end_the_run(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:

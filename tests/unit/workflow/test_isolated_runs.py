@@ -77,6 +77,15 @@ async def test_several_answers_to_one_call_are_all_kept(recipes):
     assert [r.response_text for r in group.rows] == ["a", "b"] and group.rewards == [2.0]
 
 
+async def test_scores_and_metrics_may_have_any_form_that_they_have_elsewhere(recipes):
+    rows = (await play(recipes, "unsafe_numbers", num_runs=3)).rows
+    assert [(r.reward, r.reward_parts, r.metrics) for r in rows] == [
+        (1.5, {"right": 1.0, "short": 0.5}, {}),
+        (1.0, {"right": 1.0}, {"right": 1.0}),
+        (0.25, {}, {}),
+    ]
+
+
 async def test_an_answer_that_comes_too_late_holds_up_no_later_call(recipes):
     """The workflow gives its first call up; the answer comes between its others."""
     given_up = asyncio.Event()

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from rft.errors import ConfigError, EngineFailed
 from rft.plugins import load_all
@@ -136,6 +137,16 @@ async def bad_score(self, task, ctx):
     return ctx.transcript(score=Score(value=float("nan")))
 
 
+async def no_layout(self, task, ctx):
+    await ctx.chat(task.chat())
+    return ctx.transcript(layout="step")
+
+
+async def stop_of_letters(self, task, ctx):
+    await ctx.chat(task.chat(), stop="END")
+    return ctx.transcript()
+
+
 async def leaves(self, task, ctx):
     raise SystemExit(3)
 
@@ -162,6 +173,8 @@ def blocking_stop(self, task, ctx):
         (no_score, "gave no score and taskset sums names no reward"),
         (bad_metric, "metric 'x' is nan; it must be a finite number"),
         (bad_info, "info must be JSON values"),
+        (no_layout, "layout is 'step'; it must be one of joined, steps, chains"),
+        (stop_of_letters, r"stop 'END': must be a list of texts, \['END'\]"),
         (bad_score, "reward is nan; it must be a finite number"),
         (leaves, r"called sys\.exit\(3\)"),
         (cancels_itself, "was cancelled from inside"),
@@ -319,6 +332,23 @@ def test_recipes_check_names_and_arguments():
         recipes.of(task(workflow="simpel_workflow"))
 
 
+def test_a_workflow_that_cannot_be_made_is_refused_before_a_run():
+    async def run(self, task, ctx): ...
+
+    class Takes(BaseModel):
+        size: int = 1
+
+    workflow("test_wants")(type("Wants", (Workflow,), {"run": run, "__init__": lambda self, instruction: None}))
+    workflow("test_takes_none", args=Takes)(type("TakesNone", (Workflow,), {"run": run}))
+    with pytest.raises(
+        ConfigError, match=r"sums\.workflow_args: .*test_wants' cannot be called .*missing a required argument: 'instru"
+    ):
+        Recipes().of(task(workflow="test_wants"))
+    Recipes().of(task(workflow="test_wants", workflow_args={"instruction": "x"}))
+    with pytest.raises(ConfigError, match="got an unexpected keyword argument 'size'"):
+        Recipes().of(task(workflow="test_takes_none"))
+
+
 async def test_shipped_workflows():
     engine = ScriptedEngine(answer=lambda m: "<think>x</think><answer>4</answer>")
     (row,) = (await play(engine, task(workflow="math_workflow"))).rows
@@ -349,6 +379,61 @@ async def test_a_reward_that_waits_for_its_turn_is_not_late(how):
     assert [r.reason for r in group.rows] == [""] * 5, "five times 0.15 s is more than 0.5 s"
     (late,) = (await play(ScriptedEngine("4"), task(reward=name, reward_args=args), limits=RunLimits(0.05))).rows
     assert late.reason == f"timeout: reward {name} took longer than 0.05 s"
+
+
+async def test_numbers_of_numpy_are_metrics():
+    async def counts(self, task, ctx):
+        await ctx.chat(task.chat())
+        return ctx.transcript(metrics={"a": np.float32(0.5), "b": np.int64(3), "c": np.array(2.0)})
+
+    custom(counts)
+    (row,) = (await play(ScriptedEngine("4"), task(workflow="test_counts"))).rows
+    assert row.metrics == {"a": 0.5, "b": 3.0, "c": 2.0} and decode(encode([row]))[0].metrics == row.metrics
+
+
+@pytest.mark.parametrize("overrides", [{"temperature": 0}, {"top_p": 0.9}, {"repetition_penalty": 1.1}])
+async def test_a_call_whose_log_probs_no_trainer_can_compute_fails_its_run_alone(overrides):
+    async def draws(self, task, ctx):
+        first = await ctx.chat(task.chat(), temperature=0.5, max_tokens=4, stop=["x"])
+        messages = [*task.chat(), first.message, {"role": "user", "content": "Sure?"}]
+        if ctx.run == 1:
+            await ctx.chat(messages, **overrides)
+        await ctx.policy.generate(ctx.request(messages, **overrides))  # is not recorded, and not trained
+        return ctx.transcript()
+
+    custom(draws)
+    asked, answers = task(workflow="test_draws", num_runs=3), ScriptedEngine(answer=lambda m: "4")
+    group = await play(answers, asked, limits=RunLimits(20.0, reproducible=True))
+    assert [r.status for r in group.rows] == ["complete", "failed", "complete"] and group.accepted
+    assert "model call 1 has temperature 0, or a top_p" in group.rows[1].reason and "ctx.policy.generate" in group.rows[1].reason
+    assert not any(r.failed for r in (await play(answers, asked)).runs), "an evaluation, or a loss that reads no log-probs"
+    greedy = task(workflow="test_draws", sampling=SamplingArgs(temperature=0))
+    assert (await play(answers, greedy, limits=RunLimits(20.0, reproducible=True))).rows[0].status == "complete"
+
+
+async def test_what_a_run_or_its_reward_changes_in_a_task_is_changed_for_no_other():
+    async def eats(self, task, ctx):
+        messages = task.chat()
+        messages[0]["content"].append({"type": "text", "text": task.truth.pop()})
+        task.tools[0]["function"]["name"] = task.row["more"].pop("name")
+        await ctx.chat(messages)
+        return ctx.transcript(info={"asked": ctx.transcript().turns[0].messages[0]["content"]})
+
+    async def later(task, transcript):
+        return float(len(task.truth) + len(task.row["more"])) + len(task.truth.pop()) + 0 * len(task.row.pop("more"))
+
+    custom(eats)
+    reward("test_eats")(lambda task, transcript: 10.0 * task.row["more"].pop("points") + len(task.truth.pop() + task.truth.pop()))
+    reward("test_eats_later")(later)
+    given = {"truth": ["a", "bc"], "row": {"more": {"name": "f", "points": 7}}, "tools": ({"function": {"name": "g"}},)}
+    asked = task(
+        **given, messages=({"role": "user", "content": [{"type": "text", "text": "?"}]},), workflow="test_eats", num_runs=3
+    )
+    for name, value in (("test_eats", 73.0), ("test_eats_later", 6.0)):
+        made = Task(**{**{f: getattr(asked, f) for f in asked.__struct_fields__}, "reward": name})
+        group = await play(ScriptedEngine(answer=lambda m: "4"), made)
+        assert [r.reward for r in group.rows] == [value] * 3 and [r.info["asked"] for r in group.rows] == ["?bc"] * 3
+    assert asked.truth == ["a", "bc"] and asked.tools == ({"function": {"name": "g"}},)
 
 
 async def test_a_group_that_fails_is_played_again():

@@ -43,6 +43,18 @@ class Samples(Workflow):
         return ctx.transcript(layout="steps", score=Score(value=float(len(ctx.completions))))
 
 
+@workflow("unsafe_numbers")
+class Numbers(Workflow):
+    isolated = True
+
+    async def run(self, task, ctx):
+        answer = await ctx.chat(task.chat())
+        if ctx.run == 1:
+            ctx.score_step(1.0, parts={"right": answer.text == task.truth})
+            return ctx.transcript(metrics={"right": answer.text == task.truth})
+        return ctx.transcript(score={"right": answer.text == task.truth, "short": 0.5} if ctx.run == 0 else 0.25)
+
+
 @workflow("unsafe_impatient")
 class Impatient(Workflow):
     isolated = True
