@@ -40,7 +40,6 @@ _LOCAL = {
     "RAY_enable_worker_prestart": "0",  # every actor has its own environment, so prestarted workers are never used
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",  # nothing reads them; the program has metrics of its own
-    "RAY_task_events_report_interval_ms": "0",  # nor the events of each call
     "RAY_event_stats": "0",
 }
 _ALWAYS = {
@@ -62,15 +61,17 @@ class Cluster:
         self._processes: list[psutil.Process] = []
 
     @classmethod
-    def connect(cls, address: str | None, *, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
+    def connect(
+        cls, address: str | None, *, num_cpus: int | None = None, num_gpus: int | None = None, timeline: bool = False
+    ) -> Cluster:
         """Join the Ray at `address`, or start one here.
 
         A local Ray is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
-        counting them (tests).
+        counting them (tests).  `timeline`: it keeps the events of each call, which `timeline` writes.
         """
         os.environ.update(_ALWAYS)
         if address is None:
-            os.environ.update(_LOCAL)
+            os.environ.update(_LOCAL, RAY_task_events_report_interval_ms="1000" if timeline else "0")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # kept: Ray reads it once in a process
             learn_secrets([os.environ["RAY_AUTH_TOKEN"]])
         try:

@@ -86,7 +86,8 @@ async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster
 
     def connect() -> None:
         try:
-            loop.call_soon_threadsafe(give, Cluster.connect(settings.ray_address, num_cpus=settings.num_cpus), None)
+            cluster = Cluster.connect(settings.ray_address, num_cpus=settings.num_cpus, timeline=settings.timeline)
+            loop.call_soon_threadsafe(give, cluster, None)
             ended.wait()
         except BaseException as e:
             if not loop.is_closed():

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -113,22 +114,26 @@ def write(
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
-        _put(file, digest, len(head).to_bytes(8, "little") + head)
+    with path.open("wb") as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as pool:
+        hashed = _put(file, digest, len(head).to_bytes(8, "little") + head, pool)
         for (name, (dtype, shape)), (given, tensor) in zip(specs.items(), tensors, strict=True):
             assert given == name and tuple(tensor.shape) == tuple(shape), (
                 f"{given} {tuple(tensor.shape)} came where {name} {shape} was due"
             )
             data = tensor.to(device="cpu", dtype=dtype).contiguous()
-            _put(file, digest, memoryview(data.view(-1).view(torch.uint8).numpy()))
+            before, hashed = hashed, _put(file, digest, memoryview(data.view(-1).view(torch.uint8).numpy()), pool)
+            before.result()  # so that two tensors at most are held
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _put(file: BinaryIO, digest: hashlib._Hash, data: bytes | memoryview) -> None:
+def _put(file: BinaryIO, digest: hashlib._Hash, data: bytes | memoryview, pool: ThreadPoolExecutor) -> Future[None]:
+    """Write `data`, which the disk begins with at once, while it is hashed."""
+    hashed = pool.submit(digest.update, data)
     file.write(data)
-    digest.update(data)
+    os.posix_fadvise(file.fileno(), file.tell() - len(data), len(data), os.POSIX_FADV_DONTNEED)
+    return hashed
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -79,27 +77,3 @@ def test_a_ray_in_the_environment_is_not_joined(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6399")
     Cluster.connect(None).close()
     assert canonicalize_bootstrap_address(given.get("address"), given["_temp_dir"]) is None, "it would join that one"
-
-
-UNUSED = """
-import ray
-from ray.experimental.internal_kv import _internal_kv_get
-from rft.launch.cluster import Cluster
-
-cluster = Cluster.connect(None)
-try:
-    assert _internal_kv_get("dashboard", namespace="dashboard"), "its agent would ask once a second, and log that it got nothing"
-    print(*{path.name.split(".")[0] for path in (cluster._folder / "ray/session_latest/logs").iterdir()})
-finally:
-    cluster.close()
-"""
-
-
-@pytest.mark.e2e  # a real Ray
-def test_parts_of_ray_that_nothing_uses_are_not_started():
-    pytest.importorskip("ray")
-    done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    logs = set(done.stdout.split())
-    assert {"gcs_server", "raylet", "dashboard_agent"} <= logs
-    assert not logs & {"dashboard", "monitor", "log_monitor"}, "each takes a second of processor time"
