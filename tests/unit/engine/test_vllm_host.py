@@ -67,7 +67,7 @@ def test_other_processes_have_no_child() -> None:
 
 
 def test_its_interpreter_is_not_taken_down(tmp_path: Path) -> None:
-    """That took 4 s of each engine's end, and nothing waits for what it does."""
+    """vLLM's has objects to free for seconds, and nothing waits for that."""
     script = "import atexit, os, sys; from rft.engine.vllm_host import _Context\n"
     script += "c = _Context().Process(target=atexit.register, args=(os._exit, 9))\nc.start(); c.join(60); sys.exit(c.exitcode)"
     done = host(script, tmp_path)
