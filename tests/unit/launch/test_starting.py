@@ -24,7 +24,7 @@ class Starting:
         monkeypatch.setattr(ray_runtime, "_clean", lambda run_id: self.events.append("killed what is left"))
         monkeypatch.setenv(ray_runtime.leftovers.RUN_ID, "0")  # what is not cleaned stays
 
-    def connect(self, address: str | None, *, num_cpus: int | None = None) -> Any:
+    def connect(self, address: str | None, *, num_cpus: int | None = None, timeline: bool = False) -> Any:
         self.began.set()
         assert self.up.wait(60)
         self.events.append("up")
@@ -32,7 +32,7 @@ class Starting:
 
     async def play(self, *when: str) -> None:
         """Signals arrive at once, or "up" lets it up."""
-        plan: Any = SimpleNamespace(cluster=SimpleNamespace(ray_address=None, num_cpus=None))
+        plan: Any = SimpleNamespace(cluster=SimpleNamespace(ray_address=None, num_cpus=None, timeline=False))
         rundir: Any = SimpleNamespace(run_id="0")
         with Signals() as signals:
 
