@@ -59,8 +59,8 @@ def targets(plan: Plan) -> list[Target]:
 @contextmanager
 def plan_for(plan: Plan, target: Target) -> Iterator[Plan]:
     """The plan with engines that serve the weights of `target`; what has no model folder is put together meanwhile."""
-    found, lora = target.checkpoint, plan.learner.lora
-    if found is None and (lora is None or lora.path is None):
+    found, adapter = target.checkpoint, None if plan.learner.lora is None else plan.learner.lora.path
+    if found is None and adapter is None:
         yield _serving(plan, None)
         return
     if found is not None and any((found / "huggingface").glob("*.safetensors")):
@@ -74,8 +74,8 @@ def plan_for(plan: Plan, target: Target) -> Iterator[Plan]:
     try:
         if found is not None:
             assemble(found / "trainer", folder)
-        elif lora is not None and lora.path is not None:  # what a run that starts from an adapter has before its first step
-            assemble_first(plan.learner, Path(lora.path), folder)
+        elif adapter is not None:  # what a run that starts from it has before its first step
+            assemble_first(plan.learner, Path(adapter), folder)
         yield _serving(plan, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
