@@ -164,7 +164,7 @@ class Cluster:
 def _without_unused() -> Iterator[None]:
     """Ray starts without the parts that nothing here uses: they scale a cluster, copy logs to a driver, and serve a dashboard.
 
-    It has no option for that.  Each takes a second of processor time, and `ray.init` waits for the last.
+    It has no option for that.  Each takes processor time, and `ray.init` waits for the last.
     """
     from ray._private.node import Node
 
