@@ -41,7 +41,7 @@ class Checkpoints:
     async def save(self, version: Version, parent: Version | None, consumption: Consumption, fill: Fill) -> Manifest:
         """Let `fill` write the files of `version`, then commit them.  Older ones beyond `keep` are removed afterwards.
 
-        `fill` returns sha256 by path for the files that it has hashed already.
+        `fill` returns `hash_of` files by path for those that it has hashed already.
         """
         final = self.folder / manifests.folder_name(version.step)
         aside = final.with_name(f"{final.name}.tmp")

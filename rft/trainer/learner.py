@@ -316,7 +316,7 @@ class Learner:
     # ------------------------------------------------------------ checkpoints
 
     def save(self, folder: str, step: int) -> dict[str, str]:
-        """Write the state after `step`, this rank's part of it, into `folder`; returns sha256 by file name."""
+        """Write the state after `step`, this rank's part of it, into `folder`; returns hashes by file name."""
         self.take(step, copy=False)
         return self.write(folder)
 

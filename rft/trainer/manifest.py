@@ -1,7 +1,7 @@
 """What a checkpoint says about itself, and how to find the newest one that is whole.  Torch-free.
 
 `checkpoints/global_step_N/` holds `trainer/`, perhaps `huggingface/`, and `manifest.json`, which is renamed into place last: a folder
-without it does not count.  Invariant: `latest` returns only checkpoints whose every file has the size and sha256 of its manifest, and whose
+without it does not count.  Invariant: `latest` returns only checkpoints whose every file has the size and hash of its manifest, and whose
 manifest has its own.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
+import xxhash
 from msgspec import Struct
 
 from rft.disk import read_regular, sync_path, write_whole
@@ -27,17 +28,18 @@ from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # has a sha256 of itself; before: 2 without, 1 one file for all ranks
-READS = (1, 2, FORMAT)
+FORMAT = 4  # xxh3-128 of files; before: 3 sha256 of files, 2 without one of itself, 1 one file for all ranks
+READS = (1, 2, 3, FORMAT)
 NAME = "manifest.json"
 NEWEST = "newest_checkpoint.json"  # in the run's folder
 REPLACED = ".old.tmp"  # behind the name of a checkpoint that another of the same step is about to replace
 _FOLDER = re.compile(r"global_step_(\d+)")
 
 
-class FileFact(Struct, frozen=True):
+class FileFact(Struct, frozen=True, omit_defaults=True):
     size: int
-    sha256: str
+    sha256: str = ""  # formats before 4; there xxh3_128 is ""
+    xxh3_128: str = ""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -77,13 +79,13 @@ def commit(
 ) -> Manifest:
     """Rename the manifest into `folder`, durably.  This is the moment a checkpoint begins to count.
 
-    `hashes`: sha256 of files by path inside it, taken while they were written; those of other files are taken now.
+    `hashes`: `hash_of` files by path inside it, taken while they were written; those of other files are taken now.
     """
     known = hashes or {}
     names = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != NAME}
     if lost := sorted(set(known) - set(names)):
         raise CheckpointInvalid(f"{folder / lost[0]}: was written and is not there; do all ranks share this folder?")
-    files = {name: FileFact(p.stat().st_size, known.get(name) or sha256_of(p)) for name, p in names.items()}
+    files = {name: FileFact(p.stat().st_size, xxh3_128=known.get(name) or hash_of(p)) for name, p in names.items()}
     stored = _StoredManifest(
         format=FORMAT,
         version=(version.lineage, version.step),
@@ -109,7 +111,7 @@ def read(folder: Path, *, verify: bool = True) -> Manifest:
                 f"{path}: format {number!r}, this version of rft reads {', '.join(map(str, READS))}; use the version that wrote it"
             )
         stored = msgspec.json.decode(data, type=_StoredManifest)
-        if (stored.sha256 or number == FORMAT) and stored.sha256 != _own_sha256(stored):
+        if (stored.sha256 or number >= 3) and stored.sha256 != _own_sha256(stored):
             raise CheckpointInvalid(f"{path}: damaged: its sha256 is not the one that it states")
         found = _manifest(folder, stored)
     except FileNotFoundError:
@@ -129,8 +131,9 @@ def check_files(manifest: Manifest) -> None:
             raise CheckpointInvalid(f"{path}: missing")
         if (size := path.stat().st_size) != fact.size:
             raise CheckpointInvalid(f"{path}: {size} bytes, the manifest says {fact.size}")
-        if (digest := sha256_of(path)) != fact.sha256:
-            raise CheckpointInvalid(f"{path}: sha256 {digest}, the manifest says {fact.sha256}; the file has changed")
+        kind, due = ("sha256", fact.sha256) if fact.sha256 else ("xxh3-128", fact.xxh3_128)
+        if (found := sha256_of(path) if fact.sha256 else hash_of(path)) != due:
+            raise CheckpointInvalid(f"{path}: {kind} {found}, the manifest says {due}; the file has changed")
 
 
 def latest(checkpoints: Path, fits: Callable[[int], bool] = lambda step: True) -> Manifest | None:
@@ -229,6 +232,12 @@ def _manifest(folder: Path, s: _StoredManifest) -> Manifest:
 def _own_sha256(stored: _StoredManifest) -> str:
     """Of the fields in their order, without the hash itself."""
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(stored, sha256=""))).hexdigest()
+
+
+def hash_of(path: Path) -> str:
+    """xxh3-128 of a file, in hex, as `xxh128sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def sha256_of(path: Path) -> str:

@@ -175,7 +175,7 @@ class Ranks:
         await self._same("take", step, copy, self.kl_coefs)
 
     async def write(self, folder: Path) -> dict[str, str]:
-        """Every rank writes what it took, while steps may go on; sha256 by file name."""
+        """Every rank writes what it took, while steps may go on; hashes by file name."""
         mine = asyncio.to_thread(self._local.write, str(folder))
         written = await asyncio.gather(mine, *(r.aside("write", str(folder)) for r in self._remote))
         return {name: digest for part in written for name, digest in part.items()}

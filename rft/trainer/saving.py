@@ -6,7 +6,6 @@ Invariant: `take` fixes what is saved, `write` neither waits for other ranks nor
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from rft.engine.weights import in_checkpoints
 from rft.errors import CheckpointInvalid
 from rft.faults import fault
 from rft.trainer import loading, optim, sharding, shards, tensors
 from rft.trainer.lora import Adapter
-from rft.trainer.manifest import sha256_of
+from rft.trainer.manifest import hash_of
 from rft.trainer.policy import Policy
 from rft.trainer.settings import LearnerSettings
 from rft.trainer.tensors import Files, Piece
@@ -93,7 +93,7 @@ def take(
 
 
 def write(taken: CheckpointState, folder: Path, settings: LearnerSettings, rank: int) -> dict[str, str]:
-    """Write this rank's files into `folder`; returns their sha256 by name inside it."""
+    """Write this rank's files into `folder`; returns their hashes by name inside it."""
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {}
     for kind, pieces in taken.pieces.items():
@@ -102,10 +102,10 @@ def write(taken: CheckpointState, folder: Path, settings: LearnerSettings, rank:
     if rank == 0:
         for adapter, values in taken.adapters:
             for path in adapter.write(folder / ADAPTERS / adapter.settings.name, values):
-                written[str(path.relative_to(folder))] = sha256_of(path)
+                written[str(path.relative_to(folder))] = hash_of(path)
         written[STATE] = _put(folder / STATE, json.dumps(taken.page, indent=1).encode())
         for path in side_files(settings, folder / PRETRAINED):
-            written[str(path.relative_to(folder))] = sha256_of(path)
+            written[str(path.relative_to(folder))] = hash_of(path)
     return written
 
 
@@ -225,4 +225,4 @@ def _put(path: Path, data: bytes) -> str:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return hashlib.sha256(data).hexdigest()
+    return xxhash.xxh3_128_hexdigest(data)

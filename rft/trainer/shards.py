@@ -28,7 +28,7 @@ def take(given: Mapping[str, torch.Tensor], *, copy: bool) -> list[Piece]:
 
 
 def write(folder: Path, kind: str, pieces: Sequence[Piece], *, step: int) -> dict[str, str]:
-    """Write this rank's file of `kind`; returns {its name: its sha256}.  A rank that holds nothing writes a file without tensors."""
+    """Write this rank's file of `kind`; returns {its name: its hash}.  A rank that holds nothing writes a file without tensors."""
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     name = f"{kind}-{rank + 1:05d}-of-{count:05d}.safetensors"
     return {name: tensors.write_pieces(folder / name, pieces, {STEP: str(step)})}

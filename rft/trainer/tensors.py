@@ -7,17 +7,15 @@ Invariant: a file written here is fsynced and readable by any safetensors librar
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
 from rft.errors import CheckpointInvalid
@@ -97,7 +95,7 @@ def write(
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write `tensors`, which must come in the order of `specs` (name: dtype, shape), converting each to its dtype; returns the sha256.
+    """Write `tensors`, which must come in the order of `specs` (name: dtype, shape), converting each to its dtype; returns the file's hash.
 
     `path` None: take the tensors, write nothing (ranks that only help to gather).
     """
@@ -113,31 +111,25 @@ def write(
         offset += size
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as pool:
-        hashed = _put(file, digest, len(head).to_bytes(8, "little") + head, pool)
+    head = len(head).to_bytes(8, "little") + head
+    digest = xxhash.xxh3_128(head)
+    with path.open("wb") as file:
+        file.write(head)
         for (name, (dtype, shape)), (given, tensor) in zip(specs.items(), tensors, strict=True):
             assert given == name and tuple(tensor.shape) == tuple(shape), (
                 f"{given} {tuple(tensor.shape)} came where {name} {shape} was due"
             )
-            data = tensor.to(device="cpu", dtype=dtype).contiguous()
-            before, hashed = hashed, _put(file, digest, memoryview(data.view(-1).view(torch.uint8).numpy()), pool)
-            before.result()  # so that two tensors at most are held
+            data = tensor.to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            digest.update(data)
+            file.write(data)
+            os.posix_fadvise(file.fileno(), file.tell() - len(data), len(data), os.POSIX_FADV_DONTNEED)  # the disk begins at once
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _put(file: BinaryIO, digest: hashlib._Hash, data: bytes | memoryview, pool: ThreadPoolExecutor) -> Future[None]:
-    """Write `data`, which the disk begins with at once, while it is hashed."""
-    hashed = pool.submit(digest.update, data)
-    file.write(data)
-    os.posix_fadvise(file.fileno(), file.tell() - len(data), len(data), os.POSIX_FADV_DONTNEED)
-    return hashed
-
-
 def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> str:
-    """Write `pieces` to one file, in their own dtypes; returns its sha256."""
+    """Write `pieces` to one file, in their own dtypes; returns its hash."""
     rows = {p.name: [p.first, p.shape[0]] for p in pieces if not p.whole}
     specs = {p.name: (p.data.dtype, tuple(p.data.shape)) for p in pieces}
     return write(

@@ -154,7 +154,7 @@ def test_export_refuses(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="0 checkpoints"):
         export_command.copy_model(tmp_path, tmp_path / "model", None)
     (run_dir / "checkpoints/global_step_10/huggingface/model.safetensors").write_bytes(b"weighty")
-    with pytest.raises(CheckpointInvalid, match=r"huggingface/model\.safetensors: sha256"):
+    with pytest.raises(CheckpointInvalid, match=r"huggingface/model\.safetensors: xxh3-128"):
         export_command.copy_model(run_dir, tmp_path / "model", None)
     assert not (tmp_path / "model").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -42,7 +43,7 @@ async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -
     found = manifests.latest(tmp_path)
     assert found == made
     stored = json.loads((tmp_path / "global_step_3" / "manifest.json").read_text())
-    assert stored["format"] == 3 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
+    assert stored["format"] == 4 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
     assert stored["consumption"] == {"num_uses": 32, "digest": "ab" * 16, "cursor": 4, "mixed": {}}
     assert stored["files"]["trainer/model.safetensors"]["size"] == 12
     assert manifests.latest(tmp_path / "nothing") is None
@@ -58,7 +59,7 @@ def _rewrite(path: Path, old: str, new: str, *, last: bool = False) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: f.write_bytes(b"weights of 9"), "trainer/model.safetensors: sha256"),
+        (lambda f: f.write_bytes(b"weights of 9"), "trainer/model.safetensors: xxh3-128"),
         (lambda f: f.write_bytes(b"short"), "trainer/model.safetensors: 5 bytes, the manifest says 12"),
         (lambda f: f.unlink(), "trainer/model.safetensors: missing"),
         (lambda f: (f.parent.parent / "manifest.json").write_text("{"), "manifest.json: damaged"),
@@ -73,7 +74,7 @@ def _rewrite(path: Path, old: str, new: str, *, last: bool = False) -> None:
         ),
         (
             lambda f: (f.parent.parent / "manifest.json").write_text('{"format": 9}'),
-            "manifest.json: format 9, this version of rft reads 1, 2, 3",
+            "manifest.json: format 9, this version of rft reads 1, 2, 3, 4",
         ),
     ],
 )
@@ -109,13 +110,21 @@ async def test_one_changed_byte_anywhere_is_seen(part: str, tmp_path: Path) -> N
     assert manifests.read(made.folder) == made
 
 
-@pytest.mark.parametrize("number", [1, 2])
-async def test_a_manifest_of_an_older_version_is_read(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 2, 3])
+async def test_a_manifest_of_an_older_version_is_read_and_checks_its_files(number: int, tmp_path: Path) -> None:
     made = await save(tmp_path, 1)
-    page = json.loads((made.folder / "manifest.json").read_text())
-    del page["sha256"]
-    (made.folder / "manifest.json").write_text(json.dumps(page | {"format": number}))
-    assert manifests.read(made.folder) == made
+    page = json.loads((made.folder / "manifest.json").read_text()) | {"format": number, "sha256": ""}
+    page["files"] = {
+        name: {"size": fact["size"], "sha256": hashlib.sha256((made.folder / name).read_bytes()).hexdigest()}
+        for name, fact in page["files"].items()
+    }
+    if number == 3:
+        page["sha256"] = hashlib.sha256(json.dumps(page, separators=(",", ":")).encode()).hexdigest()
+    (made.folder / "manifest.json").write_text(json.dumps(page))
+    assert manifests.read(made.folder).consumption == made.consumption
+    (made.folder / "trainer" / "model.safetensors").write_bytes(b"weights of 9")
+    with pytest.raises(CheckpointInvalid, match=r"trainer/model\.safetensors: sha256"):
+        manifests.read(made.folder)
 
 
 async def test_nothing_whole_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
