@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from rft.taskset.settings import TasksetSettings
 from rft.trainer.settings import TrainerSettings
 from rft.types.ports import WeightManifest
 from tests.helpers import simulated
+from tests.helpers.counted import Counted
 
 now = simulated.now
 
@@ -292,28 +292,19 @@ def test_the_only_explorer_is_killed_and_comes_back(schedule, plan, tmp_path):
 
 @pytest.mark.e2e
 def test_a_batch_costs_the_same_however_many_explorers_there_are(plan, tmp_path):
-    """Calls of functions for one more batch, without new weights."""
+    """Lines of Python for one more batch, without new weights."""
 
-    def calls(explorers: int, steps: int) -> int:
-        count, before = 0, sys.getprofile()
-
-        def called(frame: Any, event: str, arg: Any) -> None:
-            nonlocal count
-            count += event == "call"
-
+    def lines(explorers: int, steps: int) -> int:
         world = simulated.World(
             schedule=Schedule(style="fully_async", interval=100, max_staleness=100), steps=steps, train_s=(0.1,)
         )
-        sys.setprofile(called)
-        try:
+        with Counted() as counted:
             found = play(world, [Player(name=f"e{i}") for i in range(explorers)], plan, tmp_path / f"{explorers}-{steps}")
-        finally:
-            sys.setprofile(before)
         assert len({name for name, *_ in found.assigned}) == explorers
-        return count
+        return counted.lines
 
-    calls(1, 10)  # imports and caches
-    one, eight = ((calls(n, 60) - calls(n, 20)) / 40 for n in (1, 8))
+    lines(1, 10)  # imports and caches
+    one, eight = ((lines(n, 60) - lines(n, 20)) / 40 for n in (1, 8))
     assert eight < 1.25 * one, (one, eight)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,38 +20,30 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
-from rft.buffer.settings import BufferSettings
+from rft.buffer.settings import BufferSettings, ReplaySettings
 from rft.testing import tiny
 from rft.testing.storage_contract import fill, take
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch
 from rft.trainer.settings import LearnerSettings, LoraSettings
+from tests.helpers.counted import Counted
 
 PER_TICK = 50  # instructions of SQLite's machine
 
 
 @pytest.mark.e2e
 def test_a_run_costs_the_same_however_many_are_in_flight() -> None:
-    """Calls of functions, for each of 512 runs."""
+    """Lines of Python, for each of 512 runs."""
 
-    def calls(in_flight: int) -> float:
-        count = 0
-
-        def called(frame: Any, event: str, arg: Any) -> None:
-            nonlocal count
-            count += event == "call"
-
-        writer, before = bench_explorer.Writer(), sys.getprofile()
-        sys.setprofile(called)
-        try:
+    def lines(in_flight: int) -> float:
+        writer = bench_explorer.Writer()
+        with Counted() as counted:
             bench_explorer.play(512, seed=0, writer=writer, loop=bench_explorer.NoTimeForWork, in_flight=in_flight)
-        finally:
-            sys.setprofile(before)
         assert writer.runs == 512
-        return count / writer.runs
+        return counted.lines / writer.runs
 
-    calls(64)  # imports and caches
-    few, many = calls(32), calls(512)
+    lines(64)  # imports and caches
+    few, many = lines(32), lines(512)
     assert many < 1.25 * few, (few, many)
 
 
@@ -76,7 +67,8 @@ def instructions() -> Iterator[Counter[str]]:
         sqlalchemy.event.remove(sqlalchemy.Engine, "connect", opened)
 
 
-async def test_a_row_costs_the_same_however_many_are_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"max_uses": 3, "replay": ReplaySettings(cooldown_s=1e-4)}], ids=["fifo", "priority"])
+async def test_a_row_costs_the_same_however_many_are_stored(settings: dict[str, Any], tmp_path: Path) -> None:
     """Instructions of the database: for each row to append, lease, open again and audit."""
 
     async def costs(batches: int) -> dict[str, float]:
@@ -88,7 +80,7 @@ async def test_a_row_costs_the_same_however_many_are_stored(tmp_path: Path) -> N
                 return ticks
 
             async def opened() -> Buffer:
-                made = Buffer(BufferSettings(folder=folder / "buffer"))
+                made = Buffer(BufferSettings(folder=folder / "buffer", **settings))
                 await made.open()
                 return made
 

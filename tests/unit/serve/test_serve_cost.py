@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tests.helpers.counted import Counted
 from tests.helpers.serving import HI, serving
 
 GROUPED = {"num_runs": 8, "group_deadline_s": 1000.0}
-
-
-class Counted:
-    """Lines of Python in this thread, while it is used; each turn of a loop counts."""
-
-    def __init__(self) -> None:
-        self.lines = 0
-
-    def __enter__(self) -> Counted:
-        sys.settrace(self._one)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(None)
-
-    def _one(self, frame: object, event: str, arg: object) -> Any:
-        self.lines += event == "line"
-        return self._one
 
 
 async def fewest(play: Callable[[], Awaitable[Any]], times: int = 3) -> int:
