@@ -22,11 +22,13 @@ from rft.config.plan import Plan
 from rft.config.plan_engines import distinct
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import AuxiliarySettings
-from rft.errors import ConfigError
+from rft.errors import ConfigError, SetupError
 from rft.types import rotary
 from rft.types.row_layout import AskedLayout, Choice, changing_rope, choose, text_config
 
 _EACH = "is for this explorer alone: divide it by their number; on one machine they share one if all name one file as cost_ledger"
+
+_LOCAL = re.compile(r"https?://(localhost|127\.|\[::1\])")
 
 
 def storage(plan: Plan, problems: Problems) -> None:
@@ -169,7 +171,7 @@ def settled(plan: Plan, choice: Choice | None) -> Plan:
 
 def advise(plan: Plan, p: Problems) -> None:
     _gpus(plan, p)
-    _keys_of_servers(plan, p)
+    _environment(plan, p)
     _schedule(plan, p)
     _evaluation(plan, p)
     for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets) if plan.joins else ():
@@ -178,15 +180,25 @@ def advise(plan: Plan, p: Problems) -> None:
                 p.warn(f"{t.key}: the judge's max_cost_usd {a['max_cost_usd']} {_EACH}")
 
 
-def _keys_of_servers(plan: Plan, p: Problems) -> None:
-    """A server elsewhere mostly wants a key; which one it is may not be known before the run starts."""
+def _environment(plan: Plan, p: Problems) -> None:
+    """What the start needs of the environment, which may be another one than this: addresses and keys."""
     for e in (*plan.engines, *(e for m in plan.auxiliary for e in m.engines)):
-        s = e.external
-        if s is None or os.environ.get(s.api_key_env) or s.headers or s.header_envs:
+        if (s := e.external) is None:
             continue
-        url = s.base_url or os.environ.get(s.base_url_env) or ""
-        if url and not re.match(r"https?://(localhost|127\.|\[::1\])", url):
+        url = s.base_url or os.environ.get(s.base_url_env)
+        if not url:
+            p.warn(
+                f"{e.name} has no base_url, and the environment variable {s.base_url_env} is not set here: the run cannot start"
+            )
+        elif not (os.environ.get(s.api_key_env) or s.headers or s.header_envs or _LOCAL.match(url)):  # it may need none
             p.warn(f"{e.name}: {url} is asked without a key: the environment variable {s.api_key_env} is not set here")
+    if plan.serve is not None:
+        from rft.serve.access import clients  # its modules take half a second
+
+        try:
+            clients(plan.serve)
+        except SetupError as e:
+            p.warn(str(e))
 
 
 def _gpus(plan: Plan, p: Problems) -> None:

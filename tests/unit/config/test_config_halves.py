@@ -69,15 +69,19 @@ def test_the_name_of_an_explorer_is_in_its_engines_names():
     assert any("explorer.name has no effect" in w for w in plan("explorer.name=left").warnings)
 
 
+def advice(*given: str) -> list[str]:
+    problems = Problems()
+    advise(plan(*given), problems)
+    return problems.warnings
+
+
 def test_a_budget_of_an_explorer_is_its_own():
     """What a judge has cost is counted in the explorer's folder, of whom there are several."""
 
     def told(mode: str, reward: str = "rubric_judge", **args: object) -> list[str]:
         given = [f"buffer.explorer_input.default_reward_fn_type={reward}", f"mode={mode}", RAY]
         given += [f"buffer.explorer_input.taskset.reward_fn_args.{k}={v}" for k, v in args.items()]
-        problems = Problems()
-        advise(plan(*given), problems)
-        return [w for w in problems.warnings if "max_cost_usd" in w]
+        return [w for w in advice(*given) if "max_cost_usd" in w]
 
     (text,) = told("explore", max_cost_usd=20)
     assert "max_cost_usd 20 is for this explorer alone" in text and "cost_ledger" in text
@@ -135,3 +139,21 @@ def test_a_service_and_its_trainer_can_be_two_processes():
 def test_what_must_be_the_same(change, key):
     ours, theirs = (load(FILE, (RAY, f"mode={mode}", *more)).shown() for mode, more in (("train", ()), ("explore", (change,))))
     assert [k for k, *_ in differences(ours, theirs)] == ([key] if key else [])
+
+
+def test_what_the_start_needs_of_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be set where the run starts, so it is no error."""
+    aux = "explorer.auxiliary_models=[{model_path: gpt, engine_type: external}]"
+
+    def told(*given: str) -> str:
+        return "\n".join(advice(*given))
+
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RFT_SERVE_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    assert "the environment variable OPENAI_BASE_URL is not set here: the run cannot start" in told(aux)
+    assert "nobody may ask: set RFT_SERVE_KEY" in told("mode=serve", "buffer.explorer_input.taskset=null")
+    monkeypatch.setenv("OPENAI_BASE_URL", "https://example.org/v1")
+    assert "https://example.org/v1 is asked without a key: the environment variable OPENAI_API_KEY is not set here" in told(aux)
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    monkeypatch.setenv("RFT_SERVE_KEY", "k" * 16)
+    assert "environment variable" not in told(aux) and "nobody" not in told("mode=serve", "buffer.explorer_input.taskset=null")
