@@ -98,6 +98,8 @@ _NO_MEMORY = (
     "could not create a primitive",  # oneDNN: its scratch memory
     "std::bad_alloc",
     "can't start new thread",  # no room for its stack
+    "out of memory",  # CUDA and NCCL, beside torch's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
 

@@ -96,6 +96,10 @@ def model(config: Mapping[str, Any], plan: Plan, problems: Problems) -> None:
         problems.error(
             _BALANCE, "routers are not recorded with trainer.use_torch_compile: true; write 0", given=learner.router_aux_loss_coef
         )
+    if sizes is not None and plan.engines[0].lora_rank is not None and not plan.trainer.alone:
+        text = "vLLM's own LoRA layers take the experts' place, so no sync could prove these"
+        text += ".  Write true, without fully_sharded_loras; or merge: true in model.lora_configs"
+        problems.error(f"{_ENGINE}.enforce_eager", text, given=plan.engines[0].enforce_eager)
     if learner.router_replay and sizes is None:
         problems.error(_REPLAY, "the model has no experts to choose among; write off", given=True)
     elif learner.router_replay and sizes is not None:

@@ -46,6 +46,8 @@ class RowState:
 def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], list[float]]:
     """One token and its log-prob for each row.  `logits` [B, V] is used up.  One uniform number per row and token, none when greedy."""
     logits = logits.float()
+    if torch.are_deterministic_algorithms_enabled():  # on GPUs torch then refuses sums along a row
+        logits = logits.cpu()
     for i, row in enumerate(rows):
         if row.choices:
             only = logits[i, list(row.choices)]

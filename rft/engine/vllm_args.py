@@ -56,6 +56,9 @@ def engine_args(settings: EngineSettings) -> Any:
         "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
         "disable_log_stats": not settings.log_stats,
         "enable_log_requests": settings.log_requests,
+        # In a placement group of Ray vLLM would make Ray actors of its workers, for whose GPUs there is no room.  On CPU "uni" holds only
+        # where the environment of rft.engine.environment says so; else vLLM takes "mp" itself.
+        "distributed_executor_backend": "uni" if settings.workers == 1 else "mp",
     }
     if settings.task == "score":
         args["runner"] = "pooling"
@@ -75,8 +78,6 @@ def engine_args(settings: EngineSettings) -> Any:
         if settings.dtype == "float32" and _latent(settings):
             args["attention_backend"] = "CPU_MLA"  # the one for AMX, which vLLM prefers, computes in bfloat16 only
         args["worker_cls"] = "rft.engine.vllm_cpu.CacheWorker"
-        # "uni" holds only where the environment of rft.engine.environment says so; else vLLM takes "mp" itself
-        args["distributed_executor_backend"] = "uni" if settings.workers == 1 else "mp"
     else:
         args["gpu_memory_utilization"] = settings.gpu_memory_utilization
         args["enable_sleep_mode"] = settings.sleep_level > 0

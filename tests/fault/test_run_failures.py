@@ -195,6 +195,8 @@ def test_out_of_memory_is_named_with_its_remedy(tiny_model: Path, tmp_path: Path
         RuntimeError("[enforce fail at alloc_cpu.cpp:128] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"),
         RuntimeError("could not create a primitive"),
         RuntimeError("can't start new thread"),
+        RuntimeError("CUDA error: out of memory"),  # where another process has filled the GPU
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
 def test_what_libraries_say_without_memory(says: BaseException) -> None:

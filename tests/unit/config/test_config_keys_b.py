@@ -18,6 +18,7 @@ from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
 from rft.config.schema.walk import all_keys
 from rft.engine.environment import cpu_environment
+from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.testing import tiny
 
@@ -240,6 +241,19 @@ def test_vllm_takes_its_arguments(tmp_path: Path) -> None:
     assert "max_num_batched_tokens" in str(
         messages(f"{ENGINE}.enable_chunked_prefill=false", f"{ENGINE}.max_num_batched_tokens=32")
     )
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_vllm_starts_its_workers_itself(device: str, tmp_path: Path) -> None:
+    """In a placement group of Ray it would take Ray for them, and wait for GPUs that its own process has."""
+    pytest.importorskip("vllm")
+    from rft.engine.vllm_args import engine_args
+
+    one = EngineSettings(model_path=str(tiny.make(tmp_path / "model")), device=device)
+    assert engine_args(one).distributed_executor_backend == "uni"
+    for several in (replace(one, tensor_parallel_size=2), replace(one, pipeline_parallel_size=2)):
+        assert engine_args(several).distributed_executor_backend == "mp"
 
 
 def test_vllms_log_is_read_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

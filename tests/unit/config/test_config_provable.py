@@ -143,6 +143,27 @@ def test_an_adapter_alone_for_the_language_model_of_a_whole(tmp_path: Path) -> N
     assert any("write merge: true" in m for m in said()) and not any("write merge: true" in m for m in said(merge=True))
 
 
+def test_an_adapter_alone_beside_experts(tmp_path: Path) -> None:
+    """vLLM's own LoRA layers, which it has where it captures graphs, are around the experts too."""
+    folder = tiny.make(tmp_path / "m", family="qwen3_moe", **families.TINY["qwen3_moe"])
+
+    def said(merge: bool | None = None, **rollout: Any) -> list[str]:
+        given = config(folder, **rollout)
+        given["model"] |= {"lora_configs": [{"lora_rank": 4, "merge": merge}]}
+        return [str(e) for e in checked(given, tmp_path).errors if "own LoRA layers" in str(e)]
+
+    (text,) = said(enforce_eager=False)
+    assert "explorer.rollout_model.enforce_eager" in text and "Write true" in text and "merge: true" in text
+    assert said(enforce_eager=True, fully_sharded_loras=True) and not said(enforce_eager=True)
+    assert not said(enforce_eager=False, merge=True)
+    offline = config(folder, enforce_eager=False) | {"mode": "train", "algorithm": {"algorithm_type": "sft"}}
+    offline["model"] |= {"lora_configs": [{"lora_rank": 4}]}
+    offline["buffer"] = {"train_batch_size": 4, "trainer_input": {"experience_buffer": {"path": "rft.testing.tiny:copy_tasks"}}}
+    report = checked(offline, tmp_path)
+    assert not report.errors, "nothing is published where no engine samples"
+    assert report.plan is not None and report.plan.trainer.alone
+
+
 def test_a_library_is_imported_before_the_model_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.make(tmp_path / "m")
     path = folder / "config.json"
