@@ -86,8 +86,8 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
     for path in folder.glob("global_step_*/manifest.json"):
         try:
             manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
-            if manifest.format not in (1, 2, 3):
-                raise ValueError(f"format {manifest.format} is none of 1, 2, 3")
+            if manifest.format not in (1, 2, 3, 4):
+                raise ValueError(f"format {manifest.format} is none of 1, 2, 3, 4")
             valid.append(manifest)
         except (ValueError, msgspec.MsgspecError, OSError) as e:
             problems.append(f"{path} is not a valid manifest: {e}")

@@ -108,9 +108,9 @@ class ExplorerSide(BufferCore):
         """Pass rates of the tasks of batches [first_batch, end_batch), for selectors that learn."""
         return await self._fenced(lineage, lambda tx: outcomes(tx, explorer, first_batch, end_batch))
 
-    async def same_tasksets(self, lineage: int, fingerprints: dict[str, str], *, explorer: int = 0) -> None:
-        """Remember the rows that are explored; raises ConfigError when a run that goes on had others before."""
-        await self._fenced(lineage, lambda tx: same_tasksets(tx, lineage, explorer, fingerprints))
+    async def same_tasksets(self, lineage: int, fingerprints: dict[str, str], *, explorer: int = 0) -> list[str]:
+        """See `ports.BufferWriter`."""
+        return await self._fenced(lineage, lambda tx: same_rows(tx, lineage, explorer, fingerprints, self._settings.resume_rows))
 
     async def finish(self, lineage: int, reason: str, *, explorer: int = 0) -> None:
         """This explorer appends nothing more."""
@@ -279,23 +279,27 @@ def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) ->
     return found
 
 
-def same_tasksets(tx: Connection, lineage: int, explorer: int, fingerprints: Mapping[str, str]) -> None:
-    """Write down the rows that `explorer` explores.  Raises ConfigError when `lineage` goes on from a checkpoint and had others."""
+def same_rows(tx: Connection, lineage: int, explorer: int, fingerprints: Mapping[str, str], resume_rows: str) -> list[str]:
+    """See `ports.BufferWriter`; compared where `lineage` goes on from a checkpoint, or keeps the rows of attempts without one."""
     prefix = f"taskset:{explorer}:"
     mine = meta.c.key.startswith(prefix, autoescape=True)
     before = {r.key.removeprefix(prefix): r.value for r in tx.execute(select(meta).where(mine))}
-    goes_on = tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage)) is not None
-    if goes_on and before and before != dict(fingerprints):
-        changed = sorted(n for n in {*before, *fingerprints} if before.get(n) != fingerprints.get(n))
+    goes_on = (
+        resume_rows == "keep" or tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage)) is not None
+    )
+    names = sorted({*before, *fingerprints}) if before and goes_on else []
+    changed = [n for n in names if not fingerprints.get(n, "").endswith(before.get(n, "new"))]  # earlier versions noted the end
+    if explored := [n for n in changed if not n.startswith("eval/")]:
         raise ConfigError(
-            f"the rows of {', '.join(changed)} are not those that the checkpoint was trained on (another file, filter or function result), "
-            "so the run cannot resume.  Bring the old rows back, or give the run another name to begin anew",
+            f"the rows of {', '.join(explored)} are not those that the run has explored so far (another file, filter or function "
+            "result), so it cannot resume.  Bring the old rows back, or give the run another name to begin anew",
             key="buffer.explorer_input.tasksets",
-            given=changed,
+            given=explored,
         )
     tx.execute(delete(meta).where(mine))
     if fingerprints:
         tx.execute(insert(meta), [{"key": prefix + name, "value": value} for name, value in sorted(fingerprints.items())])
+    return [n.removeprefix("eval/") for n in changed if n in before and n in fingerprints]
 
 
 def count_rejected(tx: Connection) -> dict[str, int]:

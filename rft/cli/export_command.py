@@ -48,7 +48,7 @@ def copy_model(
     """
     from rft.monitor.monitor import FILE as METRICS
     from rft.trainer import manifest as manifests
-    from rft.trainer.checkpoints import best_step
+    from rft.trainer.checkpoints import age, best_step
 
     run_dir, folders = _with_model(run_dir, adapter)
     if best is not None:
@@ -61,7 +61,7 @@ def copy_model(
         raise ConfigError(f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}", key="--step", given=step)
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not", key="--out")
-    chosen = folders[max(folders) if step is None else step]
+    chosen = max(folders.values(), key=age) if step is None else folders[step]
     size = sum(f.size for f in manifests.read(chosen, verify=False).files.values())
     _say(f"checking the hashes of {chosen.name}, {size / 1e9:.2f} GB ...", size)
     manifest = manifests.read(chosen)

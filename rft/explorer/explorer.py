@@ -132,7 +132,11 @@ class Explorer:
         held: defaultdict[int, list[StoredGroup]] = defaultdict(list)
         for group in await self._buffer.stored_groups(self._cursor):
             held[group.batch].append(group)
-        await self._buffer.same_tasksets({t.settings.name: t.fingerprint for t in self.order.tasksets})
+        rows = {t.settings.name: t.fingerprint for t in self.order.tasksets}
+        rows |= {f"eval/{t.settings.name}": t.fingerprint for t in self._evaluator.tasksets}
+        if others := await self._buffer.same_tasksets(rows):
+            note = f"the rows of {', '.join(others)} are not those of earlier evaluations: do not compare their values with later ones"
+            await self._sink.log(MetricRecord(role="explorer", step=self._cursor + 1, time=time.time(), values={}, notes=(note,)))
         before: Batch | None = None
         evaluation: asyncio.Task[object] | None = None
         async with AsyncExitStack() as over, asyncio.TaskGroup() as tasks:
@@ -237,8 +241,8 @@ class Explorer:
         last = f"  The last failed run was {breaker.last}" if breaker.last else ""
         return (
             f"explore batch {batch.number}: only {batch.accepted} of {batch.size} groups can be trained ({reasons}), and all "
-            f"{batch.max_refill} refills are used up.  Correct the workflow or reward, make the tasks easier, or set "
-            f"buffer.on_short_batch to train or carry.{last}"
+            f"{batch.max_refill} refills are used up.  Correct the workflow or reward, or make the tasks easier, and raise "
+            f"buffer.max_refill, as groups with a reward are not played again; or set buffer.on_short_batch to train or carry.{last}"
         )
 
 

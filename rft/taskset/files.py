@@ -22,6 +22,7 @@ from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, 
 from rft.taskset.settings import TasksetSettings
 
 _MEDIA = re.compile(r"\bbytes: (large_)?binary")  # part of the Arrow type in which Hugging Face keeps an image, sound or video
+_SAMPLED = 1000  # rows of a Parquet file that its fingerprint reads
 _SPOKEN = {"role", "function", "parameters", "arguments"}  # keys of messages, tools and calls
 
 
@@ -121,7 +122,9 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
     )
     rows = ByIndex(len(stored), lambda i: _own(stored[i]), lambda: map(_own, stored))
     where = f"{path}, row "
-    fingerprint = sample_fingerprint(stored, table.column_names)
+    fingerprint = sample_fingerprint(stored, table.column_names, limit=_SAMPLED)
+    if len(stored) > _SAMPLED:  # the rows between those of the sample count too
+        fingerprint = f"{xxhash.xxh3_128_hexdigest(pa.memory_map(str(path)).read_buffer())}-{fingerprint}"
     return RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
 
 

@@ -260,19 +260,22 @@ def _fingerprint(settings: TaskPipelineSettings, sources: Sequence[RowSource]) -
             own[o.name] = xxhash.xxh3_128_hexdigest(source.read_bytes())
     plain = replace(settings, inputs=(), output="", num_process=1, plugin_dirs=(), operators=())
     what = [(o.name, o.args) for o in settings.operators]
-    facts = (_FORMAT, [s.fingerprint for s in sources], what, own, asdict(plain))
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(facts, enc_hook=repr, order="deterministic"))
+    marks = [s.fingerprint.rpartition("-") for s in sources]  # earlier versions knew the end of each alone
+    facts = (_FORMAT, [end for *_, end in marks], what, own, asdict(plain))
+    made = xxhash.xxh3_128_hexdigest(msgspec.json.encode(facts, enc_hook=repr, order="deterministic"))
+    return "-".join([*(whole for whole, *_ in marks if whole), made])
 
 
 def _read(output: Path, fingerprint: str) -> Sequence[Row]:
     note = _note(output)
     made = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
     data = output.read_bytes()
-    if made.get("fingerprint") == fingerprint and made.get("xxh3") == xxhash.xxh3_128_hexdigest(data):
+    same = fingerprint.endswith(made.get("fingerprint", "none"))
+    if same and made.get("xxh3") == xxhash.xxh3_128_hexdigest(data):
         return [msgspec.json.decode(line) for line in data.splitlines()]
     why = "there is no record of what it was made from"
     if made:
-        why = "it was changed since" if made.get("fingerprint") == fingerprint else "it was made from other inputs or operators"
+        why = "it was changed since" if same else "it was made from other inputs or operators"
     raise ConfigError(
         f"{output} exists, and {why}; it is not overwritten.  Remove or rename it, or name another path; to use it as it is, take "
         "data_processor.task_pipeline out",

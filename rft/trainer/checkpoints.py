@@ -85,7 +85,7 @@ class Checkpoints:
     def _prune(self) -> None:
         if not self._keep:
             return
-        folders = sorted(manifests.committed(self.folder), key=_age)
+        folders = sorted(manifests.committed(self.folder), key=age)
         spared = self._beside({manifests.step_of(f) for f in folders}) if self._beside is not None else ()
         for folder in (f for f in folders[: -self._keep] if manifests.step_of(f) not in spared):
             log.info("removing old checkpoint %s", folder)
@@ -126,7 +126,7 @@ def _tell(text: str) -> None:
     log.warning("%s", text)
 
 
-def _age(folder: Path) -> Version:
+def age(folder: Path) -> Version:
     """Lineage, then step: what an abandoned lineage left is older, whatever its step."""
     try:
         return manifests.read(folder, verify=False).version

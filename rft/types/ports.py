@@ -406,8 +406,9 @@ class BufferWriter(Protocol):
         """Of every scored group of batches [first_batch, end_batch) that stands, also of rejected ones, by batch and task."""
         ...
 
-    async def same_tasksets(self, fingerprints: dict[str, str]) -> None:
-        """Remember the rows that are explored; raises ConfigError when a run that goes on had others before."""
+    async def same_tasksets(self, fingerprints: dict[str, str]) -> list[str]:
+        """Remember the rows of each taskset, `eval/NAME` of one that is evaluated.  Where a run goes on that had others before: raises
+        ConfigError for one that is explored, returns the names of those that are evaluated."""
         ...
 
     async def finish(self, reason: str) -> None:

@@ -19,6 +19,7 @@ from rft.buffer.location import refuse_network
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, ConfigError, DiskFull, SetupError
 from rft.testing.storage_contract import fill, group, ids, take
+from rft.trainer import manifest as manifests
 from rft.types.block import decode, encode
 from rft.types.ids import Version
 from rft.types.ports import Consumption
@@ -135,10 +136,7 @@ async def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
     await buffer.close()
     folder = tmp_path / "checkpoints/global_step_1"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(
-        f'{{"format":1,"version":[1,1],"parent":null,"files":{{}},"consumption":{{"num_uses":{consumption.num_uses},'
-        f'"digest":"{consumption.digest}","cursor":{consumption.cursor}}}}}'
-    )
+    manifests.commit(folder, version=Version(1, 1), parent=None, consumption=consumption)  # of the format of today
     assert audit_run(tmp_path).ok
     (segment,) = (tmp_path / "buffer/experience_buffer.segments").glob("*.seg")
     whole = bytearray(segment.read_bytes())

@@ -145,6 +145,17 @@ def test_export_copies_the_model_whole(run_dir: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+def test_export_takes_the_checkpoint_that_the_run_would_go_on_from(run_dir: Path, tmp_path: Path) -> None:
+    """Not one with more steps, of an attempt that the run did not go on from."""
+    folder = run_dir / "checkpoints" / "global_step_7"
+    (folder / "huggingface").mkdir(parents=True)
+    (folder / "huggingface" / "model.safetensors").write_bytes(b"later")
+    manifests.commit(folder, version=Version(2, 7), parent=None, consumption=Consumption(num_uses=0, digest="", cursor=0))
+    assert manifests.latest(run_dir / "checkpoints").folder == folder  # type: ignore[union-attr]
+    out = export_command.copy_model(run_dir, tmp_path / "model", None)
+    assert (out / "model.safetensors").read_bytes() == b"later"
+
+
 def test_export_refuses(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"5 has no model.*there are 10"):
         export_command.copy_model(run_dir, tmp_path / "model", 5)

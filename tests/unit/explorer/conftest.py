@@ -60,8 +60,9 @@ class MemoryBuffer:
             if rewards
         ]
 
-    async def same_tasksets(self, fingerprints: dict[str, str]) -> None:
+    async def same_tasksets(self, fingerprints: dict[str, str]) -> list[str]:
         self.fingerprints = fingerprints
+        return []
 
     async def finish(self, reason: str) -> None:
         self.finished = reason

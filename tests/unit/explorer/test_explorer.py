@@ -174,6 +174,18 @@ async def test_a_short_batch_stops_the_run_or_not(world):
     assert world.buffer.closed == [(0, 0, 2, {"unscored": 2}), (1, 0, 2, {"unscored": 2})]
 
 
+async def test_a_short_batch_goes_on_with_more_refills(world):
+    """What it has rejected is held when the run goes on, and counts as refills, so a correction alone changes nothing."""
+    world.buffer._held = [StoredGroup(0, task, False) for task in range(5)]
+    with pytest.raises(
+        ShortBatch, match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill, as groups with a"
+    ):
+        await world.explorer(max_refill=2).run()
+    assert world.buffer.groups == []
+    await world.explorer(max_refill=5, total_batches=1).run()
+    assert world.buffer.closed[-1] == (0, 2, 2, {"held": 5})
+
+
 async def test_groups_without_a_reward_are_told_once_and_trip_the_breaker(world):
     tasksets = (world.taskset(reward="test_never"),)
     with pytest.raises(RunFailed, match="3 groups in a row got no reward, so the run stops"):

@@ -86,11 +86,79 @@ async def test_other_rows_are_refused_where_a_run_goes_on(world, tmp_path):
             world._file.write_text(world._file.read_text().replace("7+7?", "9+9?"))
             lineage = (await buffer.start_lineage(Version(lineage, 1), found)).lineage
             world.buffer = buffer.writer(lineage)
-            with pytest.raises(ConfigError, match="the rows of sums are not those that the checkpoint was trained on"):
+            with pytest.raises(ConfigError, match="the rows of sums are not those that the run has explored so far"):
                 await world.explorer(lineage=lineage, cursor=1).run()
             world._file.write_text(world._file.read_text().replace("9+9?", "7+7?"))
             await world.explorer(lineage=lineage, cursor=1).run()
             lineage = (await buffer.start_lineage(None, None)).lineage
             await buffer.writer(lineage).same_tasksets({"other": "rows"})
+    finally:
+        await buffer.close()
+
+
+async def test_other_rows_of_an_evaluation_are_told_where_a_run_goes_on(world, tmp_path):
+    """Its curve goes on, with values of two sets of rows."""
+    held = tmp_path / "held.jsonl"
+    buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+    await buffer.open()
+
+    async def told(parent, rows, names=("held",)):
+        held.write_text("".join(json.dumps({"prompt": f"{n}+1?", "response": str(n + 1)}) + "\n" for n in rows))
+        lineage = (await buffer.start_lineage(*parent)).lineage
+        world.buffer, world.sink.records = buffer.writer(lineage), []
+        cursor = parent[1].cursor if parent[1] else 0
+        evals = tuple(world.taskset(name, path=str(held), is_eval=True) for name in names)
+        await world.explorer(lineage=lineage, cursor=cursor, eval_tasksets=evals, eval_on_startup=False).run()
+        return lineage, [note for r in world.sink.records for note in r.notes]
+
+    try:
+        async with asyncio.timeout(120):
+            lineage, notes = await told((None, None), range(3))
+            reader = buffer.reader(lineage)
+            await reader.lease(1, groups=2, rows=None, deadline_s=5, max_staleness=None)
+            await reader.use(1)
+            parent = (Version(lineage, 1), await reader.consumption(1))
+            assert notes == []
+            assert (await told(parent, range(3), ("held", "new")))[1] == []
+            assert (await told(parent, range(4)))[1] == [
+                "the rows of held are not those of earlier evaluations: do not compare their values with later ones"
+            ]
+            assert (await told(parent, range(4)))[1] == [], "told once"
+            anew = buffer.writer((await buffer.start_lineage(None, None)).lineage)
+            assert await anew.same_tasksets({"eval/held": "other rows"}) == [], "no value is left to compare with"
+    finally:
+        await buffer.close()
+
+
+async def test_a_mark_that_an_earlier_version_made_is_the_end_of_todays(tmp_path):
+    buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+    await buffer.open()
+    try:
+        first = buffer.reader((await buffer.start_lineage(None, None)).lineage)
+        await buffer.writer(1).same_tasksets({"sums": "sample", "eval/held": "sample"})
+        parent = (Version(1, 0), await first.consumption(0))
+        writer = buffer.writer((await buffer.start_lineage(*parent)).lineage)
+        assert await writer.same_tasksets({"sums": "whole-sample", "eval/held": "whole-sample"}) == []
+        writer = buffer.writer((await buffer.start_lineage(*parent)).lineage)
+        with pytest.raises(ConfigError, match="the rows of sums are not"):
+            await writer.same_tasksets({"sums": "other-sample", "eval/held": "whole-sample"})
+        with pytest.raises(ConfigError, match="the rows of more, sums are not"):
+            await writer.same_tasksets({"more": "rows"})
+        assert await writer.same_tasksets({"sums": "whole-sample", "eval/held": "other-sample"}) == ["held"]
+    finally:
+        await buffer.close()
+
+
+async def test_other_rows_are_refused_where_those_of_an_attempt_without_a_checkpoint_are_kept(tmp_path):
+    buffer = Buffer(BufferSettings(folder=tmp_path / "buffer", resume_rows="keep"))
+    await buffer.open()
+    try:
+        for rows in ("old", "old", "new"):
+            writer = buffer.writer((await buffer.start_lineage(None, None)).lineage)
+            if rows == "new":
+                with pytest.raises(ConfigError, match="the rows of sums are not those that the run has explored"):
+                    await writer.same_tasksets({"sums": rows})
+            else:
+                assert await writer.same_tasksets({"sums": rows}) == []
     finally:
         await buffer.close()

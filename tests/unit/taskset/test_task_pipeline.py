@@ -213,6 +213,25 @@ def test_what_was_made_from_something_else_is_never_overwritten(make, tmp_path):
     assert mine.read_text() == "{}\n"
 
 
+def test_a_change_of_any_row_of_a_large_parquet_file_makes_another_result(make, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def settings(**other):
+        rows = [{"prompt": other.get(f"row{i}", f"What is {i}?")} for i in range(1500)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        return make(("length_filter", {"min": 1}), inputs=(str(tmp_path / "rows.parquet"),))
+
+    first = write(settings()).fingerprint
+    note = tmp_path / "out" / "result.jsonl.pipeline.json"
+    note.write_text(note.read_text().replace(first, first.rpartition("-")[2]))  # as an earlier version wrote it
+    assert prepare(settings()).reused
+    note.write_text(note.read_text().replace(first.rpartition("-")[2], first))
+    assert prepare(settings()).reused
+    with pytest.raises(ConfigError, match="made from other inputs"):
+        prepare(settings(row2="What is it?"))
+
+
 def test_an_own_operator_that_changes_makes_another_result(make, tmp_path):
     path = tmp_path / "mine.py"
     source = "from rft.taskset.row_operators import RowOperator\nclass Cut(RowOperator):\n    def apply(self, row):\n        return row\n"

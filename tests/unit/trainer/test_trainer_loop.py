@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -417,18 +418,38 @@ async def test_running_out_of_memory_names_the_remedy(
 async def test_checkpoints_written_while_steps_go_on_are_the_same(
     buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
 ) -> None:
-    lineage = (await buffer.start_lineage(None, None)).lineage
-    await fill(buffer, lineage, range(4))
-    stage = Stage(
-        buffer, tmp_path, learner(), lineage, total_steps=4, save_interval=1, max_checkpoints_to_keep=0, async_save=True
-    )
-    await stage.trainer.run()
-    folders = manifests.committed(tmp_path / "checkpoints")
-    assert [manifests.read(f).version.step for f in folders] == [1, 2, 3, 4]
-    weights = [load_file(f / "trainer" / "model-00001-of-00001.safetensors") for f in folders]
-    name = "model.norm.weight"
-    assert all(not torch.equal(a[name], b[name]) for a, b in itertools.pairwise(weights)), "each is of its own step"
-    assert all(torch.equal(stage.learner.policy.names()[n], t) for n, t in weights[-1].items())
+    """Although each is written only after the next step has changed weights and optimizer."""
+
+    async def saved(aside: bool) -> list[dict[str, manifests.FileFact]]:
+        lineage = (await buffer.start_lineage(None, None)).lineage
+        await fill(buffer, lineage, range(4))
+        made, root = learner(), tmp_path / f"aside {aside}"
+        write, train, trained, news = made.write, made.step, [0], threading.Condition()
+
+        def after_the_next(folder: str) -> dict[str, str]:
+            number = manifests.step_of(Path(folder).parent.with_suffix(""))
+            with news:
+                assert news.wait_for(lambda: not aside or trained[0] > number or number == 4, 60)
+            return write(folder)
+
+        def step(*args: Any) -> Any:
+            result = train(*args)
+            with news:
+                trained[0] += 1
+                news.notify_all()
+            return result
+
+        made.write, made.step = after_the_next, step  # type: ignore[method-assign]
+        stage = Stage(buffer, root, made, lineage, total_steps=4, save_interval=1, max_checkpoints_to_keep=0, async_save=aside)
+        await stage.trainer.run()
+        found = [manifests.read(f) for f in manifests.committed(root / "checkpoints")]
+        assert [m.version.step for m in found] == [1, 2, 3, 4]
+        return [{name: fact for name, fact in m.files.items() if name.startswith("trainer/")} for m in found]
+
+    files = await saved(True)
+    assert files == await saved(False)
+    weights = "trainer/model-00001-of-00001.safetensors"
+    assert all(a[weights] != b[weights] for a, b in itertools.pairwise(files)), "each is of its own step"
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run(
