@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 KEY = "buffer.trainer_input.experience_buffer"
 BUFFERS = "buffer.trainer_input.auxiliary_buffers"
 _ONLY_HERE = ("split", "subset_name", "format", "data_selector", "eval_split", "filter_overlong")
+_OF_A_STORAGE = (
+    *("storage_args", "capacity", "capacity_bytes", "max_read_timeout", "durability", "on_damaged_payload"),
+    *("replay_buffer", "max_retry_times", "max_retry_interval"),
+)
+_OTHER_COLUMNS: dict[Data, tuple[str, ...]] = {
+    "chats": ("chosen_key", "rejected_key"),
+    "pairs": ("response_key", "enable_concatenated_multi_turn"),
+    "texts": (
+        *("response_key", "chosen_key", "rejected_key", "enable_concatenated_multi_turn", "tools_key", "system_prompt"),
+        *("system_prompt_key", "chat_template", "chat_template_args", "enable_thinking"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -62,12 +74,8 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
             f"{KEY}.path",
             f"is required: algorithm {ctx.config.algorithm.algorithm_type} trains on the rows of a file, folder or hub data set",
         )
-    elif "://" in b.path and not b.path.startswith("reasoning_gym://"):
-        ctx.error(f"{KEY}.path", "is a database; rows to train on are read from a file, a folder or a hub data set")
     if "storage_type" not in b.model_fields_set:
         ctx.derive(f"{KEY}.storage_type", "file", "mode train reads a data set")
-    elif b.storage_type != "file":
-        ctx.error(f"{KEY}.storage_type", f"is {b.storage_type}; a data set is read with file")
     if b.data_selector.selector_type not in ("sequential", "shuffle", "random") or (
         b.data_selector.feature_keys or b.data_selector.kwargs
     ):
@@ -79,8 +87,12 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
             "monitor.keep_trainer_logprobs",
             "is kept in the ledger of what was sampled; rows of a data set are in none.  Write false",
         )
-    if b.format.enable_concatenated_multi_turn and data != "chats":
-        ctx.warn(f"{KEY}.format.enable_concatenated_multi_turn has no effect: it is for chats, and {data} are read")
+    _idle(ctx, b, KEY, data)
+    ctx.config.buffer.idle("buffer", ("on_short_batch", "max_refill", "resume_rows"), "a data set is read as it is", ctx)
+    if ctx.config.buffer.train_batch_size not in (None, 0, ctx.config.buffer.batch_size):
+        ctx.config.buffer.idle("buffer", ("batch_size",), "train_batch_size is written", ctx)
+    if (ctx.config.algorithm.repeat_times or 1) > 1:
+        ctx.config.algorithm.idle("algorithm", ("repeat_times",), f"{data} that are given are trained once each", ctx)
     if data == "pairs" and ctx.config.resume_from_path:
         ctx.warn(
             "resume_from_path gives the weights to begin with; the reference model is still model.model_path.  To compare with those "
@@ -122,12 +134,24 @@ def expert(
         return None
     if b.data_selector.selector_type not in ("sequential", "shuffle"):
         ctx.error(f"{key}.data_selector.selector_type", "an expert's rows come sequential or shuffle")
+    _idle(ctx, b, key, "chats")
+    b.idle(key, ("eval_split",), "no loss of the expert's rows is computed beside", ctx)
     ctx.note(f"each train batch has {own_rows} rows of the policy and {count} of {name}")
     if whole := ctx.config.buffer.train_batch_size:
         own = whole - math.ceil(whole * share)
         ctx.warn(f"buffer.train_batch_size {whole} counts the policy's rows alone; to count the expert's as well, write {own}")
     given = _source(ctx, b, b.split or "train", name, "chats", engine, key)
     return MixSettings(name=name, rows=count, shuffle=given.rows.selector == "shuffle", seed=given.rows.seed), given
+
+
+def _idle(ctx: Context, b: ExperienceBufferConfig, key: str, data: Data) -> None:
+    """Keys of a storage, and of other kinds of rows, where a data set is read."""
+    if "://" in (b.path or "") and not (b.path or "").startswith("reasoning_gym://"):
+        ctx.error(f"{key}.path", "is a database; rows to train on are read from a file, a folder or a hub data set")
+    if "storage_type" in b.model_fields_set and b.storage_type != "file":
+        ctx.error(f"{key}.storage_type", f"is {b.storage_type}; a data set is read with file")
+    b.idle(key, _OF_A_STORAGE, "a data set is read as it is", ctx)
+    b.format.idle(f"{key}.format", _OTHER_COLUMNS[data], f"{data} are read", ctx)
 
 
 def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:

@@ -71,6 +71,7 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
             ctx.warn(
                 f"algorithm.{kind}_args.clip_range has no effect: clip_range_low is {low} and clip_range_high {high}; write these"
             )
+        _only_with(kind, part, own, args, ctx)
         if kind in BUILT or kind == "sample_strategy":
             parts[kind], parts[f"{kind}_args"] = part, args
     loss_agg_mode = _loss_agg_mode(a.loss_agg_mode, base, parts["policy_loss_fn"], ctx)
@@ -89,6 +90,29 @@ def _of_none(kind: str, part: str, args: dict[str, Any], p: Problems) -> dict[st
     for name in idle:
         p.warn(f"algorithm.{kind}_args.{name} has no effect: {kind} is none")
     return {name: value for name, value in args.items() if name not in idle}
+
+
+# Argument of a part: another of its arguments, and with which of its values it counts.
+_ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "target_kl": ("adaptive", (True,)),
+    "horizon": ("adaptive", (True,)),
+    "delta_sequence_masking": ("enable_sequence_masking", (True,)),
+    "mask_clip_range_low": ("enable_mask_clip", (True,)),
+    "mask_clip_range_high": ("enable_mask_clip", (True,)),
+    "weight_pow": ("reweight_method", ("pow",)),
+    "regularizer_coef": ("regularizer", ("k2", "forward-kl")),
+    "temp": ("weight", ("advantage",)),
+    "tau": ("opmd_baseline", ("logavgexp",)),
+}
+
+
+def _only_with(kind: str, part: str, own: dict[str, Any], args: dict[str, Any], p: Problems) -> None:
+    """Warns of written arguments that another argument leaves without effect."""
+    fields = model.model_fields if (model := shipped().get((kind, part))) is not None else {}
+    for name in own.keys() & _ONLY_WITH.keys():
+        other, values = _ONLY_WITH[name]
+        if other in fields and (value := args.get(other, fields[other].default)) not in values:
+            p.warn(f"algorithm.{kind}_args.{name} has no effect: {other} is {str(value).lower()}")
 
 
 def _loss_agg_mode(written: AggMode | None, base: AlgorithmDefaults, loss: str, p: Problems) -> AggMode:
@@ -207,6 +231,8 @@ def _of_the_loss(settings: AlgorithmSettings, p: Context) -> None:
             "algorithm.policy_loss_fn",
             f"{name} reads log-probs of the policy that sampled, which the expert's rows of sample_strategy mix do not have; use {fit}",
         )
+    if model.samples == "none" and not settings.kl_loss_fn.startswith("corrected_k3"):  # which reads them as well
+        p.config.algorithm.idle("algorithm", ("compute_prox_logprobs",), f"{name} reads no old log-probs", p)
     if model.samples == "none" and settings.rollout_correction is not None:
         p.error("algorithm.rollout_correction", f"corrects for the policy that sampled, which {name} does not read; leave it out")
 

@@ -53,10 +53,8 @@ class Workload:
 
     @property
     def read_anyway(self) -> tuple[str, ...]:
-        """Beginnings of keys that do nothing in other runs."""
-        if self.data is not None:
-            return (f"{offline_plan.KEY}.storage_type",)
-        return (f"{offline_plan.BUFFERS}.{self.expert[0].name}.",) if self.expert else ()
+        """Keys that do nothing in other runs."""
+        return (f"{offline_plan.BUFFERS}.{self.expert[0].name}",) if self.expert else ()
 
 
 def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBatches | None = None, name: str = "") -> Plan:
@@ -197,7 +195,7 @@ def _workload(
 def _inert_keys(ctx: Context, read: tuple[str, ...]) -> None:
     """Refuses, warns of or notes what is written and does nothing.  `read`: keys this run reads."""
     for key, value, entry in used(ctx.config):
-        if f"{key}.".startswith(read):  # also a section that is refused whole
+        if key in read:
             continue
         if entry.level == "refused":
             ctx.error(key, f"has no meaning here: {entry.why}")

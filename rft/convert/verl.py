@@ -163,13 +163,15 @@ def _inside(a: Argument) -> list[Argument]:
     return found
 
 
-# Newer versions of veRL have all of rewards in one section, and read the older names as well.
-_REWARDS = {
+# Newer versions of veRL have all of rewards in one section, and read the older names as well; the critic has its engine's group at once.
+_NEWER = {
+    "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
     "reward.reward_manager.name": f"{RM}.reward_manager",
     "reward.reward_model.model_path": f"{RM}.model.path",
     "reward.num_workers": f"{RM}.num_workers",
 }
-_OF_REWARDS = {
+_NEWER_SECTIONS = {
+    "critic.fsdp": "critic.model.fsdp_config",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_model": RM,
     **{f"reward.{name}": f"{RM}.{name}" for name in ("reward_kwargs", "sandbox_fusion")},
@@ -179,7 +181,7 @@ _OF_REWARDS = {
 def _renamed(program: str, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
     """The arguments under the names that rules have for them."""
     own: Any = {"sft_trainer": verl_sft, "generation": verl_generation}.get(program)
-    names, sections = (own.RENAMED, own.SECTIONS) if own is not None else (_REWARDS, _OF_REWARDS)
+    names, sections = (own.RENAMED, own.SECTIONS) if own is not None else (_NEWER, _NEWER_SECTIONS)
 
     def name(key: str) -> str:
         begin = next((s for s in sections if key.startswith(f"{s}.")), None)

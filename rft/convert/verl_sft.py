@@ -7,6 +7,7 @@ trainer reads, so they stand in the experience buffer.  Invariant: every argumen
 from __future__ import annotations
 
 import posixpath
+import re
 from typing import TYPE_CHECKING, Any
 
 from rft.compat.keys import verl_keys as table
@@ -93,6 +94,8 @@ def prepare(d: Draft) -> None:
         d.put(f"{BUFFER}.format.prompt_type", "plaintext", "a question and an answer")
         d.put(f"{BUFFER}.format.prompt_key", _column(d, "prompt"), "data.prompt_key")
         d.put(f"{BUFFER}.format.response_key", _column(d, "response"), "data.response_key")
+    if re.search(r"[-_]vl([-_]|$)", d.text("model.partial_pretrain").lower()):
+        d.questions.append("Do the rows hold images?  The model reads them, but rft check refuses such rows: name data of texts.")
     size = positive(d, "data.train_batch_size")
     d.put("buffer.batch_size", size, "data.train_batch_size")
     d.put("buffer.train_batch_size", size, "data.train_batch_size, demonstrations of a step")
@@ -213,7 +216,10 @@ RULES: dict[str, Rule] = {
     ),
 }  # fmt: skip
 RULES |= {key: of_row(row) for key, row in table.by_name(SECTION).items() if key not in RULES}
-SECTIONS = {"engine": f"{ACTOR}.fsdp_config", "optim": f"{ACTOR}.optim", "model": MODEL, "checkpoint": "trainer.checkpoint"}
+SECTIONS = {
+    "engine": f"{ACTOR}.fsdp_config", "optim": f"{ACTOR}.optim", "profiler": f"{ACTOR}.profiler", "model": MODEL,
+    "checkpoint": "trainer.checkpoint",
+}  # fmt: skip
 RENAMED = {key: key for key in RULES} | {group: f"{group}_group" for group in GROUPS} | {
     "data.messages_key": "data.multiturn.messages_key", "data.tools_key": "data.multiturn.tools_key", "data.use_dynamic_bsz": DYNAMIC,
     "data.max_token_len_per_gpu": MOST, "model.path": "model.partial_pretrain", "engine.model_dtype": "model.fsdp_config.model_dtype",

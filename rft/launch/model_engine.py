@@ -21,9 +21,9 @@ from msgspec import Struct
 
 from rft.launch import machine_checks
 from rft.launch.machine import TRANSPORTS, Line
-from rft.launch.start import vocab_size
 from rft.sync.settings import SyncSettings
 from rft.trainer.settings import LearnerSettings
+from rft.types.modelfiles import vocab_size
 
 if TYPE_CHECKING:
     from rft.trainer.learner import Learner
@@ -70,7 +70,7 @@ async def _served(kind: str, device: str, model: str, folder: Path) -> Served:
         ranks = Ranks(learner)
 
         async def sample_and_shake(_: object) -> None:
-            draw, size = np.random.default_rng(2), vocab_size(model)
+            draw, size = np.random.default_rng(2), vocab_size(Path(model))
             sampled.extend([await _answer(engine, draw.integers(size, size=length).tolist()) for length in _PROMPTS])
             await ranks.aside(_shake, learner)
 

@@ -24,9 +24,10 @@ from rft.config.plan import Plan
 from rft.engine.settings import AuxiliarySettings, EngineSettings
 from rft.errors import SetupError
 from rft.launch.remote import Proxy
-from rft.launch.start import Start, schedule, vocab_size, windows
+from rft.launch.start import Start, schedule, windows
 from rft.types.experience import Demonstration
 from rft.types.ids import Version
+from rft.types.modelfiles import vocab_size
 from rft.types.ports import (
     BufferReader,
     ChatModel,
@@ -61,7 +62,7 @@ async def buffer(plan: Plan) -> Any:
         data = await asyncio.to_thread(open_offline_data, plan.expert)
         rows = [r for r in data.records if isinstance(r, Demonstration)]
         mix = Mix(plan.mix, demonstrations(rows, taskset=plan.mix.name))
-    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(plan.learner.model_path)), mix=mix)
+    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(Path(plan.learner.model_path))), mix=mix)
     await made.open()
     return made
 

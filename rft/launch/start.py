@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
 from rft.types import modelfiles
 from rft.types.ids import Version
-from rft.types.row_layout import text_config
 
 log = logging.getLogger(__name__)
 
@@ -120,20 +118,9 @@ _LENGTH = 8  # what follows two tokens is computed less exactly, see decision 4
 _ALIKE = 4  # probes of one prompt, which engine and trainer compute once
 
 
-def vocab_size(model_path: str) -> int:
-    """How many token ids the model has: as config.json says, or, where that leaves it to a default, as its embedding has."""
-    folder = Path(model_path)
-    if (said := text_config(json.loads((folder / "config.json").read_text())).get("vocab_size")) is not None:
-        return int(said)
-    tensors = (tensor for path in modelfiles.files(folder) for tensor in modelfiles.header(path)[0].items())
-    if (rows := next((about["shape"][0] for name, about in tensors if name.endswith("embed_tokens.weight")), None)) is None:
-        raise ConfigError("config.json does not give its vocab_size; add it", key="model.model_path", given=model_path)
-    return int(rows)
-
-
 def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:
     """`count` prompts of token ids from the middle half of the vocabulary (special tokens live at its ends); four in a row are equal."""
-    vocabulary = vocab_size(model_path)
+    vocabulary = modelfiles.vocab_size(Path(model_path))
     draw = np.random.default_rng(seed)
     ids = draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(-(-count // _ALIKE), _LENGTH))
     prompts: list[list[int]] = ids.repeat(_ALIKE, axis=0)[:count].tolist()

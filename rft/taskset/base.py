@@ -188,6 +188,8 @@ class Taskset:
     def _truth_is_there(self) -> bool:
         """Where rows are skipped, one of them decides: those without are bad rows then."""
         key, skips = self.settings.format.response_key, self.settings.skip_bad_rows
+        if not key:
+            return False
         for row in range(self._length if skips else 1):
             with suppress(ConfigError) if skips else nullcontext():
                 if lookup(self._rows[row], key) is not ABSENT:
@@ -357,15 +359,18 @@ def lookup(row: Row, name: str) -> Any:
     return value
 
 
+def of_texts(row: Row, where: str, key: str) -> None:
+    """Raises ConfigError for a row with pictures in the columns that other tools have them in."""
+    if column := next((c for c in ("images", "videos") if row.get(c)), None):
+        raise ConfigError(
+            f"{where}: column {column!r} is not empty; multimodal inputs are not offered.  Use rows of text", key=key
+        )
+
+
 def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
     """The row with its data source under the name that rewards look for.  Raises ConfigError for pictures, and for a row that only a
     model can score where a rule was to."""
-    if column := next((c for c in ("images", "videos") if row.get(c)), None):
-        raise ConfigError(
-            f"{where}: column {column!r} is not empty; multimodal inputs are not offered.  Use rows of text",
-            key=_key(settings, "format.preset"),
-            given="verl",
-        )
+    of_texts(row, where, _key(settings, "format.preset"))
     source = lookup(row, settings.format.data_source_key)
     if settings.format.reward_fn_key and lookup(row, "reward_model.style") == "model":
         raise ConfigError(

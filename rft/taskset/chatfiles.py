@@ -110,13 +110,16 @@ class ChatFiles:
         """Token ids of a single text, with the special tokens that the tokenizer puts around it."""
         return list(self._tokenizer.encode(text).ids)
 
+    def text(self, tokens: list[int]) -> str:
+        """Special tokens included."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
     def marked(self, tokens: list[int], mask: list[bool]) -> str:
         """The text of `tokens`, special ones included; where `mask` is True it stands between « and »."""
         pieces = [
             (on, [t for t, _ in part]) for on, part in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
         ]
-        texts = [(on, self._tokenizer.decode(ids, skip_special_tokens=False)) for on, ids in pieces]
-        return "".join(f"«{text}»" if on else text for on, text in texts)
+        return "".join(f"«{self.text(ids)}»" if on else self.text(ids) for on, ids in pieces)
 
     def render(
         self,

@@ -7,8 +7,10 @@ engine would be given, and what is trained of an answer is what a model would ha
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -17,16 +19,17 @@ import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
-from rft.taskset.base import ABSENT, as_chat, lookup
+from rft.taskset.base import ABSENT, as_chat, lookup, of_texts
 from rft.taskset.chatfiles import KEY, ChatFiles, LeftOut, find_model, open_chat, read_settings
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.experience import Demonstration, Preference
 from rft.types.ids import ExperienceId
-from rft.types.row_layout import text_config
+from rft.types.modelfiles import vocab_size
 from rft.types.task import Task
 
 log = logging.getLogger(__name__)
+_SAID = ("content", "reasoning_content", "reasoning", "thinking")  # texts of an answer
 _TODAY = datetime(2026, 1, 1)  # of templates that write it: rows must be the same on the day when a run goes on
 
 
@@ -74,7 +77,8 @@ class OfflineData:
 
 def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
     """Reads and tokenizes every row.  Raises ConfigError naming the first row that cannot be used."""
-    taskset, chat = open_taskset(settings.rows), open_chat(settings.model_path)
+    own = replace(settings.rows.format, response_key="")  # only some rows need that column: see _with_answer
+    taskset, chat = open_taskset(replace(settings.rows, format=own)), open_chat(settings.model_path)
     tokens = _Tokens(settings, chat)
     records: list[Demonstration | Preference] = []
     left_out: list[int] = []
@@ -84,7 +88,7 @@ def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
         where = f"row {task.index} of {settings.rows.path}"
         record = tokens.record(task, where)
         longest, last = max(len(t) for t, _ in sides(record)), max(int(t.max()) for t, _ in sides(record))
-        if tokens.vocab_size is not None and last >= tokens.vocab_size:
+        if last >= tokens.vocab_size:
             text = f"{where} has token {last}, and the model knows {tokens.vocab_size}: its tokenizer was given tokens that it was not"
             raise ConfigError(f"{text}.  Add them to the model (resize_token_embeddings), or take the row out", key=KEY)
         if longest > settings.max_tokens:
@@ -126,12 +130,12 @@ class _Tokens:
     """Turns rows into records with one tokenizer and template."""
 
     def __init__(self, settings: OfflineDataSettings, chat: ChatFiles) -> None:
-        ends, config = end_tokens(chat, settings), find_model(settings.weights_path or settings.model_path) / "config.json"
-        self.vocab_size = text_config(read_settings(config)).get("vocab_size")
-        self._settings, self._chat, self._ends, self._key = settings, chat, ends, settings.rows.key
+        self._settings, self._chat, self._ends, self._key = settings, chat, end_tokens(chat, settings), settings.rows.key
+        self.vocab_size = vocab_size(find_model(settings.weights_path or settings.model_path))
 
     def record(self, task: Task, where: str) -> Demonstration | Preference:
         """Raises ConfigError that names the row."""
+        of_texts(task.row, where, self._key)
         id = ExperienceId(0, 0, 0, task.index, 0)
         match self._settings.kind:
             case "texts":
@@ -174,17 +178,19 @@ class _Tokens:
         messages = task.chat()
         if messages[-1].get("role") == "assistant":
             return messages
-        if task.truth is None:
+        column = self._settings.rows.format.response_key
+        if (value := lookup(task.row, column)) is ABSENT:
             raise ConfigError(
                 f"{where} has no answer: the chat must end with the assistant, or format.response_key name the answer",
                 key=f"{self._key}.format.response_key",
             )
-        column = self._settings.rows.format.response_key
-        return [*messages, self._answer(task.truth, messages, "response_key", column, where)]
+        return [*messages, self._answer(value, messages, "response_key", column, where)]
 
     def _answer(self, value: Any, prompt: list[dict[str, Any]], name: str, column: str, where: str) -> dict[str, Any]:
-        """The answer in a column: a text, a message, or a chat of the prompt and it, which may leave the prompt out."""
+        """The answer in a column: a text, a message, or a chat (or its JSON text) of the prompt and it, which may leave the prompt out."""
         if isinstance(value, str) and value:
+            with suppress(ValueError):
+                return self._answer(list(as_chat(value)), prompt, name, column, where)
             return {"role": "assistant", "content": value}
         problem = "must be a text, or a chat that ends with the assistant"
         try:
@@ -224,8 +230,10 @@ class _Tokens:
         return np.asarray(tokens, np.int32), np.asarray(mask, np.bool_)
 
     def _spoken(self, ids: list[int]) -> int:
-        """How many of an answer's tokens a model generates: up to its end token; templates put a line break after that."""
+        """How many of an answer's tokens a model generates: up to its end token; templates put line breaks and other ends after that."""
         ends = [i for i, token in enumerate(ids) if token in self._ends]
+        while len(ends) > 1 and not self._chat.text(ids[ends[-2] + 1 : ends[-1]]).strip():
+            ends.pop()
         return ends[-1] + 1 if ends else len(ids)
 
     def _render(self, task: Task, messages: list[dict[str, Any]], where: str, opening: bool) -> str:
@@ -250,11 +258,16 @@ def _other(answer: dict[str, Any], text: str) -> str | None:
     """Why `text`, which the template wrote of `answer`, says something else."""
     if not any(value and isinstance(value, str | list) for key, value in answer.items() if key not in ("role", "name", "id")):
         return "the answer is empty"
-    calls = [c.get("function") or c for c in answer.get("tool_calls") or () if isinstance(c, dict)]
-    said = [str(c["name"]) for c in calls if isinstance(c, dict) and "name" in c]
-    said = said or [str(answer.get("content") or "").rpartition("</think>")[2].strip()]
-    lost = next((s for s in said if s not in text), None)
-    return None if lost is None else f"the chat template does not write {lost[:80]!r} of the answer; give another chat template"
+    given = answer.get("tool_calls") or []
+    calls = [*(given if isinstance(given, list) else [given]), *filter(None, [answer.get("function_call")])]
+    calls = [c.get("function") or c if isinstance(c, dict) else c for c in calls]
+    if not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
+        return "its tool_calls must be a list of calls, each an object with a name"
+    said = [c["name"] for c in calls]
+    said += (part for key in _SAID if isinstance(value := answer.get(key), str) for part in re.split("</?think>", value))
+    lost = next((s.strip() for s in said if s.strip() not in text), None)
+    advice = "give another chat template, or leave that out of the row"
+    return None if lost is None else f"the chat template does not write {lost[:80]!r} of the answer; {advice}"
 
 
 def end_tokens(chat: ChatFiles, settings: OfflineDataSettings) -> list[int]:

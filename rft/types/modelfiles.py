@@ -1,4 +1,4 @@
-"""A model's folder: where the hub's cache keeps it, its safetensors files, and a hash that tells one base model from another.
+"""A model's folder: where the hub's cache keeps it, its files, how many tokens it knows, and a hash that tells base models apart.
 
 Torch-free; knows no layers.  Invariant: the same weights have the same fingerprint, whatever files they are cut into.
 """
@@ -12,8 +12,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rft.errors import CheckpointInvalid
+from rft.errors import CheckpointInvalid, ConfigError
 from rft.strictjson import parse_json
+from rft.types.row_layout import text_config
 
 _BLOCK = 16 << 10  # bytes read at each of _PLACES places of a tensor
 _PLACES = 4
@@ -21,7 +22,6 @@ _MAX_HEADER = 100 << 20
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _MARKED = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 _NO_TEXT = re.compile(r"""\bcontent(["']\])? is none""")
-_OBJECTS = re.compile(r"""\barguments(["']\])? *(\| *(tojson|items|dictsort)|is mapping)""")
 
 
 def hub_cache() -> Path:
@@ -44,30 +44,45 @@ def plain_jinja(template: str) -> str:
     return _MARKED.sub(r"\1with\2", template)
 
 
-def as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Calls of tools as `template` reads them.
+class _CallArguments(dict[str, Any]):
+    """What a call passes: an object, and where a template adds it to a text or writes it as it is, the object's JSON text."""
 
-    DeepSeek's shows them only in messages whose content is none; most write their arguments as JSON, which OpenAI's form has them in
-    already.
+    def __init__(self, made: dict[str, Any], text: str) -> None:
+        super().__init__(made)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Calls of tools as any template reads them, their arguments given as an object or as its JSON text, which is OpenAI's form.
+
+    DeepSeek's shows them only in messages whose content is none.
     """
     if _NO_TEXT.search(template):
         messages = [m | {"content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
-    if not _OBJECTS.search(template):
-        return messages
     return [
         m | {"tool_calls": [*map(_with_object, calls)]} if isinstance(calls := m.get("tool_calls"), list) else m for m in messages
     ]
 
 
 def _with_object(call: Any) -> Any:
-    """A call whose arguments are the object that their JSON text is."""
+    """A call whose arguments are an object and its JSON text at once; unchanged where they are neither."""
     if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
         return call | {"function": _with_object(function)}
     try:
-        made = parse_json(call["arguments"])
+        given = call["arguments"] or {}
+        made, text = (parse_json(given), given) if isinstance(given, str) else (given, json.dumps(given, ensure_ascii=False))
     except (KeyError, TypeError, ValueError):
         return call
-    return call | {"arguments": made} if isinstance(made, dict) else call
+    return call | {"arguments": _CallArguments(made, text)} if isinstance(made, dict) else call
 
 
 def files(folder: Path) -> list[Path]:
@@ -82,6 +97,19 @@ def files(folder: Path) -> list[Path]:
     if not paths:
         raise CheckpointInvalid(f"{folder}: has no safetensors files; convert the weights (other formats can run code when read)")
     return paths
+
+
+def vocab_size(folder: Path) -> int:
+    """How many token ids a model has: as config.json says, or, where that leaves it to a default, as its embedding has.
+
+    Raises ConfigError where neither tells.
+    """
+    if (said := text_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))).get("vocab_size")) is not None:
+        return int(said)
+    tensors = (tensor for path in files(folder) for tensor in header(path)[0].items())
+    if (rows := next((about["shape"][0] for name, about in tensors if name.endswith("embed_tokens.weight")), None)) is None:
+        raise ConfigError("config.json does not give its vocab_size; add it", key="model.model_path", given=str(folder))
+    return int(rows)
 
 
 def fingerprint(folder: Path) -> str:

@@ -25,6 +25,7 @@ _ACTOR, _MODEL, _REF, _RM = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ALIASES = {  # other spellings of veRL's own, older and newer ones
     **{f"{_ACTOR}.{n}": f"{_ACTOR}.policy_loss.{n}" for n in ("loss_mode", "kl_cov_ratio", "ppo_kl_coef")},
     **{f"{_ACTOR}.clip_cov_{n}": f"{_ACTOR}.policy_loss.clip_cov_{n}" for n in ("ratio", "lb", "ub")},
+    **{f"{_ACTOR}.policy_loss.{n}": f"{_ACTOR}.{n}" for n in ("tau_pos", "tau_neg")},
     f"{_ACTOR}.checkpoint.contents": f"{_ACTOR}.checkpoint.save_contents",
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",
     f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
@@ -35,6 +36,7 @@ ALIASES = {  # other spellings of veRL's own, older and newer ones
     f"{_MODEL}.torch_dtype": f"{_ACTOR}.fsdp_config.model_dtype",
     f"{_REF}.fsdp_config.strategy": f"{_REF}.strategy",
     "critic.checkpoint.contents": "critic.checkpoint.save_contents",
+    **{f"{r}.fsdp_config.ulysses_sequence_parallel_size": f"{r}.ulysses_sequence_parallel_size" for r in (_ACTOR, _REF)},
     **{
         f"{_RM}.overlong_buffer.{n}": f"{_RM}.reward_kwargs.overlong_buffer_cfg.{n}"
         for n in ("enable", "len", "log", "penalty_factor")

@@ -54,6 +54,12 @@ class ScheduleConfig(Section):
             told.error(f"{at}.betas", "each must be in [0, 1)")
         idle = {"sgd": ("betas", "eps"), "adagrad": ("betas", "momentum")}.get(self.optimizer_type, ("momentum",))
         self.idle(at, idle, f"optimizer_type is {self.optimizer_type}", told)
+        shape = self.warmup_style or self.lr_scheduler_type
+        floor = ("min_lr_ratio",) if shape == "constant" and self.min_lr_ratio else ()  # 0: no floor, which holds there, too
+        waves = ("num_cycles",) if shape in ("constant", "linear") else ()
+        self.idle(at, floor + waves, f"lr_scheduler_type is {shape}", told)
+        if self.lr_warmup_steps == 0 or (self.lr_warmup_steps < 0 and not self.lr_warmup_steps_ratio):
+            self.idle(at, ("lr_warmup_from_zero",), "there is no warm-up", told)
         if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
             told.warn(f"{at}: lr_warmup_steps is written and wins; lr_warmup_steps_ratio has no effect")
         if self.warmup_style is not None:
@@ -92,6 +98,10 @@ class RolloutCorrectionConfig(Section):
     loss_type: Annotated[Literal["ppo_clip", "reinforce"], IgnoreCase] = key(
         "ppo_clip", "Loss with bypass_mode; reinforce: -advantage x log-prob x weight, without a clipped ratio."
     )
+
+    def rules(self, at: str, told: Told) -> None:
+        if self.rollout_is in (None, "none"):
+            self.idle(at, ("rollout_is_threshold", "rollout_is_batch_normalize"), "no rollout_is is written", told)
 
 
 class AlgorithmConfig(Section):

@@ -51,6 +51,11 @@ class FormatConfig(Section):
         False, "sft: train every answer of a chat.  False: only the last one; the earlier ones are context."
     )
 
+    def rules(self, at: str, told: Told) -> None:
+        if self.preset is None:
+            idle = "messages_key" if self.prompt_type == "plaintext" else "prompt_key"
+            self.idle(at, (idle,), f"prompt_type is {self.prompt_type}", told)
+
 
 class DataFormatConfig(FormatConfig):
     """What the columns of a row to train on mean: chats (sft), texts (cpt), pairs of answers (dpo)."""
@@ -258,11 +263,15 @@ class ExperienceBufferConfig(Section):
     )
     enable_progress_bar: bool = safe_key(False, "Show how far reading is.")
 
+    def rules(self, at: str, told: Told) -> None:
+        if (self.path or "").lower().endswith(FILES):
+            self.idle(at, ("split", "subset_name"), f"{self.path} is one file, whose rows are taken as they are", told)
+
 
 class AuxiliaryBufferConfig(ExperienceBufferConfig):
     """Further data for the trainer, e.g. expert answers that are mixed in."""
 
-    path: str = key(..., "Local file or folder, a hub data set in the local cache, or a database URL.")
+    path: str = key(..., "Local file or folder, or a hub data set in the local cache.")
 
 
 class TrainerInputConfig(Section):

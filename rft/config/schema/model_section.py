@@ -140,6 +140,8 @@ class ModelConfig(Section):
         if not self.model_path and not self.external_model.enable:
             text = "is required: a folder with config.json, tokenizer and safetensors, or a hub id in the local cache"
             told.error(f"{at}.model_path", text)
+        if self.enable_prompt_truncation:
+            self.idle(at, ("prompt_truncation_side",), "enable_prompt_truncation is true", told)
         if self.trust_remote_code:
             told.warn(f"{at}.trust_remote_code: Python code from the model's folder will run with your rights")
         if self.external_lib is not None and not all(part.isidentifier() for part in self.external_lib.split(".")):

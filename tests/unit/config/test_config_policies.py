@@ -25,6 +25,7 @@ DAPO, LOSS_ARGS, OPTIMIZER = (
     "algorithm.policy_loss_fn_args",
     "algorithm.optimizer.optimizer_type",
 )
+CURVE, REC = "algorithm.optimizer.lr_scheduler_type", "algorithm.algorithm_type=rec"
 
 
 def plan(*overrides: str) -> Plan:
@@ -95,11 +96,24 @@ def test_reinforce_is_the_loss_of_a_bypass_correction() -> None:
         (("algorithm.policy_loss_fn=kl_cov", "algorithm.bypass_old_logprobs=false"), "kl_cov holds nothing back"),
         (("algorithm.optimizer.momentum=0.9",), "optimizer.momentum has no effect: optimizer_type is adamw"),
         ((f"{OPTIMIZER}=sgd", "algorithm.optimizer.betas=[0.8, 0.9]"), "optimizer.betas has no effect: optimizer_type is sgd"),
+        (("algorithm.optimizer.min_lr_ratio=0.1",), "min_lr_ratio has no effect: lr_scheduler_type is constant"),
+        ((f"{CURVE}=linear", "algorithm.optimizer.num_cycles=2"), "num_cycles has no effect: lr_scheduler_type is linear"),
+        (("algorithm.optimizer.lr_warmup_from_zero=true",), "lr_warmup_from_zero has no effect: there is no warm-up"),
+        ((f"{RC}.rollout_is_threshold=3",), "rollout_is_threshold has no effect: no rollout_is is written"),
+        (("algorithm.kl_loss_fn=k2", "algorithm.kl_loss_fn_args={target_kl: 0.2}"), "target_kl has no effect: adaptive is false"),
+        ((REC, f"{LOSS_ARGS}={{regularizer_coef: 0.1}}"), "regularizer_coef has no effect: regularizer is none"),
+        (("algorithm.algorithm_type=raft", "algorithm.compute_prox_logprobs=true"), "compute_prox_logprobs has no effect: sft"),
+        (("model.prompt_truncation_side=left",), "prompt_truncation_side has no effect: enable_prompt_truncation is true"),
     ):
         assert any(says in w for w in plan(*given).warnings), says
     dr_grpo = ("algorithm.algorithm_type=dr_grpo", "algorithm.loss_scale_factor=9")
     fine = (dr_grpo, (PPO, "trainer.critic_warmup=1"), (f"{LOSS_ARGS}={{clip_range: 0.1, clip_range_low: 0.2}}",))
     fine += ((f"{OPTIMIZER}=sgd", "algorithm.optimizer.momentum=0.9"), ("algorithm.policy_loss_fn=kl_cov",))
+    fine += ((f"{CURVE}=wsd", "algorithm.optimizer.min_lr_ratio=0.1", "algorithm.optimizer.num_cycles=2"),)
+    fine += (("algorithm.optimizer.lr_warmup_from_zero=true", "algorithm.optimizer.lr_warmup_steps=2"),)
+    fine += (("algorithm.kl_loss_fn=k2", "algorithm.kl_loss_fn_args={adaptive: true, target_kl: 0.2}"),)
+    fine += ((REC, f"{LOSS_ARGS}={{regularizer_coef: 0.1, regularizer: k2}}"),)
+    fine += (("algorithm.compute_prox_logprobs=true",), (f"{RC}.rollout_is=token", f"{RC}.rollout_is_threshold=3"))
     assert not any("has no effect" in w or "kl_cov" in w for given in fine for w in plan(*given).warnings)
 
 

@@ -65,6 +65,7 @@ def test_a_function_beside_a_reward_model_is_a_question() -> None:
           f"{CORRECTION}.rollout_rs_threshold_lower=0.999"), f"{CORRECTION}.rollout_rs_threshold", "0.999_1.001"),
         ((f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2"), f"{CORRECTION}.rollout_rs_threshold", 2.0),
         ((f"{A}.loss_mode=clip_cov", f"{A}.clip_cov_ratio=0.1"), "algorithm.policy_loss_fn_args.clip_cov_ratio", 0.1),
+        ((f"{A}.policy_loss.loss_mode=sapo", f"{A}.policy_loss.tau_neg=2.0"), "algorithm.policy_loss_fn_args.tau_neg", 2.0),
         ((f"{A}.policy_loss.loss_mode=cispo", f"{A}.clip_ratio_low=10"), "algorithm.policy_loss_fn_args.clip_range_low", 1.0),
         ((f"{A}.fsdp_config.fsdp_size=8",), "trainer.fsdp_size", None),
         ((f"{A}.profiler.ranks=[0,4,7]",), "trainer.profiler.ranks", [0]),
@@ -106,6 +107,7 @@ def trainer(tmp_path: Path, *arguments: str) -> Conversion:
         (("model.lora_rank=8", "model.tokenizer_path=/t", "+data.apply_chat_template_kwargs.enable_thinking=False"),
          {"model.lora_configs[0].lora_rank": 8, "model.tokenizer_path": "/t",
           f"{EXAMPLES}.format.chat_template_args.enable_thinking": False}),
+        (("profiler.ranks=[0]", "profiler.enable=True", "profiler.tool_config.torch.discrete=True"), {"trainer.profiler.ranks": [0]}),
         (("checkpoint.save_contents=[model]", "trainer.seed=3"), {"trainer.checkpoint.save_contents": ["model"], "seed": 3}),
     ],
 )  # fmt: skip
@@ -126,6 +128,20 @@ def test_keys_of_sft_trainer_become(tmp_path: Path, arguments: tuple[str, ...], 
 def test_keys_of_sft_trainer_that_would_change_results_are_refused(tmp_path: Path, argument: str, says: str) -> None:
     (row,) = trainer(tmp_path, argument).refused
     assert says in row.outcome.reason
+
+
+def test_data_for_a_model_of_images_is_a_question(tmp_path: Path) -> None:
+    """Its script names nothing else that tells."""
+    (question,) = trainer(tmp_path, "model.path=/m/Qwen3-VL-2B-Instruct").questions
+    assert question.startswith("Do the rows hold images?") and not trainer(tmp_path, "model.path=/m/vlad").questions
+
+
+def test_the_critic_s_engine_stands_at_the_critic() -> None:
+    given = ("algorithm.adv_estimator=gae", "critic.fsdp.param_offload=True", "critic.fsdp.ulysses_sequence_parallel_size=2",
+             f"{A}.fsdp_config.ulysses_sequence_parallel_size=2")  # fmt: skip
+    c = made(*SHARED, *given)
+    assert found(c)["trainer.critic.param_offload"] is True and found(c)["trainer.ulysses_sequence_parallel_size"] == 2
+    assert not c.refused and not c.errors, (c.refused, c.errors)
 
 
 def test_no_steps_of_warm_up_beside_a_ratio_are_told() -> None:

@@ -67,7 +67,13 @@ def test_arguments_of_a_call_are_written_once(tiny_model: Path) -> None:
 
     assert shown("{{ c.function.arguments | tojson }}{% endfor %}") == '{"a": 1}'
     assert shown("{% for k, v in c.function['arguments']|items %}{{ k }}:{{ v }}{% endfor %}{% endfor %}") == "a:1"
-    assert shown("{{ '-' + c['function']['arguments'] }}{% endfor %}") == '-{"a":1}'
+    assert shown("{{ '-' + c['function']['arguments'] + '-' }}{% endfor %}") == '-{"a":1}-'
+    assert shown("{{ c['function']['arguments'] }}{{ '' ~ c.function.arguments }}{% endfor %}") == '{"a":1}{"a":1}'
+    named = "{% set given = c.function.arguments %}"
+    assert shown(named + "{% for k, v in given.items() %}{{ k }}:{{ v }}{% endfor %}{% endfor %}") == "a:1", "as GLM's"
+    refuses = named + "{% if given is string %}{{ raise_exception('no text') }}{% endif %}"
+    assert shown(refuses + "{{ given is mapping }}{% endfor %}") == "True", "as LFM2's"
+    assert shown("{{ c.function | tojson }}{% endfor %}") == '{"name": "add", "arguments": {"a": 1}}', "as Mistral's"
 
 
 def test_an_answer_reads_as_it_was_written(tiny_model: Path) -> None:

@@ -17,10 +17,11 @@ from rft.config.resolve import resolve
 from rft.engine.pool import EnginePool
 from rft.errors import ConfigError, EngineFailed
 from rft.launch.parts import _models
-from rft.launch.start import probe_prompts, vocab_size
+from rft.launch.start import probe_prompts
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine
 from rft.trainer.prefix import shared_length
+from rft.types.modelfiles import vocab_size
 
 
 async def test_names_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +60,10 @@ def test_how_many_tokens_a_model_knows(tmp_path: Path) -> None:
         ({"text_config": {"hidden_size": 4}}, 12),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert vocab_size(str(tmp_path)) == size
+        assert vocab_size(tmp_path) == size
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="does not give its vocab_size"):
-        vocab_size(str(tmp_path))
+        vocab_size(tmp_path)
 
 
 def test_four_probes_in_a_row_share_their_prompt(tmp_path: Path) -> None:
