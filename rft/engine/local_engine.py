@@ -24,6 +24,7 @@ from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, ScoreRow, WeightManifest
 
 FIXED = Version(1, 0)  # of weights that are served as they are on disk
+LONG_CHARS = 1 << 16  # of messages and tools that are tokenised in a thread
 log = logging.getLogger(__name__)
 
 
@@ -120,9 +121,11 @@ class LocalEngine(BaseEngine):
         self._parse = Parsers(settings, chat.tokenizer)
         self._paused = False
 
-    def prompt(self, request: GenerateRequest) -> list[int]:
+    async def prompt(self, request: GenerateRequest) -> list[int]:
         """Its tokens.  Raises PromptTooLong or ValueError for what no engine is asked, EngineFailed before the first load."""
         self._check_loaded()
+        if len(str((request.messages, request.tools))) > LONG_CHARS:  # seconds, in which others would wait for the event loop
+            return await asyncio.to_thread(self._chat.encode, request)
         return self._chat.encode(request)
 
     def row(self, row: ScoreRow, longest: int) -> list[int]:

@@ -103,7 +103,7 @@ class TransformersEngine(LocalEngine):
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         from rft.engine.rowbatch import BatchJob
 
-        prompt = self.prompt(request)
+        prompt = await self.prompt(request)
         choices = self._chat.choices(request) if request.choices else []
         loop = asyncio.get_running_loop()
         job = BatchJob(request, prompt, loop, loop.create_future())

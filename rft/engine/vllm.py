@@ -148,7 +148,7 @@ class VllmEngine(LocalEngine):
             raise SetupError(f"{settings.name}: vLLM did not start with {settings.model_path}: {e}") from e
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        prompt = self.prompt(request)
+        prompt = await self.prompt(request)
         room = self.settings.max_model_len - len(prompt)
         # vLLM refuses n > 1 when greedy, where each of them is a request of its own
         asks, n = (request.n, 1) if request.sampling.temperature == 0 else (1, request.n)

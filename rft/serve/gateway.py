@@ -163,7 +163,7 @@ class Gateway(Endpoint):
 
     def _check_task(self, task_id: str) -> None:
         if self._settings.num_runs > 1 and not task_id:
-            why = "task_id is required: runs of one task are compared with each other here"
+            why = "task_id is required, when a session is opened or in /feedback: runs of one task are compared with each other here"
             raise ApiError(400, why, param="task_id", code="task_id_required")
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -173,6 +173,7 @@ class Gateway(Endpoint):
     async def _reward_session(self, request: web.Request) -> web.Response:
         found = await self._mine(request)
         asked = checked(bodies.RewardBody, await read_json(request))
+        self._check_task((found.stored if isinstance(found, LiveSession) else found).task_id)
         call = None if asked.message is None else bodies.call_of(asked.message)
         return json_response(_told(await self._rewarded(found, asked.score, call, asked.final)))
 

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -192,14 +193,14 @@ class Service:
         return replace(played, accepted=group.accepted, reason=group.reason)
 
     async def _refused(self, error: FrameRejected, ids: list[str]) -> None:
-        """Explains the session that the buffer names, else all; the others wait for partners again."""
+        """Explains the session whose row the buffer names, else all; the others wait for partners again."""
         log.warning("%s", error)
         reason, _, text = str(error).partition(": ")
         waiting = [i for i in ids if i in self.book.sessions]  # one may be withdrawn by now
         bad = [] if reason == "session_over" else waiting
-        if reason in _ORPHANED:
-            reason, bad = "orphaned", [ids[ExperienceId.parse(text.split()[0]).run]]
-        await self.book.explain([i for i in bad if i in waiting], reason)
+        with suppress(ValueError):  # a text without one
+            bad = [ids[ExperienceId.parse(text.partition(" ")[0]).run]]
+        await self.book.explain([i for i in bad if i in waiting], "orphaned" if reason in _ORPHANED else reason)
         for id in waiting:
             if id not in bad and (session := self.book.sessions.get(id)) is not None:
                 session.forming = False

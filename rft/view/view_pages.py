@@ -232,8 +232,10 @@ class ViewPages:
             }  # fmt: skip
 
         values = await run.ask(read)
-        judged = values["info"].pop("judge", None)
-        values |= {"judged": judged if isinstance(judged, list) else [], "plain": rollout_pages.plain}
+        judged = values["info"].get("judge")  # of `rft.reward.exchanges`, or what somebody else has named so
+        if ours := isinstance(judged, list) and all(isinstance(j, dict) and {"question", "reply"} <= j.keys() for j in judged):
+            del values["info"]["judge"]
+        values |= {"judged": judged if ours else [], "plain": rollout_pages.plain}
         return self._run_page(request, "rollout", {**values, "by": by, "colours": COLOURS})
 
     async def _group(self, request: web.Request, run: OpenedRun) -> web.Response:

@@ -221,7 +221,8 @@ def _in_openais_form() -> Callable[..., Awaitable[web.StreamResponse]]:
             answered: web.StreamResponse = await handler(request)
             return answered
         except web.HTTPException as e:  # no such page, a body that is too large
-            error = ApiError(e.status, f"{request.method} {request.path}: {e.reason}")
+            served = "; of OpenAI's API this serves /v1/chat/completions and /v1/completions" if e.status == 404 else ""
+            error = ApiError(e.status, f"{request.method} {request.path}: {e.reason}{served}")
         except Exception as e:
             error = _told(e, request.path)
         return web.json_response(error.body, status=error.status, headers=error.headers)

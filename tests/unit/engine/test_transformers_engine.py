@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rft.engine.base import make
+from rft.engine.base import PromptTooLong, make
+from rft.engine.local_engine import LONG_CHARS
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine, _end_tokens
 from rft.errors import EngineFailed, SetupError
@@ -204,6 +205,22 @@ async def test_a_closed_engine_fails_what_waits(subject: Subject) -> None:
         await task
     with pytest.raises(EngineFailed, match="closed"):
         await subject.engine.health()
+
+
+async def test_a_long_prompt_is_tokenised_while_others_have_the_event_loop(tiny_model: Path) -> None:
+    settings = EngineSettings(engine_type="transformers", model_path=str(tiny_model), max_model_len=400, fixed_weights=True)
+    engine = await TransformersEngine.start(settings)
+    try:
+        asked = asyncio.ensure_future(engine.generate(ask("a word " * LONG_CHARS)))
+        turns = 0  # of the event loop
+        while not asked.done():
+            await asyncio.sleep(0)
+            turns += 1
+        with pytest.raises(PromptTooLong):
+            asked.result()
+        assert turns > 10
+    finally:
+        await engine.close()
 
 
 async def test_no_model_is_said_plainly(tmp_path: Path) -> None:

@@ -396,6 +396,17 @@ async def test_feedback_without_a_task_id_is_about_the_task_of_the_session(tmp_p
         assert (await served.buffer.audit()).available == 2
 
 
+async def test_answers_of_no_task_are_not_compared_with_each_other(tmp_path, monkeypatch):
+    """Two questions that were asked without a session became one group, whose rewards were compared."""
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        for reward in (0.0, 1.0):
+            asked = await served.client.post("/v1/chat/completions", json={"model": "m", "messages": HI})
+            message = asked.json()["id"].removeprefix("chatcmpl-")
+            got = await served.client.post(f"/v1/sessions/{message}/reward", json={"reward": reward})
+            assert (got.status_code, got.json()["error"]["code"]) == (400, "task_id_required")
+        assert served.service.book.groups.waiting == 0
+
+
 async def test_commit_closes_what_can_be_trained(tmp_path, monkeypatch):
     async with serving(tmp_path, monkeypatch, num_runs=8, group_deadline_s=1000) as served:
         for reward in (0.0, 1.0):
@@ -466,3 +477,19 @@ async def test_a_reward_that_comes_while_its_group_is_stored_is_refused(tmp_path
         go.set()
         await served.gate.wait_explored(1)
         assert (await served.state(session))["reward"] == 1.0
+
+
+async def test_a_session_that_cannot_be_stored_takes_no_other_with_it(tmp_path, monkeypatch):
+    """Rewards of two calls, which are one row, add up to more than can be stored."""
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        session = await served.open(task_id="t")
+        one = (await served.ask(session)).json()
+        longer = [*HI, one["choices"][0]["message"], {"role": "user", "content": "more"}]
+        two = (await served.ask(session, messages=longer)).json()
+        assert (await served.reward(session, 6e17, message=one["id"])).status_code == 200
+        assert (await served.reward(session, 6e17, message=two["id"], final=True)).status_code == 200
+        good = [await served.played(1.0, task_id="t")]
+        await served.until(session, "invalid_reward")
+        good.append(await served.played(0.0, task_id="t"))
+        await served.gate.wait_explored(1)
+        assert [(await served.state(s))["state"] for s in good] == ["accepted", "accepted"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 import aiohttp
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 from yarl import URL
@@ -24,7 +25,9 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError, SetupError
-from rft.testing.storage_contract import fill
+from rft.testing.storage_contract import fill, row
+from rft.types.block import encode
+from rft.types.ids import GroupId, Version
 from rft.view.view_pages import ViewPages
 from rft.view.view_server import ViewServer
 from tests.helpers.viewed import Page, metrics, stored, viewing
@@ -91,6 +94,23 @@ async def test_a_page_shows_what_sql_says(tmp_path: Path) -> None:
             page = Page(await read(session, f"{run}rollout/{expected[0]}")).text
             assert row["content_hash"] in page
             assert f"reward{row['reward']:.6g}" in page.replace("\n", "").replace(" ", "")
+
+
+@pytest.mark.parametrize("said", [["gpt"], {"name": "gpt"}, "gpt", [{"question": "gpt"}], [{"reply": ["gpt"]}]], ids=str)
+async def test_what_others_call_judge_is_shown_as_it_is(tmp_path: Path, said: object) -> None:
+    """Metadata of a session and `info` of a workflow may have any name."""
+    buffer = Buffer(BufferSettings(folder=tmp_path / "run" / "buffer"))
+    await buffer.open()
+    await buffer.start_lineage(None, None)
+    name = GroupId(1, 0, 0, 0)
+    rows = [
+        msgspec.structs.replace(row(name.run(n), reward=float(n), version=Version(1, 0)), info={"judge": said}) for n in (0, 1)
+    ]
+    await buffer.writer(1).append(encode(rows), accepted=True)
+    await buffer.close()
+    async with viewing(tmp_path / "run") as (server, session):
+        page = Page(await read(session, f"{server.address}run/run/rollout/{rows[0].id}")).text
+        assert "gpt" in page
 
 
 @pytest.mark.e2e

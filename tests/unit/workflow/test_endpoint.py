@@ -196,6 +196,8 @@ async def test_what_cannot_be_served_is_refused_by_name():
             assert (await http.post("/chat/completions", content=content)).status_code == 400
         got = await http.post("/chat/completions", json={"messages": [{"role": "user", "content": "x" * 5000}]})
         assert got.status_code == 400 and got.json()["error"]["code"] == "context_length_exceeded"
+        got = await http.post("/responses", json={"input": "hi"})
+        assert got.status_code == 404 and "/v1/chat/completions" in got.json()["error"]["message"]
         assert not ctx.completions
 
 
