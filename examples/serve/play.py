@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -36,4 +37,6 @@ async def main(folder: Path, steps: int) -> None:
             print(f"step {step}: reward {sum(rewards) / len(rewards):.3f}", flush=True)
 
 
+while not (Path(sys.argv[1]) / "serve.json").exists():  # the engines of `rft serve` are starting
+    time.sleep(0.1)
 asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 80))

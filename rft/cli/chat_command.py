@@ -18,7 +18,7 @@ def chat(
     source: Annotated[Path, typer.Argument(metavar="RUN | MODEL", help="folder of a run, or of a model", show_default=False)],
     step: Annotated[int | None, typer.Option(help="of a run: train step; default: the newest", show_default=False)] = None,
     system: Annotated[str, typer.Option(help="system message", show_default=False)] = "",
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0.0, help="of sampling; 0: the likeliest token")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="of one answer")] = 512,
 ) -> None:
     """Talk to the model of a checkpoint, or of a folder.  An empty line begins anew, Ctrl-D ends."""
@@ -41,11 +41,15 @@ def chat(
 def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called: str) -> None:
     import torch
 
+    from rft.config.model_folder import look
+    from rft.engine.base import PromptTooLong
     from rft.engine.settings import EngineSettings
     from rft.engine.transformers import TransformersEngine
     from rft.types.ports import GenerateRequest
     from rft.types.task import SamplingArgs
 
+    if look(str(folder)).chat_template is None:
+        raise ConfigError("has no chat template, so it cannot be talked to", key="RUN | MODEL", given=str(folder))
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     print(f"loading {called} on {device}", file=sys.stderr, flush=True)
     length = _context(folder)
@@ -63,7 +67,12 @@ def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called
                     said = list(opening)
                     continue
                 said.append({"role": "user", "content": line})
-                (answer,) = runner.run(engine.generate(GenerateRequest(messages=tuple(said), sampling=sampling)))
+                try:
+                    (answer,) = runner.run(engine.generate(GenerateRequest(messages=tuple(said), sampling=sampling)))
+                except PromptTooLong as e:
+                    said.pop()
+                    print(f"{e}, or begin anew with an empty line", file=sys.stderr)
+                    continue
                 said.append(answer.message)
                 print(safe(answer.text, lines=True), flush=True)
         finally:

@@ -197,6 +197,8 @@ def timeline(
     """Draw explore batches, train steps, weight syncs by phase and evaluations over time, and say who was idle."""
     from rft.monitor.pictures import picture
 
+    if out is not None and out.suffix != ".svg":
+        raise ConfigError("must end in .svg", key="--out", given=str(out))
     if not (run_dir / "metrics.jsonl").is_file():
         raise ConfigError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl", key="RUN_DIR", given=str(run_dir))
     path = out or run_dir / "timeline.svg"

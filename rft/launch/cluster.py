@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,8 +83,11 @@ class Cluster:
             ) from e
         if address is not None:
             try:
+                host, _, port = address.rpartition(":")
+                if port.isdecimal():  # where nothing listens, Ray's library would try for a quarter of an hour
+                    socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, ValueError) as e:
+            except (OSError, ValueError) as e:
                 raise SetupError(
                     f"cluster.ray_address {address!r}: no Ray answers there ({e}). Start it (ray start --head), or remove the key."
                 ) from e

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import fcntl
+import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from tests.helpers.asked_ledger import said
 
 @pytest.mark.e2e
 def test_a_chat_answers_each_line_and_begins_anew(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["hello", "again", "", "new"])
+    lines = iter(["hello", "again", "", "new", 600 * "x", "new"])  # one is longer than the model takes
 
     def spoken(_: str) -> str:
         try:
@@ -33,13 +35,25 @@ def test_a_chat_answers_each_line_and_begins_anew(tiny_model: Path, monkeypatch:
     monkeypatch.setattr(builtins, "input", spoken)
     out, err, code = said("chat", str(tiny_model), "--max-tokens", "3", "--system", "be brief", "--temperature", "0")
     assert code == 0 and len(out.splitlines()) >= 3 and "\x1b" not in out
-    assert "loading" in err
+    assert "loading" in err and err.count("begin anew with an empty line") == 1
 
 
 def test_what_cannot_be_talked_to_is_named(tmp_path: Path, tiny_model: Path) -> None:
     _, err, code = said("chat", str(tmp_path))
     assert code == 2 and "holds neither checkpoints nor a model" in err
     assert said("chat", str(tiny_model), "--step", "3")[2] == 2
+
+
+def test_a_model_that_was_not_copied_whole_is_named(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, model := tmp_path / "model")
+    template = model / "tokenizer_config.json"
+    template.write_text(json.dumps({k: v for k, v in json.loads(template.read_text()).items() if k != "chat_template"}))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    _, err, code = said("chat", str(model))
+    assert code == 2 and "has no chat template" in err and "Traceback" not in err
+    os.truncate(model / "model.safetensors", 1000)
+    _, err, code = said("chat", str(model))
+    assert code == 2 and "model.safetensors is damaged" in err and "copy it again" in err and "Traceback" not in err
 
 
 @pytest.mark.e2e

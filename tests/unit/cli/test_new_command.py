@@ -88,3 +88,10 @@ def test_names_are_checked(kind: str, name: str, why: str, tmp_path: Path, monke
     done = rft("new", kind, name)
     assert done.code == 2 and why in done.output, done.output
     assert not any(tmp_path.rglob("*.py"))
+
+
+def test_a_file_where_the_folder_would_be_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plugins").write_text("precious")
+    done = rft("new", "workflow", "mine")
+    assert done.code == 3 and "SetupError: 'plugins': File exists" in done.output and "Traceback" not in done.output

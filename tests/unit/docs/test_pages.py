@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,21 @@ def test_keys_on_the_right_of_the_other_tools_are_keys() -> None:
             name = text.split(":")[0]
             if "." in name:
                 assert name in keys or name.rsplit(".", 1)[0] in keys, text
+
+
+def test_extras_are_named_where_they_are_installed() -> None:
+    page = (DOCS / "install-cpu.md").read_text(encoding="utf-8").split("## Extras")[1].split("\n## ")[0]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(extras) - {"dev", "docs", "flash-attn", "quickstart"} == set(code(page)) & set(extras)
+    pinned = (ROOT / "requirements-cpu.txt").read_text(encoding="utf-8")
+    for name in set(code(page)) & set(extras) - {"vllm"}:
+        package = re.split(r"[<>=\[]", extras[name][0])[0]
+        brought = page.index(f"`{name}`") < page.index("the others are")
+        assert brought == (re.search(rf"^{package}==", pinned, re.MULTILINE) is not None), name
+
+
+def test_every_option_is_explained() -> None:
+    assert "| None |" not in (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.e2e

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -65,6 +66,17 @@ def test_a_worker_that_ends_late_leaves_nothing_behind(starts, monkeypatch):
     monkeypatch.setattr(os, "rmdir", late)
     cluster.close()
     assert list(folder.parent.glob(f"{folder.name}*")) == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "nowhere.invalid"])
+def test_where_nothing_listens_ray_is_not_asked(starts, host):
+    """Its library would try for a quarter of an hour."""
+    starts += [None]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(SetupError, match=r"no Ray answers there .* Start it \(ray start --head\)"):
+            Cluster.connect(f"{host}:{free.getsockname()[1]}")
+    assert starts == [None]
 
 
 def test_a_ray_in_the_environment_is_not_joined(monkeypatch):

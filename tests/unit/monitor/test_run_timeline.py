@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rft.cli.main import make
-from rft.errors import RunFailed
+from rft.errors import ConfigError, RunFailed
 from rft.monitor.pictures import Bar, bars, shares, svg
 from rft.types.metrics import MetricRecord
 
@@ -91,3 +91,11 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     said = CliRunner().invoke(make("timeline"), ["timeline", str(tmp_path)])
     assert said.exit_code == 0 and "trainer idle" in said.output and (tmp_path / "timeline.svg").is_file()
+
+
+def test_only_a_picture_is_replaced(tmp_path: Path) -> None:
+    (rows := tmp_path / "questions.jsonl").write_text("precious")
+    (tmp_path / "metrics.jsonl").write_text("")
+    said = CliRunner().invoke(make("timeline"), ["timeline", str(tmp_path), "--out", str(rows)])
+    assert isinstance(said.exception, ConfigError) and "must end in .svg" in str(said.exception)
+    assert rows.read_text() == "precious"
