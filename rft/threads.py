@@ -13,12 +13,15 @@ import inspect
 import logging
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from rft.errors import PluginStopped, RftError
+from rft.blocked import is_ours
+from rft.errors import ConfigError, PluginStopped, RftError, RunFailed
+from rft.logs import redact
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,6 +49,22 @@ def contained(what: str) -> Iterator[None]:
         if (failure := as_failure(e, what)) is e:
             raise
         raise failure from (None if isinstance(e, StopIteration) else e)  # contextlib takes what one causes for Python's own
+
+
+@contextmanager
+def blamed(what: str, key: str = "") -> Iterator[None]:
+    """What a plugin's code in this block raises ends the command, with its own traceback: a ConfigError at `key`, else a RunFailed."""
+    try:
+        with contained(what):
+            yield
+    except RftError:
+        raise
+    except Exception as e:
+        lines = e.__traceback__
+        while lines is not None and lines.tb_next is not None and is_ours(lines.tb_frame.f_code.co_filename):
+            lines = lines.tb_next
+        text = redact(f"{what}:\n{''.join(traceback.format_exception(type(e), e, lines)).rstrip()}")
+        raise (ConfigError(text, key=key) if key else RunFailed(text)) from e
 
 
 async def guarded(work: Awaitable[T], what: str) -> T:

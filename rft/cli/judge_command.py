@@ -317,12 +317,13 @@ async def _report(
 
 async def _asked(reward: Any, models: Any, answers: list[Any], repeats: int) -> list[tuple[float | None, ...]]:
     from rft.explorer.judge_eval import scores
+    from rft.reward.base import hook
 
     try:
-        await reward.prepare(models)
+        await hook(reward.prepare, models)
         return await scores(reward, answers, repeats=repeats)
     finally:
-        await reward.close()
+        await hook(reward.close)
 
 
 _SHOWN = (

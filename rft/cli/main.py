@@ -87,6 +87,7 @@ EXAMPLES = {
 }
 _OF_THE_MACHINE = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
+    errno.EEXIST,
 }  # fmt: skip
 _NAMES = {"eval": "evaluate"}  # of functions that are not called like their verb
 EXIT_CODES = "Exit codes: 0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted."
@@ -142,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(e, OSError) and e.filename is not None and e.errno in _OF_THE_MACHINE and not debug:
             _tell(f"SetupError: {os.fspath(e.filename)!r}: {e.strerror}; --debug shows where it was needed")
             sys.exit(3)
-        _tell(f"{traceback.format_exc()}This is a bug in rft, or in a plugin; please report it with the lines above.")
+        first = "" if (frame := _of_a_plugin(e)) is None else f"Look at {frame} first, which is no part of rft.  "
+        _tell(f"{traceback.format_exc()}{first}This is a bug in rft, or in a plugin; please report it with the lines above.")
         sys.exit(4)
     finally:
         over.set()
@@ -172,7 +174,7 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _of_a_plugin(error: SystemExit) -> str | None:
+def _of_a_plugin(error: BaseException) -> str | None:
     """Where an error was raised by code that is neither ours nor a library's."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_ours(f.filename)]
     return f"{frames[-1].filename}, line {frames[-1].lineno}," if frames else None

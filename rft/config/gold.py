@@ -12,7 +12,7 @@ from typing import Any
 
 from rft.config.context import Problems
 from rft.explorer.stored import transcript
-from rft.reward.base import THE_TRUTH, Reward, score_each
+from rft.reward.base import THE_TRUTH, Reward, hook, score_each
 from rft.reward.judges import text_of
 from rft.types.completion import Score
 from rft.types.task import Task
@@ -86,22 +86,23 @@ async def _all(
     tasks: Sequence[Task], rewards: Sequence[Reward | None], told: Callable[[int], None], hung: set[str] | None
 ) -> list[GoldScore | None]:
     found: list[GoldScore | None] = []
+    asked: dict[int, Reward] = {}  # the others may not be ready even to be closed
     known: tuple[int, float] | None = None  # the form that was best before, and what it got: it is tried first, and enough
     try:
         for task, reward in zip(tasks, rewards, strict=True):
-            one, known = await _one(task, None if task.reward in (hung or ()) else reward, known)
+            one, known = await _one(task, None if task.reward in (hung or ()) else reward, known, asked)
             if hung is not None and one is not None and one.late:
                 hung.add(str(task.reward))
             found.append(one)
             told(len(found))
         return found
     finally:
-        for reward in {id(r): r for r in rewards if r is not None}.values():
-            await reward.close()
+        for reward in asked.values():
+            await hook(reward.close)
 
 
 async def _one(
-    task: Task, reward: Reward | None, known: tuple[int, float] | None
+    task: Task, reward: Reward | None, known: tuple[int, float] | None, asked: dict[int, Reward]
 ) -> tuple[GoldScore | None, tuple[int, float] | None]:
     if reward is None:
         return None, known
@@ -116,6 +117,7 @@ async def _one(
     try:
         if (solution := reward.gold_answer(task)) is None:
             return None, known
+        asked[id(reward)] = reward
         empty, found = await score(""), dict[int, Score]()
         if task.truth is None:  # and the reward needs none
             return None, known

@@ -67,6 +67,7 @@ def explorer(
         keep_partial=e.over_rollout.return_partial_tasks,
         baseline=plan_algorithm.reads_baseline(algorithm),
         reproducible=not plan_algorithm.takes_any_sampling(algorithm),
+        drawn=not plan_algorithm.takes_any_sampling(replace(algorithm, rollout_correction=None)),
         by_group=quota or not ctx.config.synchronizer.partial_rollout,
         max_inflight=e.max_inflight_batches if style == "fully_async" else None,
         bench_latest=e.bench_on_latest_checkpoint,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rft.config.context import Problems
@@ -19,7 +21,7 @@ from rft.config.gold import gold_of, scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.errors import ConfigError, PluginError
-from rft.reward import overlong_penalty
+from rft.explorer.stored import transcript
 from rft.reward.base import Reward
 from rft.reward.data_sources import REWARDS
 from rft.taskset.base import Taskset
@@ -83,7 +85,7 @@ def look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
                 for index in {*range(len(tasks)), *taskset.rewards().values()}:
                     refuse_group_reward(recipes.of(taskset.task(index)), taskset.task(index))
             beside = {name: m for m in plan.auxiliary for name in m.names}
-            for reward in rewards:
+            for reward in (*rewards, *(recipes.of(taskset.task(i)).reward for i in taskset.rewards().values())):
                 if reward is not None:
                     reward.check_models(beside, {name: m.task for name, m in beside.items()})
             for line in dict.fromkeys(line for reward in rewards if reward is not None for line in reward.remarks()):
@@ -98,6 +100,7 @@ def look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
         if taskset.left_out is not None:
             problems.note(f"{key}: {taskset.left_out}")
         rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, model, problems, hung)
+        _tools_shown(plan, tasks, recipes, model, key, problems)
         _more_golds(taskset, recipes, key, problems, hung)
         preview = TasksetPreview(
             name=settings.name,
@@ -185,11 +188,15 @@ def _rows(
         lengths += [tokens] if tokens is not None else []
         if n == 0 and task.messages and task.messages[-1]["role"] == "assistant":
             problems.warn(f"{key}: the chat of row {task.index} ends with an answer, which the model reads before it answers")
-        if n == 0 and isinstance(shaped := rewards[0] if rewards else None, overlong_penalty.Shaped):
+        if n == 0 and rewards and (reward := rewards[0]) is not None:
             try:
-                overlong_penalty.penalty(shaped.shape, 0, task.sampling.max_tokens)
+                reward.check_task(task, transcript(task, str(task.truth)))
             except ConfigError as e:
-                problems.error(f"{key}.reward_fn_args.{e.key}", e.message, given=e.given)
+                problems.error(f"{key}.reward_fn_args.{e.key}".rstrip("."), e.message, given=e.given)
+            except Exception as e:  # of a plugin
+                problems.warn(
+                    f"{key}: the reward {task.reward} raised {type(e).__name__}: {e}  (for the gold answer of row {task.index})"
+                )
         if n < len(tasks):
             gold = gold_of(task, rewards[n], key, problems, hung)
             rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))
@@ -206,6 +213,22 @@ def _rows(
             f"{max(lengths)}); {'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
+
+
+def _tools_shown(
+    plan: Plan, tasks: Sequence[Task], recipes: Recipes, model: ModelFiles | None, key: str, problems: Problems
+) -> None:
+    """Warns where the model would not be told of the tools that it may call."""
+    if model is None or recipes.of(task := tasks[0]).keywords.get("tools_in") != "template":
+        return
+    name = "a_tool_of_rft_check"
+    tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}}
+    with suppress(ConfigError, ValueError):  # told above
+        if name not in rendered(msgspec.structs.replace(task, tools=(tool,)), model, plan.engines[0]):
+            problems.warn(
+                f"{key}: the chat template does not show tools, so the model is not told of them.  Use one that does, or tool_workflow "
+                "with workflow_args.tools_in: system"
+            )
 
 
 def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems, hung: set[str]) -> None:
@@ -234,5 +257,7 @@ def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems
 def placed(error: ConfigError, settings: TasksetSettings) -> ConfigError:
     """The taskset room knows a taskset by its name; people know it by its key."""
     prefix = f"taskset {settings.name}"
-    key = settings.key + error.key.removeprefix(prefix) if error.key.startswith(prefix) else error.key or settings.key
+    own = error.key.startswith(("reward_fn_args", "workflow_args"))  # rewards and workflows know no taskset
+    named = f"{prefix}.{error.key}" if own else error.key
+    key = settings.key + named.removeprefix(prefix) if named.startswith(prefix) else named or settings.key
     return ConfigError(error.message, key=key, given=error.given)

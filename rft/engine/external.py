@@ -121,7 +121,8 @@ class ExternalEngine(BaseEngine):
         s = request.sampling
         body: dict[str, Any] = {
             "model": self._server.model_name,
-            "messages": [dict(m) for m in request.messages],
+            # some servers refuse the reasoning of answers that are given back
+            "messages": [{k: v for k, v in m.items() if k != "reasoning_content"} for m in request.messages],
             "temperature": s.temperature,
             "max_tokens": s.max_tokens,
         }

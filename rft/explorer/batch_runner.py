@@ -61,6 +61,7 @@ class BatchRunner:
             whole_groups=settings.whole_groups,
             stop_hopeless=settings.stop_hopeless,
             reproducible=settings.reproducible,
+            drawn=settings.drawn,
         )
         self.times = RunTimes(settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup)
         self.breaker = Breaker(settings.breaker)

@@ -15,7 +15,7 @@ from statistics import fmean
 import numpy as np
 
 from rft.explorer.stored import scored_or_not
-from rft.reward.base import Reward
+from rft.reward.base import Reward, hook
 from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
 from rft.types.experience import Experience
 from rft.types.ports import ChatModel
@@ -75,10 +75,10 @@ async def rescore(
     runs = [list(rows) for _, rows in groupby(rows, key=lambda s: (s.group, s.experience.id.run))]
     groups = [list(g) for _, g in groupby(runs, key=lambda run: run[0].group)] if reward.whole_group else [[run] for run in runs]
     try:
-        await reward.prepare(models)
+        await hook(reward.prepare, models)
         return [r for part in await asyncio.gather(*map(one, groups)) for r in part]
     finally:
-        await reward.close()
+        await hook(reward.close)
         await asyncio.to_thread(job_pool.close_all)
 
 

@@ -36,6 +36,7 @@ class ExplorerSettings:
     max_group_timeout_s: float | None = None  # all runs of a task together
     whole_groups: bool = False  # a group that misses a run is not trained
     reproducible: bool = False  # every token is drawn from the policy itself, at its temperature; else its run fails
+    drawn: bool = False  # at least from a part of it: a greedy token has no log-prob
     stop_hopeless: bool = False  # end the runs of a group that cannot be trained any more
     timeout_ratio: float | None = None  # limit of a run as a multiple of the mean; None = max_timeout_s alone
     timeout_warmup: int = 1  # explore steps measured before that holds

@@ -14,6 +14,8 @@ import subprocess
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -36,7 +38,7 @@ Tell = Callable[[str], None]
 
 def policy_settings(plan: Plan, engine_type: str) -> EngineSettings:
     """The plan's first engine as one of type transformers or vllm, which serves the weights of its model."""
-    return dataclasses.replace(plan.engines[0], engine_type=engine_type, name="policy", fixed_weights=True)
+    return dataclasses.replace(plan.engines[0], engine_type=engine_type, name="policy", fixed_weights=True, lora_rank=None)
 
 
 def server_settings(model_name: str, base_url: str | None) -> EngineSettings:
@@ -53,7 +55,14 @@ class Models:
         self._started = AsyncExitStack()
 
     async def policy(self, settings: EngineSettings) -> ChatModel:
-        """A started engine; one behind a server is given tokens (the bytes of its texts), without which nothing could be recorded."""
+        """A started engine, with the adapter that a run begins with; one behind a server is given tokens (the bytes of its texts),
+        without which nothing could be recorded."""
+        if (lora := self._plan.learner.lora) is not None and lora.path is not None and settings.external is None:
+            from rft.trainer.hf_folder import assemble_first
+
+            folder = Path(self._started.enter_context(TemporaryDirectory(prefix="rft-debug-")))
+            await asyncio.to_thread(assemble_first, self._plan.learner, Path(lora.path), folder)
+            settings = dataclasses.replace(settings, model_path=str(folder))
         started = await self._start(settings)
         return TextModel(started) if settings.external is not None else started
 

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ConfigDict, create_model
 
 from rft.plugins import kind
-from rft.threads import CLOCK, guarded, in_thread, in_time
+from rft.threads import CLOCK, blamed, guarded, in_thread, in_time, unblocked
 from rft.types.completion import Score, Transcript
 from rft.types.experience import MAX_REWARD
 from rft.types.ports import ChatModel
@@ -65,6 +65,9 @@ class Reward:
     def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str]) -> None:
         """Raises ConfigError if an auxiliary model that the reward calls is missing.  `tasks`: what each is for, generate or score."""
 
+    def check_task(self, task: Task, transcript: Transcript) -> None:
+        """For `rft check`, of some answer: raises ConfigError, its key one of `reward_fn_args`, where none to this task can be scored."""
+
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         """Called once before the first run, with the auxiliary models by name."""
 
@@ -72,8 +75,8 @@ class Reward:
         """Called once after the last run."""
 
     def gold_answer(self, task: Task) -> str | None:
-        """An answer that should get full marks, for `rft check`; None where there is none to try."""
-        return THE_TRUTH
+        """An answer that should get full marks, for `rft check`; None where there is none to try: it calls no `prepare`."""
+        return THE_TRUTH if type(self).prepare is Reward.prepare else None
 
     def remarks(self) -> list[str]:
         """What `rft check` prints of this machine."""
@@ -88,6 +91,13 @@ class FunctionReward(Reward):
 
     def __call__(self, task: Task, transcript: Any) -> Any:
         return self.call(task, transcript)
+
+
+async def hook(call: Callable[..., Any], *args: Any) -> None:
+    """Calls `prepare` or `close` of a reward, which need not be async.  Raises RunFailed with the traceback of what it raises."""
+    what = f"{call.__qualname__} of a reward"
+    with blamed(f"{what} failed"):
+        await unblocked(call, what, *args)
 
 
 async def score(

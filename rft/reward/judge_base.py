@@ -33,7 +33,7 @@ from rft.reward.base import Reward, RewardResult
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
 from rft.reward.judge_args import JudgeArgs
 from rft.reward.judge_cache import CachedReply
-from rft.reward.judge_client import JudgeClient, close_client, open_client
+from rft.reward.judge_client import JudgeClient, check_limits, close_client, open_client
 from rft.reward.judge_costs import BudgetUsedUp
 from rft.reward.named import NO_TASKS, named
 from rft.reward.verdict import UnreadableVerdict, read, says_nothing
@@ -140,7 +140,21 @@ class Judge(Reward):
     # ------------------------------------------------------------ a reward
 
     def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> None:
-        self._named(models, tasks)
+        check_limits(models[name := self._named(models, tasks)], name, self.args)
+
+    def check_task(self, task: Task, transcript: Transcript) -> None:
+        """Makes a question: one that asks for no verdict, or shows an answer outside of the delimiters, is refused before the run."""
+        if type(self).prompt is Judge.prompt:  # it asks in its own way
+            return
+        case, delimit = JudgeCase.of(task, transcript), self.delimiters()
+
+        def write(delimit: PromptDelimiters, answer: str) -> str | Messages:
+            return self.prompt(case.saying(answer), delimit)
+
+        self._messages(write, delimit, (case.answer,))
+        if not delimit.fields and not self.choices and type(self).read is Judge.read:
+            raise ConfigError(f"the prompt of judge {self.kind} asks for no verdict; end it with delimit.ask(score=self.scale)")
+        self._probe(write, 1)
 
     def _named(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> str:
         """The name of the auxiliary model.  Raises ConfigError where it is missing, or is not the only one and not named."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,6 +158,18 @@ class JudgeClient:
 
 
 _CLIENTS: dict[int, tuple[ChatModel, JudgeClient]] = {}
+_CHECKED: dict[int, tuple[object, JudgeArgs]] = {}  # of configurations: a model, and the first judge that asks it
+
+
+def check_limits(model: object, name: str, args: JudgeArgs) -> None:
+    """As `open_client`, for a model that is not started."""
+    _same(name, _CHECKED.setdefault(id(model), (model, args))[1].limits, args.limits)
+
+
+def _same(name: str, first: Mapping[str, object], limits: Mapping[str, object]) -> None:
+    if differ := [n for n, limit in first.items() if limit != limits[n]]:
+        both = ", ".join(f"{n} ({first[n]} and {limits[n]})" for n in differ)
+        raise ConfigError(f"two judges ask {name} with different limits: {both}; write the same", key="reward_fn_args")
 
 
 def open_client(model: ChatModel, name: str, args: JudgeArgs) -> JudgeClient:
@@ -167,9 +179,7 @@ def open_client(model: ChatModel, name: str, args: JudgeArgs) -> JudgeClient:
         identity = model.identity if isinstance(model, Identified) else ""
         found = _CLIENTS[id(model)] = (model, JudgeClient(model, identity or name, args))
     client = found[1]
-    if differ := [n for n, limit in client.limits.items() if limit != args.limits[n]]:
-        both = ", ".join(f"{n} ({client.limits[n]} and {args.limits[n]})" for n in differ)
-        raise ConfigError(f"two judges ask {name} with different limits: {both}; write the same", key="reward_fn_args")
+    _same(name, client.limits, args.limits)
     client.users += 1
     return client
 

@@ -34,6 +34,10 @@ class Shaped(ChangedReward):
         super().__init__(inner, self._shorten)
         self.shape = shape
 
+    def check_task(self, task: Task, transcript: Transcript) -> None:
+        penalty(self.shape, 0, task.sampling.max_tokens)
+        super().check_task(task, transcript)
+
     def _shorten(self, task: Task, transcript: Transcript, given: Score) -> Score:
         if given.value is None:
             return given

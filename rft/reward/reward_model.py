@@ -50,7 +50,8 @@ class RewardModel(Reward):
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         assert self._model is not None, "prepare comes first"
         last = transcript.turns[-1]
-        numbers = await self._model.classify([*last.messages, last.completion.message])
+        chat = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in (*last.messages, last.completion.message)]
+        numbers = await self._model.classify(chat)
         if self._label is None and len(numbers) != 1:
             raise ValueError(
                 f"the reward model gives {len(numbers)} numbers; say in reward_fn_args.label which one is the reward"

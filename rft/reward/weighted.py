@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rft.reward.base import THE_TRUTH, Reward, reward, score_each
+from rft.errors import ConfigError
+from rft.reward.base import THE_TRUTH, Reward, hook, reward, score_each
 from rft.types.completion import Score, Transcript
 from rft.types.ports import ChatModel
 from rft.types.task import Task
@@ -73,6 +74,13 @@ class WeightedReward(Reward):
         for made in self._made.values():
             made.check_models(models, tasks)
 
+    def check_task(self, task: Task, transcript: Transcript) -> None:
+        for name, made in self._made.items():
+            try:
+                made.check_task(task, transcript)
+            except ConfigError as e:
+                raise ConfigError(e.message, key=f"rewards.{name}.args.{e.key}".rstrip("."), given=e.given) from None
+
     def remarks(self) -> list[str]:
         return [line for made in self._made.values() for line in made.remarks()]
 
@@ -83,8 +91,8 @@ class WeightedReward(Reward):
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         for made in self._made.values():
-            await made.prepare(models)
+            await hook(made.prepare, models)
 
     async def close(self) -> None:
         for made in self._made.values():
-            await made.close()
+            await hook(made.close)

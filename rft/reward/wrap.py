@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rft.reward.base import Reward, score_each
+from rft.reward.base import Reward, hook, score_each
 from rft.types.completion import Score, Transcript
 from rft.types.ports import ChatModel
 from rft.types.task import Task
@@ -27,8 +27,11 @@ class ChangedReward(Reward):
         changed = [self._change(task, t, s) for t, s in zip(transcripts, scores, strict=True)]
         return changed if self.whole_group else changed[0]
 
+    def check_task(self, task: Task, transcript: Transcript) -> None:
+        self._inner.check_task(task, transcript)
+
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        await self._inner.prepare(models)
+        await hook(self._inner.prepare, models)
 
     async def close(self) -> None:
-        await self._inner.close()
+        await hook(self._inner.close)

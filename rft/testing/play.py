@@ -24,7 +24,7 @@ import rft.plugins as plugins
 from rft.errors import RftError
 from rft.plugins import REGISTRY, Plugin
 from rft.reward import build_reward as rewards
-from rft.reward.base import Reward
+from rft.reward.base import Reward, hook
 from rft.testing.trace import POLICY, Call, RunResult, WorkflowResult
 from rft.types.block import decode, encode
 from rft.types.completion import Completion, Transcript, Turn
@@ -118,12 +118,12 @@ async def run_workflow_async(
     limits = RunLimits(max_timeout_s=timeout_s, max_retry_times=max_retry_times)
     try:
         if made is not None:
-            await made.prepare(watched)
+            await hook(made.prepare, watched)
         policy = _Watched(model, POLICY, eyes)
         group = await run_group(given, seen, policy, GroupId(1, 0, 0, 0), limits=limits, models=watched)
     finally:
         if made is not None:
-            await made.close()
+            await hook(made.close)
     runs = tuple(eyes.run(i, played) for i, played in enumerate(group.runs))
     if not may_fail:
         for run in runs:

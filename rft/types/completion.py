@@ -44,6 +44,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     def message(self) -> dict[str, Any]:
         """The answer as a message, to continue the chat with: `messages.append(completion.message)`."""
         made: dict[str, Any] = {"role": "assistant", "content": self.text}
+        made |= {"reasoning_content": self.reasoning} if self.reasoning else {}
         return made | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
 
     @property

@@ -195,6 +195,10 @@ class RunContext:
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with its parts of text joined.  Raises ValueError for images and sound, which templates leave out or write as code."""
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"a message must be a dict with role and content, not {type(message).__name__}; of an answer: answer.message"
+        )
     content = message.get("content")
     if (text := plain_text(content)) is None:
         raise ValueError("content of a message must be a text or a list of text parts; images and sound are not offered")

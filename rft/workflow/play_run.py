@@ -189,7 +189,7 @@ class RunLimits:
 
     `max_group_s`: seconds for all runs of a task together, from the moment the first of them begins.  `whole_groups`: a group that
     misses a run is not trained; else half of its runs, and at least two, are enough.  `stop_hopeless`: once too many runs of a group
-    have failed, its others are ended.  `reproducible`: a trainer has to compute how its tokens were drawn.
+    have failed, its others are ended.  `reproducible`: a trainer has to compute how its tokens were drawn; `drawn`: that they were.
     """
 
     max_timeout_s: float
@@ -198,6 +198,7 @@ class RunLimits:
     whole_groups: bool = False
     stop_hopeless: bool = False
     reproducible: bool = False
+    drawn: bool = False
 
     def needed(self, num_runs: int) -> int:
         """How many runs of a group must be trainable."""
@@ -335,12 +336,13 @@ class TaskRuns:
 
     def _check(self, transcript: Any) -> None:
         check_transcript(transcript, self.recipe)
-        if not (self.limits.reproducible and self.task.sampling.reproducible):  # a greedy run, for a baseline, is not trained
+        if not self.task.sampling.temperature:  # a greedy run, for a baseline, is not trained
             return
+        limits, also = self.limits, ", or a top_p, top_k, min_p, min_tokens or penalty"
         for n, s in enumerate(t.completion.sampling for t in transcript.turns):
-            if not s.reproducible:
+            if (limits.drawn and not s.temperature) or (limits.reproducible and not s.reproducible):
                 raise RunError(
-                    f"workflow {self.recipe.name}: model call {n} has temperature 0, or a top_p, top_k, min_p, min_tokens or penalty: "
+                    f"workflow {self.recipe.name}: model call {n} has temperature 0{also if limits.reproducible else ''}: "
                     "the trainer cannot compute such log-probs.  For a call that is not trained write "
                     "ctx.policy.generate(ctx.request(messages, ...))"
                 )
@@ -442,9 +444,14 @@ def check_transcript(transcript: Any, recipe: Recipe) -> None:
 
 async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: float) -> Score | None:
     """The score of the whole run; None where its calls have their own."""
-    if transcript.score is not None:
-        return checked(transcript.score)
     own = [any(t.score is not None for t in turns) for turns in cut(transcript)]
+    if transcript.score is not None:
+        given, steps = checked(transcript.score), _row_score(transcript.turns, None).value
+        if own == [True] and not math.isclose(math.nan if given.value is None else given.value, steps or 0.0, abs_tol=1e-9):
+            raise RunError(
+                f"workflow {recipe.name} scored the run with {given.value} and its calls with {steps}; both are one row: give one of them"
+            )
+        return given
     if any(own):
         if not all(own):
             raise RunError(f"workflow {recipe.name} scored some of its calls and not others; score all, or only the whole run")

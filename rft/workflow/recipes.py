@@ -16,9 +16,8 @@ import msgspec
 
 from rft.errors import ConfigError, SetupError
 from rft.plugins import REGISTRY, Plugin, check_call, checked_args, derived
-from rft.reward.base import Reward
+from rft.reward.base import Reward, hook
 from rft.reward.build_reward import build as build_reward
-from rft.threads import guarded
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS, Workflow
@@ -92,7 +91,7 @@ class Recipes:
         if (ready := self._ready.get(id(reward))) is None:
             ready = self._ready[id(reward)] = (
                 reward,
-                asyncio.ensure_future(guarded(reward.prepare(self._models), f"the reward of {recipe.name}")),
+                asyncio.ensure_future(hook(reward.prepare, self._models)),
             )
         await asyncio.shield(ready[1])
 
@@ -103,7 +102,7 @@ class Recipes:
                 recipe.place.close()
         while self._ready:
             _, (reward, _) = self._ready.popitem()
-            await reward.close()
+            await hook(reward.close)
 
     def of(self, task: Task) -> Recipe:
         """Raises PluginError for an unknown name, ConfigError for arguments that do not fit."""

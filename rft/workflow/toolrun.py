@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 import yaml
@@ -276,6 +276,19 @@ class ToolArgs(TurnArgs):
                 raise ValueError("max_turns and max_assistant_turns are the same; write one of them")
             return {**values, "max_turns": values["max_assistant_turns"]}
         return values
+
+    @model_validator(mode="after")
+    def _there(self) -> Self:
+        _usable(self.tools)
+        if self.tool_config_path is not None:
+            _entries(self.tool_config_path)
+        return self
+
+
+@lru_cache(maxsize=64)
+def _usable(names: tuple[str, ...]) -> None:
+    """Raises ConfigError for functions that are not there, or cannot be tools together."""
+    Toolbox(named(names))
 
 
 class ToolWorkflow(MultiTurnWorkflow):

@@ -32,7 +32,7 @@ from rft.disk import drop_cut_line
 from rft.errors import ConfigError, PluginError, PluginStopped, RftError, RunFailed
 from rft.logs import redact
 from rft.plugins import REGISTRY, checked_args
-from rft.threads import contained, in_thread, unblocked
+from rft.threads import blamed, contained, in_thread, unblocked
 from rft.types.block import plain
 from rft.types.experience import Experience, check
 from rft.types.metrics import Metric, Reduction
@@ -249,7 +249,8 @@ def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Opera
                     given=engine,
                 )
     try:
-        made: Operator = cls(**args)
+        with blamed(f"operator {name!r} cannot be made", f"{key}.name"):
+            made: Operator = cls(**args)
     except ConfigError as e:
         raise ConfigError(e.message, key=e.key or f"{key}.args", given=settings.args) from None
     return made
@@ -429,11 +430,6 @@ class _Running:
         return OperatorFailed(redact(f"operator {self.name} {what}"), "\n".join(lines))
 
     async def life(self, method: str, *args: Any) -> None:
-        try:
+        with blamed(f"operator {self.name} failed to {method}"):
             async with asyncio.timeout(self._deadline_s):
                 await unblocked(getattr(self.operator, method), f"operator {self.name}", *args)
-        except RftError:
-            raise
-        except Exception as e:  # user code may raise anything
-            text = redact("".join(traceback.format_exception(e)))
-            raise RunFailed(f"operator {self.name} failed to {method}:\n{text}") from e

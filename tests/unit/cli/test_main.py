@@ -113,6 +113,7 @@ def test_a_bug_shows_its_traceback_without_secrets(monkeypatch: pytest.MonkeyPat
     err = capsys.readouterr().err
     assert e.value.code == 4
     assert "Traceback" in err and "ZeroDivisionError: with *** inside" in err and "s3cr3t" not in err
+    assert f"Look at {__file__}, line " in err, "the author's line"
 
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:

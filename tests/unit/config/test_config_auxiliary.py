@@ -152,3 +152,53 @@ def test_check_looks_at_their_files(tmp_path: Path, tiny_model: Path) -> None:
     ):
         (error,) = report(model, reward=reward).errors
         assert text in error.message and error.key.endswith(("reward_fn_args.model", "reward_fn_args.judge")), error
+
+
+_JUDGE = """
+from rft import Judge
+class Mine(Judge):
+    def prompt(self, case, delimit):
+        return f"How good? {QUESTION}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("question", "error", "warning"),
+    [
+        ("{delimit('answer', case.answer)} {delimit.ask(score=self.scale)}", "", ""),
+        ("{case.answer} {delimit.ask(score=self.scale)}", "shows an answer outside of the delimiters", ""),
+        ("{delimit('answer', case.answer)}", "asks for no verdict; end it with delimit.ask", ""),
+        ("{delimit('answer', case.awnser)}", "", "raised AttributeError: 'JudgeCase' object has no attribute 'awnser'"),
+    ],
+)
+def test_a_judge_whose_question_cannot_be_asked(
+    tmp_path: Path, tiny_model: Path, question: str, error: str, warning: str
+) -> None:
+    import yaml
+
+    (tmp_path / "mine.py").write_text(_JUDGE.replace("{QUESTION}", question))
+    judge = {"model_path": str(tiny_model), "engine_type": "transformers"}
+    values = config(judge, model=str(tiny_model), checkpoint_root_dir=str(tmp_path / "runs"))
+    values["buffer"]["explorer_input"]["default_reward_fn_type"] = f"{tmp_path}/mine.py:Mine"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    found = check(tmp_path / "run.yaml", facts=Facts(cpus=2, gpus=0))
+    assert [error in e.message for e in found.errors] == [True] * bool(error), found.errors
+    assert any(warning in w for w in found.warnings) if warning else not any("mine.py" in w for w in found.warnings)
+
+
+def test_judges_of_one_model_have_the_same_limits(tmp_path: Path, tiny_model: Path) -> None:
+    import yaml
+
+    def report(**limits: Any) -> Any:
+        judge = {"model_path": str(tiny_model), "engine_type": "transformers"}
+        values = config(judge, model=str(tiny_model), checkpoint_root_dir=str(tmp_path / "runs"))
+        tasksets = values["buffer"]["explorer_input"]
+        tasksets |= {"default_reward_fn_type": "rubric_judge", "taskset": {**tasksets["taskset"], "reward_fn_args": limits}}
+        tasksets["eval_tasksets"] = [{"name": "e", "path": "rft.testing.tiny:copy_tasks", "split": "eval"}]
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return check(path, facts=Facts(cpus=2, gpus=0))
+
+    assert report().ok
+    (error,) = report(max_concurrent=3).errors
+    assert error.key == "buffer.explorer_input.eval_tasksets[0].reward_fn_args" and "max_concurrent (3 and 32)" in error.message

@@ -481,6 +481,12 @@ def test_an_overlong_penalty_that_ends_a_run_is_refused(model: Path) -> None:
     (error,) = run(model, f"{args}={{enable_overlong_penalty: true}}").errors
     assert error.key == f"{args}.cache_length" and "longer than the longest answer (" in error.message
     assert run(model, f"{args}={{enable_overlong_penalty: true, cache_length: 1}}").ok
+    part = "{reward: exact_answer, args: {enable_overlong_penalty: true, cache_length: CACHE}}"
+    parts = [f"{args}={{rewards: {{a: {{reward: exact_answer}}, b: {part.replace('CACHE', n)}}}}}" for n in ("4096", "1")]
+    whole = f"{TASKSET}.default_reward_fn_type=weighted_reward"
+    (error,) = run(model, whole, parts[0]).errors
+    assert error.key == f"{args}.rewards.b.args.cache_length" and "longer than the longest answer (" in error.message
+    assert run(model, whole, parts[1]).ok
 
 
 def test_a_gold_answer_that_cannot_be_tried_is_a_warning(model: Path, tmp_path: Path) -> None:
@@ -539,3 +545,36 @@ def test_a_seed_makes_the_runs_of_a_task_the_same(model: Path) -> None:
     held_out += "{prompt_key: question, response_key: answer}}"
     report = run(model, f"buffer.explorer_input.eval_tasksets=[{held_out}]")
     assert any("rollout_args.seed gives the same answer 4 times" in w for w in report.warnings), (report.warnings, errors(report))
+
+
+def test_a_reward_that_is_made_ready_by_the_run_is_neither_tried_nor_closed(model: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "client.py"
+    plugin.write_text(
+        "class Client:\n"
+        "    async def prepare(self, models): self.client = {'open': True}\n"
+        "    async def close(self): self.client.clear()\n"
+        "    def __call__(self, task, transcript): return float(self.client['open'])\n"
+    )
+    report = run(model, f"{TASKSET}.default_reward_fn_type={plugin}:Client")
+    assert report.ok and report.warnings == (), (errors(report), report.warnings)
+
+
+def test_a_reward_that_cannot_be_made_is_told_by_its_key(model: Path, tmp_path: Path) -> None:
+    plugin = tmp_path / "table.py"
+    plugin.write_text("class Table:\n    def __init__(self): {}['x']\n    def __call__(self, task, transcript): return 1.0\n")
+    (error,) = run(model, f"{TASKSET}.default_reward_fn_type={plugin}:Table").errors
+    assert error.key == f"{TASKSET}.reward_fn_args" and f'File "{plugin}", line 2' in error.message
+
+
+def test_tools_that_the_chat_template_does_not_show_are_a_warning(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("def price(item: str): return 19\n")
+    given = (f"{TASKSET}.default_workflow_type=tool_workflow", f"{TASKSET}.workflow_args.tools=[{tmp_path}/shop.py:price]")
+
+    def warned(*more: str) -> bool:
+        report = run(model, *given, *more)
+        assert report.ok, errors(report)
+        return any("does not show tools, so the model is not told of them" in w for w in report.warnings)
+
+    assert warned() and not warned(f"{TASKSET}.workflow_args.tools_in=system")
+    (tmp_path / "tools.jinja").write_text("{% if tools %}{{ tools }}{% endif %}" + TEMPLATE)
+    assert not warned(f"model.chat_template_path={tmp_path}/tools.jinja")

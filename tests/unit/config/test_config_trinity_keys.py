@@ -136,6 +136,7 @@ SHARP = {"buffer": {"explorer_input": {"taskset": {"name": "a", "path": "a.jsonl
 )  # fmt: skip
 def test_who_may_sample_a_part_of_the_distribution(algorithm: dict[str, Any], taken: bool) -> None:
     assert plan(algorithm=algorithm).explorer.reproducible != taken, "a workflow's own calls are held to the same"
+    assert plan(algorithm=algorithm).explorer.drawn == (algorithm["algorithm_type"] == "grpo"), "which reads log-probs"
     if taken:
         assert plan(algorithm=algorithm, **SHARP).explorer.tasksets[0].sampling.top_p == 0.9
         return

@@ -111,6 +111,8 @@ async def test_a_question_and_its_answer(server: Server, monkeypatch: pytest.Mon
         "model": "judge-1", "messages": [{"role": "user", "content": "grade"}], "temperature": 1.0, "stop": ["x"], "top_k": 4,
         "tools": list(tools), "user": "me",
     }  # fmt: skip
+    await engine.generate(GenerateRequest(messages=({"role": "user", "content": "grade"}, c.message), sampling=SamplingArgs()))
+    assert server.seen[1][2]["messages"][1] == {"role": "assistant", "content": "7", "tool_calls": [call]}
     assert KEY not in redact(f"failed with {KEY}") and "organisation-7" not in redact("organisation-7")
     await engine.close()
 

@@ -158,7 +158,9 @@ def test_check_says_which_model_is_missing(tiny_model: Path, tmp_path: Path) -> 
     from rft.testing import tiny
 
     config = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
-    parts = "{judge: {reward: rubric_judge, args: {enable_overlong_penalty: true}}, exact: {reward: exact_answer}}"
+    parts = (
+        "{judge: {reward: rubric_judge, args: {enable_overlong_penalty: true, cache_length: 1}}, exact: {reward: exact_answer}}"
+    )
     changes = (
         f"model.model_path={tiny_model}",
         "buffer.explorer_input.default_reward_fn_type=weighted_reward",

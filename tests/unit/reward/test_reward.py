@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from rft.errors import ConfigError, PluginError
+from rft.errors import ConfigError, PluginError, RunFailed
 from rft.plugins import load_all
-from rft.reward.base import score, score_group
+from rft.reward.base import hook, score, score_group
 from rft.reward.build_reward import build
 from rft.reward.exact import last_number
 from rft.reward.extract import last_boxed
@@ -372,3 +372,33 @@ def test_numbers_without_a_leading_digit_and_with_an_exponent(text, number):
 def test_a_deadline_that_a_reward_would_not_keep_is_refused():
     with pytest.raises(ConfigError, match="has until explorer"):
         build("exact_answer", {"reward_timeout_s": 5})
+
+
+_RAISES = """
+class Made:
+    def __init__(self): open("/no/table.json")
+    def __call__(self, task, transcript): return 1.0
+
+class Plain:
+    def prepare(self, models): self.client = models["judge"]
+    def close(self): self.client.clear()
+    def __call__(self, task, transcript): return 1.0
+"""
+
+
+async def test_what_a_rewards_own_code_raises_is_told_as_its_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(_RAISES)
+    with pytest.raises(ConfigError, match="cannot be made:\nTraceback") as told:
+        build(f"{file}:Made", {}, key="taskset t.reward_fn_args")
+    assert told.value.key == "taskset t.reward_fn_args"
+    assert f'File "{file}", line 3' in str(told.value) and "build_reward.py" not in str(told.value)
+    for name, part in (("weighted_reward", {"rewards": {"a": {"reward": f"{file}:Plain"}}}), (f"{file}:Plain", {})):
+        made, client = build(name, part), {"open": 1}
+        with pytest.raises(RunFailed, match=r"Plain.prepare of a reward failed:\nTraceback[\s\S]*KeyError: 'judge'"):
+            await hook(made.prepare, {})
+        with pytest.raises(RunFailed, match=r"Plain.close of a reward failed:\nTraceback[\s\S]*no attribute 'client'"):
+            await hook(made.close)
+        await hook(made.prepare, {"judge": client})
+        await hook(made.close)
+        assert not client, "hooks need not be async"

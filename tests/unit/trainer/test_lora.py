@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from rft.cli.export_command import copy_model
 from rft.config.load import load
 from rft.config.resolve import resolve
 from rft.errors import CheckpointInvalid, ConfigError
+from rft.launch import debug_session
 from rft.launch.bench import BASE, Target, plan_for
 from rft.trainer import adapterfiles, saving, shards, tensors
 from rft.trainer.adapterfiles import Form, choose
@@ -371,6 +373,21 @@ def test_what_is_evaluated_before_the_first_step_has_the_adapter_that_a_run_begi
         assert (Path(served.engines[0].model_path) / "tokenizer.json").is_file()
         assert apart(logprobs(found, rows), scores(trained, rows)) <= 1e-5
     assert not Path(served.engines[0].model_path).exists() and there.exists()
+
+
+async def test_one_task_is_played_with_the_adapter_that_a_run_begins_with(
+    trained: Learner, there: Path, rows: list[TrainRow], tiny_model: Path, tmp_path: Path
+) -> None:
+    given = [f"model.model_path={tiny_model}", f"model.lora_configs=[{{path: {there}}}]", f"checkpoint_root_dir={tmp_path}"]
+    plan, heated = resolve(load(TINY, given)), [msgspec.structs.replace(r, temperatures=1.0) for r in rows]
+    models = debug_session.Models(plan, lambda _: None)
+    try:
+        engine = await models.policy(debug_session.policy_settings(plan, "transformers"))
+        found = [await engine.logprobs(ScoreRow(tokens=r.tokens, prompt_length=1, temperature=1.0)) for r in heated]
+    finally:
+        await models.close()
+    trained_ones = [f[np.flatnonzero(r.loss_mask) - 1] for f, r in zip(found, heated, strict=True)]
+    assert apart(np.concatenate(trained_ones), scores(trained, heated)) <= 1e-4
 
 
 def change_config(**entries: Any) -> Callable[[Path], None]:

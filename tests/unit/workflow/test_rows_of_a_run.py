@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from rft.explorer.rescore import transcript_of
 from rft.plugins import load_all
 from rft.reward.base import reward
 from rft.testing.scripted import ScriptedEngine
@@ -98,6 +99,55 @@ async def test_one_reward_is_given_to_every_step():
 
     group = await play(ScriptedEngine("5", "4"), task(workflow=custom(spread), reward="exact_answer"))
     assert [r.reward for r in group.rows] == [1.0, 1.0] and group.rewards == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "whole", "why"),
+    [("joined", 1.0, "give one of them"), ("chains", 1.0, "give one of them"), ("joined", 0.75, ""), ("steps", 1.0, "")],
+)
+async def test_a_row_has_one_reward(layout, whole, why):
+    async def both(self, task, ctx):
+        first = await ctx.chat(task.chat())
+        ctx.score_step(0.25)
+        await ctx.chat([*task.chat(), first.message, {"role": "user", "content": "Sure?"}])
+        ctx.score_step(0.5)
+        return ctx.transcript(score=Score(value=whole), layout=layout)
+
+    group = await play(ScriptedEngine("5", "4"), task(workflow=custom(both)))
+    assert why in group.rows[0].reason and group.accepted is not bool(why), group.rows[0].reason
+    if not why:
+        assert [r.reward for r in group.rows] == ([0.75] if layout == "joined" else [0.25, 0.5]) and group.rewards == [whole]
+
+
+async def test_reasoning_that_a_parser_cut_out_is_kept_beside_the_answer():
+    """`rft replay` gives it to a reward, as the run did; the next call goes on from its tokens."""
+
+    class Thinks(ScriptedEngine):
+        async def generate(self, request):
+            done = await super().generate(request)
+            return [msgspec.structs.replace(c, reasoning=c.text[:3], text=c.text[3:]) for c in done]
+
+    async def asks_twice(self, task, ctx):
+        first = await ctx.chat(task.chat())
+        await ctx.chat([*task.chat(), first.message, {"role": "user", "content": "Sure?"}])
+        return ctx.transcript()
+
+    given = task(workflow=custom(asks_twice), reward="exact_answer", truth="4")
+    (row,) = (await play(Thinks("hm.5", "oh!4"), given)).rows
+    assert row.reward == 1.0 and row.num_response_tokens == 10, row.reason
+    assert row.messages[1] == {"role": "assistant", "content": "5", "reasoning_content": "hm."}
+    assert [t.completion.reasoning for t in transcript_of(row, given).turns] == ["hm.", "oh!"]
+
+
+@pytest.mark.parametrize("given", [lambda answer: answer, lambda answer: answer.text])
+async def test_an_answer_is_given_back_as_a_message(given):
+    async def forgets(self, task, ctx):
+        answer = await ctx.chat(task.chat())
+        await ctx.chat([*task.chat(), given(answer), {"role": "user", "content": "Sure?"}])
+        return ctx.transcript()
+
+    (row,) = (await play(ScriptedEngine("5", "4"), task(workflow=custom(forgets), reward="exact_answer"))).rows
+    assert "a message must be a dict" in row.reason and "answer.message" in row.reason
 
 
 async def test_some_scored_steps_are_not_enough():

@@ -407,6 +407,8 @@ async def test_a_call_whose_log_probs_no_trainer_can_compute_fails_its_run_alone
     assert [r.status for r in group.rows] == ["complete", "failed", "complete"] and group.accepted
     assert "model call 1 has temperature 0, or a top_p" in group.rows[1].reason and "ctx.policy.generate" in group.rows[1].reason
     assert not any(r.failed for r in (await play(answers, asked)).runs), "an evaluation, or a loss that reads no log-probs"
+    rejecting = [r.status for r in (await play(answers, asked, limits=RunLimits(20.0, drawn=True))).rows]
+    assert rejecting[1] == ("failed" if overrides.get("temperature") == 0 else "complete"), "a correction knows no greedy tokens"
     greedy = task(workflow="test_draws", sampling=SamplingArgs(temperature=0))
     assert (await play(answers, greedy, limits=RunLimits(20.0, reproducible=True))).rows[0].status == "complete"
 

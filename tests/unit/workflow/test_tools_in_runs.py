@@ -7,16 +7,18 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
 
 from rft.errors import ConfigError
+from rft.plugins import load_all
 from rft.reward.sandbox import Sandbox
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async
 from rft.types.task import SamplingArgs, Task
 from rft.workflow import toolrun
+from rft.workflow.recipes import Recipes
 from rft.workflow.toolrun import ToolWorkflow
 from rft.workflow.tools import FunctionTool, Toolbox, in_text
 
@@ -386,3 +388,21 @@ def test_a_program_may_not_take_longer_than_the_call_of_its_tool() -> None:
         workflow_args={"python_timeout": 60, "tool_timeout": 90},
     ).group.rows
     assert row.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"tools": ["FILE:pricez"]}, "has no 'pricez'; it defines price, several"),
+        ({"tools": ["FILE:several"]}, "parameter 'items' must have a name that a model can give"),
+        ({"tools": ["FILE:price", "FILE:price"]}, "two tools are called 'price'"),
+        ({"tool_config_path": "none.yaml"}, "the tool file cannot be read"),
+    ],
+)
+def test_tools_that_are_not_there_are_told_before_a_run(tmp_path: Path, args: dict[str, Any], says: str) -> None:
+    file = tmp_path / "shop.py"
+    file.write_text("def price(item: str): return 19\ndef several(*items): return 1\n")
+    given = {k: [t.replace("FILE", str(file)) for t in v] if isinstance(v, list) else v for k, v in args.items()}
+    load_all()
+    with pytest.raises(ConfigError, match=says):
+        Recipes().of(Task(taskset="t", index=0, prompt="x", workflow="tool_workflow", workflow_args=given))
