@@ -179,6 +179,8 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         head = f.read(8)
         if len(head) < 8:
             raise ValueError(f"it has {size} bytes, too few for a safetensors file")
+        if head == b"version ":
+            raise ValueError("it is a pointer of Git LFS, not the weights: run `git lfs pull` there")
         (length,) = struct.unpack("<Q", head)
         if length > min(_MAX_HEADER, size - 8):
             raise ValueError(f"its header claims {length:,} bytes in a file of {size:,}")

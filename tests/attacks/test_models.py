@@ -85,6 +85,7 @@ FILES: dict[str, tuple[Change, str]] = {
         "is written twice",
     ),
     "a nested header": (_tensors(b"[" * 100_000), "nested too deeply"),
+    "a pointer of Git LFS": (_text("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "run `git lfs pull` there"),
     "a header of 2^63 bytes": (_tensors({}, length=2**63), "header claims"),
     "a header that is no text": (_tensors(b"\xff" * 10), "header is not JSON"),
     "weights of another folder": (
