@@ -75,7 +75,7 @@ class Endpoint:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as e:
             await self._runner.cleanup()
-            raise SetupError(f"the OpenAI-compatible endpoint cannot listen on {host}:{port}: {e}") from e
+            raise SetupError(f"the OpenAI-compatible endpoint cannot listen on {host}:{port} (explorer.proxy_port): {e}") from e
         self.address = f"http://{host}:{self._runner.addresses[0][1]}"
 
     def routes(self, router: web.UrlDispatcher) -> None:
