@@ -14,6 +14,7 @@ Invariant: nothing is sent before everyone is there, and a group in which someth
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 120.0  # most that a meeting or one bucket may take
+_RAISES = "TORCH_NCCL_BLOCKING_WAIT"
 NONE = "-"  # instead of the name of a group or version
 
 
@@ -105,7 +107,8 @@ class _Member:
 
             limits = ProcessGroupNCCL.Options()
             limits._timeout = timedelta(seconds=b.timeout_s)
-            self._group = ProcessGroupNCCL(store, rank, b.world, limits)
+            with _own_errors():
+                self._group = ProcessGroupNCCL(store, rank, b.world, limits)
         self._held, self._world = name, b.world
 
     def _stream(
@@ -314,6 +317,19 @@ class Worker(_Member):
 
 def _sent(bucket: Bucket) -> None:
     fault("sync.sent")
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """A group of NCCL that is made inside raises its errors where a bucket is waited for.  Else torch's watchdog ends this process as soon
+    as another member dies (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
+    before = os.environ.get(_RAISES)
+    os.environ[_RAISES] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_RAISES)
+        os.environ.update({} if before is None else {_RAISES: before})
 
 
 def _from_trainer() -> Any:

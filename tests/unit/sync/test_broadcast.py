@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rft import faults
-from rft.broadcast import Bucket, buckets
+from rft.broadcast import Bucket, TrainerEnd, buckets
 from rft.engine.weights import TakenWeights, WeightIntake
 from rft.errors import WeightSyncFailed
 from rft.sync.settings import SyncSettings
 from rft.sync.transport.nccl import BroadcastTransport
 from rft.types import delta
 from rft.types.ids import Version
-from rft.types.ports import TensorSpec, WeightManifest
+from rft.types.ports import Broadcast, TensorSpec, WeightManifest
 
 CHILD = """
 import sys, msgspec, torch.distributed
@@ -344,3 +344,29 @@ async def test_threads_of_torch_end_with_the_transport(tmp_path: Path) -> None:
     await asyncio.to_thread(made.close)
     made.close()
     assert threading.active_count() <= before + 1
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_errors_of_nccl_are_raised_where_they_are_waited_for(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch reads when it makes a group; a group of NCCL itself needs GPUs."""
+    found: list[str | None] = []
+
+    class Group:
+        class Options:
+            _timeout = None
+
+        def __init__(self, *given: object) -> None:
+            found.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+
+    monkeypatch.setattr("torch.distributed.distributed_c10d.ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before or "")
+    if before is None:
+        monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
+    end = TrainerEnd()
+    b = Broadcast(
+        host=end.host, port=end.port, token=end.token, backend="nccl", bucket_bytes=None, overlap=False, timeout_s=5.0,
+        engines=(0,), workers=(1,),
+    )  # fmt: skip
+    end._form(b, "g", 0)
+    assert found == ["1"] and os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    end.close()
