@@ -55,16 +55,15 @@ def contained(what: str) -> Iterator[None]:
 def blamed(what: str, key: str = "") -> Iterator[None]:
     """What a plugin's code in this block raises ends the command, with its own traceback: a ConfigError at `key`, else a RunFailed."""
     try:
-        with contained(what):
-            yield
-    except RftError:
+        yield
+    except (RftError, asyncio.CancelledError, GeneratorExit):
         raise
-    except Exception as e:
+    except BaseException as e:
         lines = e.__traceback__
         while lines is not None and lines.tb_next is not None and is_ours(lines.tb_frame.f_code.co_filename):
             lines = lines.tb_next
         text = redact(f"{what}:\n{''.join(traceback.format_exception(type(e), e, lines)).rstrip()}")
-        raise (ConfigError(text, key=key) if key else RunFailed(text)) from e
+        raise (ConfigError(text, key=key) if key else RunFailed(text)) from None
 
 
 async def guarded(work: Awaitable[T], what: str) -> T:

@@ -78,5 +78,6 @@ def test_arguments_of_other_kinds_are_taken_or_refused_by_name(kind: str) -> Non
                     checked_args(plugin, {field: value}, key="taskset.args")
                 except ConfigError as e:
                     refused += 1
-                    assert e.key == "taskset.args" and field in e.message and len(str(e)) < 2000, (name, field, value)
+                    assert e.key in ("taskset.args", f"workflow_args.{field}"), (name, field, value)
+                    assert field in f"{e.key}: {e.message}" and len(str(e)) < 2000, (name, field, value)
     assert tried > 500 and refused > tried / 4
