@@ -118,7 +118,8 @@ class Interpreter(ShellState):
             take = take or (self.prefer_launch and _launches([right], self.functions))
             said = "is read" if take else "is left out"
             self.note(right.line, f"{answer.why}; what follows `{op}` {said}")
-            answer = self.one(right) if take else YES
+            if take:
+                answer = (conditions.both if op == "&&" else conditions.either)(answer, self.one(right))
         return answer
 
     def if_(self, command: syntax.IfCommand) -> Decision:
@@ -127,17 +128,18 @@ class Interpreter(ShellState):
         chosen: tuple[int, Sequence[Command]] = 0, command.otherwise
         for number, (condition, body) in enumerate(command.clauses, 1):
             answer = self.all(condition)
-            if answer.unsure:
-                reason = reason or answer.why
+            unsure = answer.unsure or self.prefer_launch  # the way that the values take starts nothing
+            if unsure:
+                reason = reason or (answer.why if answer.unsure else "nothing is started where the values of the script lead")
                 undecided.append((number, body))
-            if answer.value and not (answer.unsure and _ends(body, self.functions)):
+            if answer.value and not (unsure and _ends(body, self.functions)):
                 chosen = number, body
                 break
         number, commands = self.preferred(chosen, undecided)
         which = "`else`" if command.otherwise else "none of its branches"
         if number:
             which = f"branch {number} of {len(command.clauses)}"
-        if number or command.otherwise or not all(_ends(b, self.functions) for _, b in command.clauses):
+        if number or command.otherwise or self.prefer_launch or not all(_ends(b, self.functions) for _, b in command.clauses):
             self.note(command.line, f"{reason or 'decided by the values in the script'}; of this `if`, {which} is read")
         return self.all(commands)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rft.algorithm.catalog import losses
 from rft.convert.draft import EVAL, TRAIN, Draft
-from rft.convert.names import ACTOR, ENGINE, KL, OPTIM, RM, ROLLOUT, TRACKERS, estimator, loss_reads, policy_loss
+from rft.convert.names import ACTOR, ENGINE, KL, OPTIM, RM, ROLLOUT, TRACKERS, estimator, eval_samples, loss_reads, policy_loss
 from rft.convert.sizes import (
     Gpus,
     ahead,
@@ -104,13 +104,14 @@ def _unique(name: str, split_name: str, names: set[str]) -> str:
 def evaluation(d: Draft) -> None:
     """`val_kwargs`: greedy unless do_sample; n runs.  The exact profile states it for every set."""
     prefix = f"{ROLLOUT}.val_kwargs"
-    args, sampled = f"{EVAL}[i].rollout_args", d.flag(f"{prefix}.do_sample")
-    if d.exact and not sampled:
-        d.put(
-            f"{args}.temperature",
-            0,
-            f"{prefix}.do_sample is off" if d.stated(f"{prefix}.do_sample") else "veRL evaluates greedily",
+    args, sampled = f"{EVAL}[i].rollout_args", eval_samples(d)
+    if sampled and not (d.flag(f"{prefix}.do_sample") or d.stated(f"{ROLLOUT}.mode") or is_async(d)):
+        d.questions.append(
+            f"{prefix}.temperature is given without do_sample: asynchronous veRL samples evaluations with it, as is written here; older "
+            "veRL was greedy.  Is sampling meant?  Else write temperature=0"
         )
+    if d.exact and not sampled:
+        d.put(f"{args}.temperature", 0, "veRL evaluates greedily: do_sample is off")
     else:
         for name in ("temperature", "top_p", "top_k"):
             if d.stated(f"{prefix}.{name}") or (d.exact and (name == "temperature" or d.stated(f"{ROLLOUT}.{name}"))):
@@ -156,6 +157,12 @@ def algorithm(d: Draft) -> None:
         d.put("algorithm.kl_loss_fn", "none", f"{ACTOR}.use_kl_loss is off")
     if not d.flag("algorithm.use_kl_in_reward"):
         d.put("algorithm.kl_penalty_fn", "none", "algorithm.use_kl_in_reward is off")
+        coef, said = "algorithm.kl_ctrl.kl_coef", d.stated("algorithm.use_kl_in_reward") or d.flag(f"{ACTOR}.use_kl_loss")
+        if d.stated(coef) and d.number(coef) and not said:
+            d.questions.append(
+                f"{coef} is given without algorithm.use_kl_in_reward: early veRL (TinyZero's, Search-R1's) then had the penalty on, and "
+                "actor.entropy_coeff 0.001 where not given; today's has neither.  Is it of then?  Add use_kl_in_reward=True and that one"
+            )
         return
     d.put("algorithm.kl_penalty_fn", _kl(d, "algorithm.kl_penalty"), "algorithm.kl_penalty")
     args, adaptive = "algorithm.kl_penalty_fn_args", d.text("algorithm.kl_ctrl.type") == "adaptive"

@@ -139,11 +139,13 @@ def _no_launch(text: str, name: str, interpreter: Interpreter) -> ConfigError:
     if interpreter.others:
         other = interpreter.others[0]
         entry = shown(other.found.entry, interpreter.marks)
-        return ConfigError(f"{name}, line {other.line}: {entry} has no counterpart here; {expected}")
+        own = "where it is veRL's trainer with code of yours, write verl.trainer.main_ppo in its place and carry that code over"
+        return ConfigError(f"{name}, line {other.line}: {entry} has no counterpart here; {own}; {expected}")
     for number, line in enumerate(text.splitlines(), 1):
         if programs.mentions(line) and not line.lstrip().startswith("#"):
             return ConfigError(
-                f"{name}, line {number}: a veRL program is named here but never started on the way that was read; {expected}"
+                f"{name}, line {number}: a veRL program is named here but never started on the way that was read; keep what sets its "
+                f"arguments, leave out what ends the script or a branch before it; {expected}"
             )
     rows = text.splitlines()
     for number, row in enumerate(rows, 1):

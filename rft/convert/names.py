@@ -62,6 +62,12 @@ def loss_reads(d: Draft, argument: str) -> bool:
     return model is None or argument in model.model_fields
 
 
+def eval_samples(d: Draft) -> bool:
+    """Whether evaluation draws its answers: asynchronous generation asks val_kwargs.temperature alone."""
+    numbers_alone = d.text(f"{ROLLOUT}.mode", "async") != "sync" and d.text(f"{ROLLOUT}.name") != "hf"
+    return d.flag(f"{ROLLOUT}.val_kwargs.do_sample") or (numbers_alone and d.number(f"{ROLLOUT}.val_kwargs.temperature") > 0)
+
+
 def megatron(d: Draft) -> bool:
     """Whether the launch is for Megatron, which one refusal says for all of its keys."""
     named = [str(a.value) for a in d.launch.options if a.key == "--config-name"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rft.convert.draft import EVAL, TRAIN, ArgumentOutcome, Draft
-from rft.convert.rule import Rule, choice, derived, rule, switch, via, write
+from rft.convert.names import eval_samples
+from rft.convert.rule import Rule, choice, derived, only_if, rule, switch, via, write
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
@@ -100,7 +101,8 @@ def manager(d: Draft, a: Argument) -> ArgumentOutcome:
 
 def evaluated(name: str) -> Rule:
     target = f"{EVAL}[i].{'repeat_times' if name == 'n' else f'rollout_args.{name}'}"
-    return via("", target, otherwise="do_sample is off: evaluation is greedy")
+    greedy, written = "do_sample is off: evaluation is greedy", via("", target)
+    return written if name == "n" else only_if(lambda d: eval_samples(d) or not d.exact, greedy, written)
 
 
 _OPERATORS = "data_processor.experience_pipeline.operators[i]"

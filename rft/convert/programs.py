@@ -78,7 +78,7 @@ def find(words: Sequence[str]) -> ProgramMatch | None:
 
 
 def _ours(module: str) -> bool:
-    return module.split(".")[0] in ("verl", "recipe") and "." in module
+    return "." in module and (module.split(".")[0] in ("verl", "recipe") or module.rsplit(".", 1)[1] in FILES)
 
 
 def _file(word: str, start: int) -> ProgramMatch | None:

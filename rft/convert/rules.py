@@ -319,6 +319,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     (f"{RM}.model.fsdp_config.*", ignored("the reward model runs behind a serving engine, which schedules by itself")),
     ("ray_kwargs.ray_init.*", ignored("Ray is started by the program")),
     (f"{REF}.fsdp_config.*", ignored("follows the actor")),
+    ("*.fsdp_config.grad_offload", ignored("of early veRL, whose entropy_coeff was 0.001 where not given; changes no result")),
     *((p, ignored("of another engine, or of what is off")) for p in (f"{MODEL}.lora.*", f"{MODEL}.mtp.*", "*.qat.*", "*.turbo_config.*")),
 )  # fmt: skip
 

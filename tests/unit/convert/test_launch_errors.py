@@ -45,6 +45,7 @@ def read(tmp_path: Path, text: str, name: str = "run.sh") -> Launch:
         ("echo hello\n", "line 1: the script ends without starting a veRL program"),
         ("", "line 1: the script ends without starting a veRL program"),
         ("\n\npython3 -m recipe.prime.main_prime a=1\n", "line 3: recipe.prime.main_prime has no counterpart here"),
+        ("python -m my_agents.trainer.main_ppo a=1\n", "my_agents.trainer.main_ppo has no counterpart here; where it is veRL's trainer"),
         ("exit 0\n" + RUN + "a=1\n", "line 2: a veRL program is named here but never started"),
         ("f() { f; }\nf\n", "line 1: f calls itself more than"),
         ("a=\ue000b\n", "line 1: holds the character U+E000"),

@@ -36,6 +36,12 @@ def read(tmp_path: Path, text: str) -> Launch:
         ("if grep -q x y; then A=yes; elif true; then A=elif; fi", "elif", "cannot be told"),
         ("A=no\n[ -f x ] && A=yes", "no", "what follows `&&` is left out"),
         ("[ -f x ] || A=made", "made", "what follows `||` is read"),
+        ("A=no\nif [ -f x ] && [ a = a ]; then A=yes; fi", "no", "none of its branches is read"),
+        ("if [ -n \"$X\" ] && [ a = a ]; then A=yes; else A=no; fi", "no", "counts as empty"),
+        ("if [ -z \"$X\" ] && [ a = b ]; then A=yes; else A=no; fi", "no", "decided"),
+        ("if [ -f x ] || [ a = b ]; then A=yes; else A=no; fi", "no", "`else` is read"),
+        ("if [ -f x ] || [ a = a ]; then A=yes; else A=no; fi", "yes", "decided"),
+        ("A=a\nD=$(uname)\nif [ \"$D\" = Darwin ] && [ a = a ]; then exit 1; fi", "a", ""),
         ("A=no\nfor f in *.parquet; do A=$f; done", "no", "what this loop goes over is not known; it is left out"),
         ("A=no\nwhile read -r line; do A=$line; done < file", "no", "this loop is left out"),
         ("A=no\nfor a in \"$@\"; do A=$a; done", "no", ""),
@@ -64,6 +70,16 @@ def test_the_branch_with_the_launch_is_read_when_no_other_has_one(tmp_path: Path
     assert [a.value for a in launch.arguments] == [2]
     launch = read(tmp_path, f"case $1 in\n train) {RUN} a=3;;\n *) exit 1;;\nesac\n")
     assert [a.value for a in launch.arguments] == [3]
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("X=${X:-}\nif [ -z \"$X\" ]; then\n  echo \"X is not set\"\n  exit 1\nfi\n", ""),
+    ("TRAIN=${TRAIN:-0}\nif [[ \"$TRAIN\" == 1 ]]; then\n", "else\n  echo off\nfi\n"),
+])  # fmt: skip
+def test_defaults_that_start_nothing_are_passed_by(tmp_path: Path, before: str, after: str) -> None:
+    launch = read(tmp_path, f"{before}{RUN}trainer.a=1\n{after}")
+    assert launch.arguments[0].value == 1
+    assert "line 2: nothing is started where the values of the script lead" in "\n".join(launch.notes)
 
 
 def test_an_argument_that_only_the_caller_knows_is_named_after_its_place(tmp_path: Path) -> None:

@@ -240,8 +240,27 @@ def test_evaluation_sampling() -> None:
     v = found(made(f"{k}.do_sample=True", f"{k}.temperature=1.0", f"{k}.top_p=0.7", f"{k}.n=32"))
     assert {x: v[f"{E}.rollout_args.{x}"] for x in ("temperature", "top_p")} == {"temperature": 1.0, "top_p": 0.7}
     assert v[f"{E}.repeat_times"] == 32
-    c = made(f"{k}.temperature=0.8")
-    assert outcome(c, f"{k}.temperature")[0] == "mapped" and found(c)[f"{E}.rollout_args.temperature"] == 0
+
+
+@pytest.mark.parametrize(("mode", "temperature", "kind", "asks"), [
+    ((), 0.8, "mapped", 1), ((f"{R}.mode=async",), 0.8, "mapped", 0), ((f"{R}.mode=sync",), 0, "ignored", 0),
+])  # fmt: skip
+def test_asynchronous_evaluation_samples_by_its_temperature_alone(
+    mode: tuple[str, ...], temperature: float, kind: str, asks: int
+) -> None:
+    key = f"{R}.val_kwargs.temperature"
+    c = made(f"{key}=0.8", *mode)
+    assert found(c)[f"{E}.rollout_args.temperature"] == temperature and outcome(c, key)[0] == kind
+    assert [q.partition(" ")[0] for q in c.questions] == [key] * asks
+
+
+@pytest.mark.parametrize(("more", "asks"), [
+    ((), 1), ((f"{A}.use_kl_loss=True",), 0), (("algorithm.use_kl_in_reward=False",), 0), (("algorithm.kl_ctrl.kl_coef=0.0",), 0),
+])  # fmt: skip
+def test_a_kl_coefficient_of_early_verl_is_asked_about(more: tuple[str, ...], asks: int) -> None:
+    c = made("algorithm.kl_ctrl.kl_coef=0.001", f"{A}.fsdp_config.grad_offload=True", *more)
+    assert outcome(c, f"{A}.fsdp_config.grad_offload")[0] == "ignored"
+    assert len([q for q in c.questions if "use_kl_in_reward=True" in q]) == asks
 
 
 def test_evaluation_does_not_take_over_the_sampling_of_training() -> None:
