@@ -293,7 +293,7 @@ def trainer(
     s, critic = plan.learner, critic or shape
     world, item, sharded = s.world_size, BYTES[s.dtype], s.world_size > 1 or s.dtype != "float32"
     shards = _shards(s)
-    share = 0 if s.offload_policy else shape.parameters * 4 // shards
+    share = 0 if s.offload_policy else shape.fullest(shape.parameters * 4, shards)
     own = share if trained is None else 0 if s.offload_policy else trained * 4 // shards  # what is trained
     moments = _moments(s)
     needed = needs(s.algorithm)
@@ -313,7 +313,7 @@ def trainer(
         Term("CUDA context", CUDA_CONTEXT + (NCCL if world > 1 else 0), "constant")
         if s.device == "cuda"
         else Term("process", TRAINER_PROCESS, "constant"),
-        Term("weights", share, f"{_count(shape.parameters, 4)} / {shards} rank(s)"),
+        Term("weights", share, f"{_count(shape.parameters, 4)} / {min(shards, shape.experts or shards)} rank(s)"),
         Term("adapter", own if trained is not None else 0, f"{_count(trained or 0, 4)} / {shards} rank(s)"),
         Term(f"{_NAMES[s.optim.optimizer_type]} moments", moments * own, f"{_COUNTS[moments]} for every weight that is trained"),
         Term("reference model", _reference(s, share, own) if needed.reference else 0, "frozen float32 weights"),
@@ -446,7 +446,8 @@ def _gathered(shape: ModelShape, s: LearnerSettings, item: int) -> int:
     """FSDP2's whole copies: what belongs to no layer, two layers (or all), and the float32 gradients being reduced."""
     root = shape.parameters - shape.layers * shape.block
     blocks = min(2, shape.layers) if s.reshard_after_forward else shape.layers
-    return (root + blocks * shape.block) * item + shape.block * (item + 4)
+    block = shape.fullest(shape.block, _shards(s)) * _shards(s)  # ranks without experts count as if they had some
+    return (root + blocks * block) * item + block * (item + 4)
 
 
 # ---------------------------------------------------------------- the machine

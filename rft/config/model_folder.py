@@ -333,6 +333,7 @@ class ModelShape:
     gated: bool = True
     lean: bool = False  # norms and MLPs are Llama's, of which the trainer keeps less
     tied: bool = False
+    experts: int = 0  # of a layer
 
     @property
     def embedding(self) -> int:
@@ -342,6 +343,10 @@ class ModelShape:
     def block(self) -> int:
         """Parameters of one layer."""
         return max(0, self.parameters - self.embedding * (1 if self.tied else 2)) // self.layers
+
+    def fullest(self, nbytes: int, shards: int) -> int:
+        """Of `nbytes` of the model those of the rank that holds most: experts, of which it mostly consists, are not cut."""
+        return nbytes * -(-self.experts // shards) // self.experts if self.experts else nbytes // shards
 
     @property
     def queries(self) -> int:
@@ -390,4 +395,5 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
         gated=gated,
         lean=kind in LEAN,
         tied=tied,
+        experts=experts,
     )

@@ -18,7 +18,8 @@ import torch
 from rft.engine.weights import saved_buffers
 from rft.errors import CheckpointInvalid
 from rft.trainer import adapterfiles, loading, shards, tensors
-from rft.trainer.saving import ADAPTERS, PRETRAINED, in_base, read_page, side_files, untrained
+from rft.trainer.loading import in_base
+from rft.trainer.saving import ADAPTERS, PRETRAINED, read_page, side_files, untrained
 from rft.trainer.settings import LearnerSettings
 from rft.trainer.sharding import DTYPES
 from rft.trainer.tensors import Files

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rft.engine.weights import in_checkpoints, saved_buffers
 from rft.errors import CheckpointInvalid, ConfigError, SetupError, is_out_of_memory
 from rft.strictjson import parse_json
 from rft.trainer import tensors
@@ -141,27 +143,30 @@ def materialise(model: nn.Module, device: torch.device | str, computes: torch.de
 
 
 def fill(
+    lm: Any,
     names: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
     tied: Mapping[str, str],
     folder: Path,
     fresh: Fresh | None = None,
 ) -> None:
-    """Copy the weights in `folder` into `names` and, where the files have them, into `buffers`.
+    """Copy the weights of `lm` in `folder` into `names` and, where the files have them, into `buffers`.
 
     `tied`: other name -> name in `names` of the same tensor.  `fresh` gives first values to what may be missing.
     Raises SetupError naming tensors that are missing or have another shape, or files that cannot be read.
     """
     files = files_of(folder)
     other = {name: alias for alias, name in tied.items()}
-    missing = []
+    missing, used = [], set(buffers)
     with torch.no_grad():
-        for name, into in [*names.items(), *((n, b) for n, b in buffers.items() if n in files)]:
+        for name, into in {**names, **buffers}.items():
             stored = name if name in files else other.get(name, name)
             try:
                 if stored in files:
                     files.fill(stored, into)
-                elif fresh is None or not fresh(name, into):
+                elif parts := _parts(lm, files, name, into.shape, "cpu"):
+                    used |= _join(files, parts, into)
+                elif name in names and (fresh is None or not fresh(name, into)):
                     missing.append(name)
             except CheckpointInvalid as e:
                 raise SetupError(f"{e}; override_config or config.json does not fit the weights") from e
@@ -169,18 +174,62 @@ def fill(
         raise SetupError(f"{folder}: has no weights for {_some(missing)}")
     if unset := [n for n, b in buffers.items() if b.is_floating_point() and bool(torch.isnan(b).any())]:
         raise SetupError(f"{folder}: nothing gives {_some(unset)} a value; this model cannot be built without its weights")
-    if extra := sorted(
-        set(files) - set(names) - set(tied) - set(buffers) - {n for n in files if n.endswith("rotary_emb.inv_freq")}
-    ):
+    if extra := sorted(set(files) - set(names) - set(tied) - used - {n for n in files if n.endswith("rotary_emb.inv_freq")}):
         log.warning("%s: %d tensors are of no use to this model, e.g. %s", folder, len(extra), extra[0])
 
 
+def in_base(lm: Any, files: Files, given: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `in_checkpoints`; with a prefix where `files` of the base have `lm` as a part of a whole, as those of Llama 4."""
+    for name, tensor in in_checkpoints(lm, given):
+        inside = f"{lm.base_model_prefix}.{name}"
+        yield inside if name not in files and inside in files else name, tensor
+
+
+def _parts(lm: Any, files: Files, name: str, shape: torch.Size, device: str) -> dict[str, torch.Tensor]:
+    """What `files` have instead of `name`: a tensor of another name, or of its first expert, by name which elements of a row each holds.
+
+    Empty where there is nothing.
+    """
+    whole = torch.empty(shape, device="meta")
+    every = dict(in_base(lm, files, [(name, whole)]))
+    if not all(n in files and files.shape(n) == t.shape for n, t in every.items()):
+        return {}
+    if any(t is whole for t in every.values()):  # renamed, and nothing else
+        return every
+    row = torch.arange(math.prod(shape[1:]), device=device).view(1, *shape[1:])
+    first = dict(in_base(lm, files, [(name, row)]))
+    return first if {_of_expert(n, e) for n in first for e in range(shape[0])} == set(every) else {}
+
+
+def _join(files: Files, parts: Mapping[str, torch.Tensor], into: torch.Tensor) -> set[str]:
+    """Fill `into`, or the rows of it that this rank holds, from its `_parts`; the names of all of them."""
+    mine = tensors.piece("", into)
+    for name, at in parts.items():
+        if at.shape == into.shape:
+            files.fill(name, into)
+            continue
+        at = at.flatten().to(into.device)
+        for expert, row in enumerate(mine.data, mine.first):
+            row.view(-1)[at] = files.read(_of_expert(name, expert)).flatten().to(row)
+    return {_of_expert(name, expert) for name in parts for expert in range(into.shape[0])}
+
+
+def _of_expert(first: str, expert: int) -> str:
+    return first.replace(".experts.0.", f".experts.{expert}.")
+
+
 def fill_from(
-    names: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], tied: Mapping[str, str], folder: Path, *, trust: bool
+    lm: Any,
+    names: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    tied: Mapping[str, str],
+    folder: Path,
+    *,
+    trust: bool,
 ) -> None:
-    """As `fill`, also where the files have the names of checkpoints, which transformers has to change: then all of them are loaded."""
-    if readable_by_name(names, tied, folder):
-        fill(names, buffers, tied, folder)
+    """As `fill`, also where only transformers knows how to change what the files have: then all of them are loaded."""
+    if readable(lm, names, tied, folder):
+        fill(lm, names, buffers, tied, folder)
         return
     config = config_of(folder, trust_remote_code=trust, override={})
     found = pretrained(config, folder, trust_remote_code=trust, attn_implementation="eager").state_dict()
@@ -190,10 +239,11 @@ def fill_from(
             part.data.copy_(found[name][part.first : part.first + len(part.data)] if part.data.dim() else found[name])
 
 
-def readable_by_name(names: Mapping[str, object], tied: Mapping[str, str], folder: Path) -> bool:
-    """Whether the files hold the model's parameters under their own names.  Else transformers has to rename or merge them."""
+def readable(lm: Any, names: Mapping[str, torch.Tensor], tied: Mapping[str, str], folder: Path) -> bool:
+    """Whether the files hold the model's parameters under their own names, or expert by expert.  Else transformers has to change them."""
     files, other = files_of(folder), {name: alias for alias, name in tied.items()}
-    return all(n in files or other.get(n, n) in files for n in names)
+    due = {n: t for n, t in names.items() if n not in files and other.get(n, n) not in files}
+    return not due or all(n in files or _parts(lm, files, n, t.shape, "meta") for n, t in {**due, **saved_buffers(lm)}.items())
 
 
 def files_of(folder: Path) -> Files:

@@ -205,7 +205,7 @@ def built(kind: type[_P], settings: LearnerSettings, fresh: str = "") -> tuple[_
     lm = loading.skeleton(config, trust_remote_code=trust, attn_implementation=attention_name(settings))
     made = kind(plain(lm), settings.logprob_chunk_tokens)
     due = {name: p for name, p in made.names().items() if not (fresh and name.startswith(fresh))}
-    if loading.readable_by_name(due, made.tied(), folder):
+    if loading.readable(lm, due, made.tied(), folder):
         return made, folder
     log.warning(
         "%s: its weights have other names than the model's; every rank loads all of them before it keeps its part", folder
@@ -239,7 +239,7 @@ def place(
             register_fsdp_forward_method(policy, name)
     loading.materialise(policy, sharding.storage_device(settings), settings.device)
     if fill is not None:
-        loading.fill(policy.names(), policy.buffer_names(), policy.tied(), fill, fresh)
+        loading.fill(policy.lm, policy.names(), policy.buffer_names(), policy.tied(), fill, fresh)
     return policy
 
 

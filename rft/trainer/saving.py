@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import xxhash
 
-from rft.engine.weights import in_checkpoints
 from rft.errors import CheckpointInvalid
 from rft.faults import fault
 from rft.trainer import loading, optim, sharding, shards, tensors
@@ -157,7 +156,7 @@ def _load_model(
     exported = folder.parent / "huggingface"
     if f"{part.prefix}model" not in shards.kinds(folder) and not part.prefix and exported.is_dir():
         policy, trust = part.policy, settings.trust_remote_code
-        loading.fill_from(names, policy.saved_buffers(), policy.tied(), exported, trust=trust)
+        loading.fill_from(policy.lm, names, policy.saved_buffers(), policy.tied(), exported, trust=trust)
         return
     if part.prefix and f"{part.prefix}model" not in shards.kinds(folder):
         why = "holds no critic: it was saved without one.  Begin with its exported model (model.model_path), not with resume_from_path"
@@ -178,20 +177,13 @@ def export(
     due = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in policy.names().items()}
     due |= {n: torch.empty_like(b, device="meta") for n, b in policy.saved_buffers().items()}
     files = loading.files_of(Path(settings.model_path))
-    specs = {n: (t.dtype, t.shape) for n, t in in_base(policy.lm, files, due.items())}
-    given = in_base(policy.lm, files, gathered)
+    specs = {n: (t.dtype, t.shape) for n, t in loading.in_base(policy.lm, files, due.items())}
+    given = loading.in_base(policy.lm, files, gathered)
     if rank == 0:
         names = untrained(policy.lm, files, specs, policy.tied())
         specs |= {n: (files.dtype(n), torch.Size(files.shape(n))) for n in names}
         given = chain(given, ((n, files.read(n)) for n in names))
     tensors.write(target / "model.safetensors" if rank == 0 else None, specs, given)
-
-
-def in_base(lm: Any, files: Files, given: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `in_checkpoints`; with a prefix where `files` of the base have `lm` as a part of a whole, as those of Llama 4."""
-    for name, tensor in in_checkpoints(lm, given):
-        inside = f"{lm.base_model_prefix}.{name}"
-        yield inside if name not in files and inside in files else name, tensor
 
 
 def untrained(lm: Any, files: Files, trained: Collection[str], tied: Collection[str]) -> list[str]:

@@ -75,7 +75,8 @@ def shard(model: nn.Module, settings: LearnerSettings, blocks: Sequence[nn.Modul
     host = CPUOffloadPolicy(pin_memory=settings.device == "cuda") if settings.offload_policy else OffloadPolicy()
     again = settings.reshard_after_forward
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=mixed, offload_policy=host)
+        made = fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=mixed, offload_policy=host)
+        made.set_reduce_scatter_unused_params(True)  # a rank may use none of an expert, and all have to add the same tensors
     for name in exact:
         fully_shard(model.get_submodule(name), mesh=mesh, offload_policy=host)
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=host)

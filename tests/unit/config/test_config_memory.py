@@ -105,6 +105,21 @@ def test_micro_batch_of_padded_rows() -> None:
     assert micro_batch(plan(*STEP, *fixed), 10).positions == 32
 
 
+@pytest.mark.parametrize(("ranks", "fullest"), [(2, 4), (4, 2), (8, 1), (16, 1), (3, 3)])
+def test_experts_are_not_cut_so_more_ranks_than_experts_need_no_less(ranks: int, fullest: int) -> None:
+    """FSDP2 cuts the first dimension, which is that of the experts."""
+    import torch
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
+
+    made = plan(*STEP, "trainer.world_size=1")
+    many = replace(made, learner=replace(made.learner, world_size=ranks))
+    eight = shape({**LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6})
+    assert _get_dim0_padded_size(torch.Size([8, 12, 8]), ranks)[0] == fullest * ranks
+    found = trainer(many, 0, eight, 10)
+    assert term(found, "weights") == eight.parameters * 4 * fullest // 8
+    assert term(found, "AdamW moments") == 2 * term(found, "weights")
+
+
 def test_short_prompts_take_less() -> None:
     assert micro_batch(plan(*STEP), 5).positions == 4 * 53
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.launch import start as starts
 from rft.sync.schedule import Schedule
-from rft.trainer import attention, loading, ulysses
+from rft.trainer import attention, loading, tensors, ulysses
 from rft.trainer import manifest as manifests
 from rft.trainer import policy as policies
 from rft.trainer.hf_folder import assemble
@@ -26,6 +28,7 @@ from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings, ProfilerSettings
 from rft.types.ids import Version
 from rft.types.ports import Consumption
+from tests.helpers import families
 
 Settings = Callable[..., LearnerSettings]
 Batch = Callable[..., RankBatch]
@@ -67,6 +70,34 @@ def test_parameters_buffers_and_ties_are_those_of_transformers(
     tied = policy.lm.lm_head.weight is policy.lm.model.embed_tokens.weight
     assert tied == (model == "tiny_model") == bool(policy.tied())
     assert all(p.requires_grad and not p.is_meta for p in policy.parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v4"])
+def test_a_rank_reads_its_own_experts_alone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files have a tensor for each expert, the model one for all: transformers would load every weight, in float32, on every rank."""
+    from transformers import AutoModelForCausalLM
+
+    folder = families.make(family, tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    for name in (n for n in stored if n.endswith("tid2eid")):  # a buffer that has another name in the files
+        stored[name] = torch.arange(stored[name].numel()).view_as(stored[name]) % 4
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    read: list[str] = []
+    real = tensors.Files.read
+    monkeypatch.setattr(tensors.Files, "read", lambda files, name: (read.append(name), real(files, name))[1])
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        settings = LearnerSettings(model_path=str(folder), row_layout="padded", attn_implementation="eager", world_size=2)
+        policy, fill = policies.built(policies.Policy, settings)
+        assert fill == folder
+        policies.place(policy, settings, trained=True, fill=fill)
+        for name, tensor in {**policy.names(), **policy.saved_buffers()}.items():
+            part = tensors.piece(name, tensor)
+            assert torch.equal(part.data, expected[name][part.first : part.first + len(part.data)]), name
+    finally:
+        dist.destroy_process_group()
+    assert {n.split(".experts.")[1].split(".")[0] for n in read} == {"2", "3"}
 
 
 def test_scaled_rotary_embeddings_are_right(copied: Path, settings: Settings) -> None:
