@@ -15,7 +15,6 @@ import xxhash
 from sqlalchemy import (
     CTE,
     BigInteger,
-    Column,
     Connection,
     Exists,
     Integer,
@@ -45,6 +44,7 @@ from rft.buffer.session_rows import count_answers
 from rft.errors import BufferFailed
 from rft.types.ids import Version
 
+_PART = 10_000  # uses that are read at once
 NO_LIMIT = 2**62  # newest step of the lineage that is being trained
 
 # by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
@@ -67,7 +67,9 @@ def chain(tx: Connection, version: Version | None, *, whole: bool = False) -> di
 def ancestors(ancestry: dict[int, int]) -> CTE:
     """The chain as a table; it is as long as a run has been resumed, so it goes in as rows, not as a long condition."""
     rows = list(ancestry.items()) or [(0, -1)]  # VALUES needs a row; no step is -1
-    return values(column("lineage", Integer), column("step", BigInteger), name="ancestry").data(rows).cte("ancestry")
+    given = values(column("lineage", Integer), column("step", BigInteger), name="given").data(rows).cte("given").c
+    # SQLite makes an index only of columns that have a type, and else reads all of them for each row
+    return select(cast(given.lineage, Integer).label("lineage"), cast(given.step, BigInteger).label("step")).cte("ancestry")
 
 
 def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:
@@ -89,6 +91,24 @@ def digest(counted: Iterable[tuple[str, int, int]]) -> str:
     Example: digest([("0001.00.00000000.000000.0000.00.0000", 1, 1)]); no uses = digest of the empty string.
     """
     return xxhash.xxh3_128_hexdigest("\n".join(sorted(f"{e}@{line}:{step}" for e, line, step in counted)).encode("ascii"))
+
+
+def counted(tx: Connection, ancestry: dict[int, int]) -> tuple[int, str]:
+    """How many uses count, and their `digest`, read a part at a time: a run of weeks has tens of millions."""
+    u = uses.c
+    found = tx.execute(
+        select(u.experience, u.lineage, u.step).order_by(u.experience, u.lineage, u.step), execution_options={"yield_per": _PART}
+    )
+    count, whole, last = 0, xxhash.xxh3_128(), ""
+    for part in found.partitions():
+        lines = sorted(f"{e}@{line}:{step}" for e, line, step in part if step <= ancestry.get(line, -1))
+        if lines and lines[0] < last:  # they sort as text: step 10 comes before step 9
+            found.close()
+            several = uses_of(tx, ancestry)
+            return len(several), digest(several)
+        whole.update("\n".join([""] * (count > 0 < len(lines)) + lines).encode("ascii"))
+        count, last = count + len(lines), lines[-1] if lines else last
+    return count, whole.hexdigest()
 
 
 def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Select[tuple[str, str, str | None]]:
@@ -135,15 +155,12 @@ def _outside(a: CTE) -> Select[tuple[str]]:
     """Groups with a row that weights outside the ancestry wrote.  Rows without a version (demonstrations) are never orphaned."""
     e = experiences
 
-    def inside(lineage: Column[int], step: Column[int]) -> Exists:
-        return exists().where(and_(a.c.lineage == lineage, a.c.step >= step))
-
+    new, old = a.alias("new"), a.alias("old")  # joined, so that a row costs the same however often the run was resumed
     return (
         select(e.c.group_id)
-        .where(
-            e.c.newest_lineage.is_not(None),
-            or_(~inside(e.c.newest_lineage, e.c.newest_step), ~inside(e.c.oldest_lineage, e.c.oldest_step)),
-        )
+        .outerjoin(new, and_(new.c.lineage == e.c.newest_lineage, new.c.step >= e.c.newest_step))
+        .outerjoin(old, and_(old.c.lineage == e.c.oldest_lineage, old.c.step >= e.c.oldest_step))
+        .where(e.c.newest_lineage.is_not(None), or_(new.c.lineage.is_(None), old.c.lineage.is_(None)))
         .distinct()
     )
 

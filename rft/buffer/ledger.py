@@ -16,7 +16,7 @@ from sqlalchemy import Connection, and_, exists, func, insert, select, update
 
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.database import Database
-from rft.buffer.derived_state import chain, count, derive_states, digest, has_used_rows, strays, uses_of, waiting_groups
+from rft.buffer.derived_state import chain, count, counted, derive_states, has_used_rows, strays, waiting_groups
 from rft.buffer.migrate import prepare
 from rft.buffer.mixing import counted as counted_mixed
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
@@ -117,16 +117,16 @@ class Ledger:
         self.blocks.difference_update(self.garbage)
 
     def _verify(self, tx: Connection, parent: Version, given: Consumption) -> None:
-        counted = uses_of(tx, chain(tx, parent))
+        num_uses, digest = counted(tx, chain(tx, parent))
         if (mixed := counted_mixed(tx, chain(tx, parent))) != given.mixed:
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in rows, but the buffer {self.location} knows "
                 f"{mixed or 'none'}: restore the buffer folder that belongs to it, or start a new run from its weights."
             )
-        if (len(counted), digest(counted)) != (given.num_uses, given.digest):
+        if (num_uses, digest) != (given.num_uses, given.digest):
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.num_uses} uses (digest {given.digest}), "
-                f"but the buffer {self.location} knows {len(counted)} ({digest(counted)}). "
+                f"but the buffer {self.location} knows {num_uses} ({digest}). "
                 "Checkpoint and buffer belong to different runs, or one was replaced: "
                 "restore the buffer folder that belongs to it, or start a new run from its weights."
             )

@@ -168,6 +168,8 @@ class RowSelector:
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, Portion]] = []
+        self._heaps: list[list[Any]] = [self._heap]
+        self._killed = 0  # since dead portions were last taken out of the heaps
         self._numbers = count()
 
     def closed(self, key: Key, closed: ClosedBatch) -> None:
@@ -209,8 +211,14 @@ class RowSelector:
         self._kill(portion)
 
     def _kill(self, portion: Portion) -> None:
-        """What is left of it in a heap is passed over."""
+        """What is left of it in a heap is passed over, or taken out with others once they may be half of it."""
         portion.dead = True
+        self._killed += 1
+        if 4 * self._killed > 256 + sum(map(len, self._heaps)):
+            self._killed = 0
+            for heap in self._heaps:
+                heap[:] = [entry for entry in heap if not entry[-1].dead]
+                heapq.heapify(heap)
 
     def _choose(self, wanted: LeaseRequest, choice: Selection, portion: Portion) -> None:
         """Moves what fits of a portion into the choice: stale rows are left out, rows beyond what is missing wait again."""
@@ -288,6 +296,7 @@ class ByPriority(RowSelector):
         self._clock = clock
         self._resting: list[tuple[float, int, Portion]] = []  # soonest first
         self._used: list[tuple[float, str, int, Portion]] = []  # ready or resting, and used before: lowest first
+        self._heaps += [self._resting, self._used]
         self._num_used = 0
 
     def put(self, group: WaitingGroup, rows: list[WaitingRow], *, rested: bool = True) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, and_, func, or_, select
 
 from rft.buffer import schema
 from rft.buffer.core import BufferCore
-from rft.buffer.derived_state import chain, counted_uses, digest, move, uses_of
+from rft.buffer.derived_state import chain, counted, counted_uses, move
 from rft.buffer.intake import clean
 from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger, note_checkpoint, verify
@@ -301,10 +301,10 @@ def consumed(tx: Connection, ledger: Ledger, step: int) -> Consumption:
     """What the manifest of `step` has to say; it is also written down here, for `v_lineage`."""
     version = Version(ledger.lineage, step)
     ancestry = chain(tx, version)
-    counted = uses_of(tx, ancestry)
+    num_uses, digest = counted(tx, ancestry)
     found = Consumption(
-        num_uses=len(counted),
-        digest=digest(counted),
+        num_uses=num_uses,
+        digest=digest,
         cursor=_cursor(tx, ledger, step),
         mixed=counted_mixed(tx, ancestry),
     )

@@ -123,8 +123,7 @@ class Interpreter(ShellState):
         return answer
 
     def if_(self, command: syntax.IfCommand) -> Decision:
-        undecided: list[tuple[int, Sequence[Command]]] = []
-        reason = ""
+        reason, undecided = "", list[tuple[int, Sequence[Command]]]()
         chosen: tuple[int, Sequence[Command]] = 0, command.otherwise
         for number, (condition, body) in enumerate(command.clauses, 1):
             answer = self.all(condition)

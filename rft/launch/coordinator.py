@@ -23,10 +23,10 @@ from rft.launch.membership import Member, Membership, differences
 from rft.launch.rundir import write_json
 from rft.launch.start import Start, probe_prompts, schedule
 from rft.monitor.alarm_rules import RULES
-from rft.monitor.alarms import Alarms
+from rft.monitor.alarms import LOGGED, Alarms
 from rft.monitor.monitor import FILE as METRICS
 from rft.monitor.monitor import Monitor
-from rft.monitor.read import read
+from rft.monitor.read import MetricTail
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.waits import Waits
@@ -57,11 +57,11 @@ class MonitorPart:
         self._news = asyncio.Condition()
 
     def _take_history(self, path: Path) -> None:
-        """What an earlier process of this run has measured; alarms begin anew where that cannot be read."""
-        try:
-            self._alarms.resume(read(path))
-        except RunFailed as e:
-            log.warning("alarms know nothing of what was measured before: %s", e)
+        """What an earlier process of this run has measured, as far as that can be read."""
+        tail = MetricTail(path)
+        self._alarms.resume(tail.new())
+        for problem in tail.problems:
+            log.warning("alarms know nothing of this line: %s", problem)
 
     async def fail(self, reason: BaseException) -> None:
         """Never waits."""
@@ -71,7 +71,7 @@ class MonitorPart:
         await self._log(record)
         for found in self._alarms.see(record):
             log.warning("%s", found.text())
-            await self._log(structs.replace(record, values={f"alarm/{found.name}": 1.0}, notes=(found.text(),)))
+            await self._log(structs.replace(record, values={f"{LOGGED}{found.name}": 1.0}, notes=(found.text(),)))
             if self._alarms.stops(found):
                 raise RunFailed(
                     f"{found.text()}  monitor.alarms.{found.name} is stop, so the run ends; the same command resumes it from its last "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -22,6 +22,7 @@ _FIRST, _LAST, _ORDER = 50, 500, 10  # points that are kept; how many steps late
 _NOISE = 50  # steps from which a series' noise is taken
 SIGMAS = 4.0
 REWARD = "rollout/reward/mean"
+LOGGED = "alarm/"  # and its name: an alarm among the records, behind the one that raised it
 WATCHED = (
     "rollout/", "eval/", "judge/", "actor/kl", "actor/ppo_kl", "advantage/kl", "mismatch/", "frac_reward_zero_std", "perf/step_s",
     "time/wait_s", "explorer/idle_ratio",
@@ -125,10 +126,19 @@ class Alarms:
         self._levels, self._history = levels, History()
         self._raised: set[tuple[str, str]] = set()
 
-    def resume(self, records: Sequence[MetricRecord]) -> None:
-        """Take what an earlier process of the run has written; nothing is raised again."""
+    def resume(self, records: Iterable[MetricRecord]) -> None:
+        """Take what an earlier process of the run has written; what it raised is not raised again.
+
+        A rule is asked only where it raised an alarm: to ask all of them about every record takes minutes for a long run.
+        """
+        before: dict[str, MetricRecord] = {}  # by role
         for record in records:
-            self.see(record)
+            raised = [n.removeprefix(LOGGED) for n in record.values if n.startswith(LOGGED)]
+            for rule in [self._rules[n] for n in raised if n in self._rules and record.role in before]:
+                self._raised |= {(f.name, f.subject) for f in rule(self._history, before[record.role])}
+            if not raised:
+                self._history.add(record)
+                before[record.role] = record
 
     def see(self, record: MetricRecord) -> list[AlarmFinding]:
         """What `record` adds: alarms that were not raised before."""

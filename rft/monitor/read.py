@@ -79,19 +79,35 @@ def read(path: Path) -> list[MetricRecord]:
     return found.records
 
 
-def series(records: Iterable[MetricRecord], name: str) -> list[tuple[int, float]]:
-    """(step, value) of one metric by step; of a name that two roles use, the role that used it first.
+class Series:
+    """One metric of a run; of a name that two roles use, the role that used it first.
 
     Where a resumed run wrote a step again, the later value holds; what an attempt wrote beyond the step that the next process began with
     is left out, but for explore batches ahead of a checkpoint, which are not always played again.
     """
-    role, found = "", dict[int, float]()
-    for r in records:
-        if begins(r) and (role != "explorer" or not r.step):
-            found = {step: value for step, value in found.items() if step <= r.step}
-        if name in r.values and r.role == (role := role or r.role):
-            found[r.step] = r.values[name]
-    return sorted(found.items())
+
+    def __init__(self, name: str) -> None:
+        self._name, self._role = name, ""
+        self._found: dict[int, float] = {}
+
+    def take(self, r: MetricRecord) -> None:
+        if begins(r) and (self._role != "explorer" or not r.step):
+            self._found = {step: value for step, value in self._found.items() if step <= r.step}
+        if self._name in r.values and r.role == (role := self._role or r.role):
+            self._role = role
+            self._found[r.step] = r.values[self._name]
+
+    def points(self) -> list[tuple[int, float]]:
+        """(step, value) by step."""
+        return sorted(self._found.items())
+
+
+def series(records: Iterable[MetricRecord], name: str) -> list[tuple[int, float]]:
+    """The points of a `Series`."""
+    made = Series(name)
+    for record in records:
+        made.take(record)
+    return made.points()
 
 
 def begins(record: MetricRecord) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -18,9 +18,9 @@ from typing import Literal
 from msgspec.structs import replace
 
 from rft.disk import sync_path
-from rft.errors import CheckpointInvalid, nearest
+from rft.errors import CheckpointInvalid, RunFailed, nearest
 from rft.faults import fault
-from rft.monitor.read import begins, read, series
+from rft.monitor.read import MetricTail, Series, begins
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
 from rft.types.ids import Version
@@ -96,28 +96,51 @@ class Checkpoints:
 
 def best_step(metrics: Path, name: str, mode: Literal["max", "min"], steps: Collection[int]) -> int | None:
     """Which of `steps` has the best value of metric `name` in a run's metrics.jsonl, the later one of equals; None: none has a value."""
-    records = read(metrics) if metrics.is_file() else []
-    if not (values := series(records, name)):
-        near = nearest(name, {n for r in records for n in r.values})
-        _tell(f"no checkpoint is the best one: {metrics} has no {name} so far.{near}")
-    found = [(v if mode == "max" else -v, s) for s, v in values if s in steps and math.isfinite(v)]
-    return max(found)[1] if found else None
+    return BestSteps(metrics, name, mode).best(steps)
 
 
-def best_steps(metrics: Path, name: str, mode: Literal["max", "min"], steps: Collection[int]) -> set[int]:
-    """The best one of `steps` (`best_step`), and those that may get a value yet."""
-    best, records = best_step(metrics, name, mode, steps), read(metrics) if metrics.is_file() else []
-    return {*_awaited(records, name), *([] if best is None else [best])} & set(steps)
+class BestSteps:
+    """Asked again and again while the run writes: it reads what was added to metrics.jsonl since the last time.
 
+    Raises RunFailed for a damaged line.
+    """
 
-def _awaited(records: Sequence[MetricRecord], name: str) -> set[int]:
-    """Steps whose evaluation this process of the run has announced and not ended, and the one served: the next may be of it."""
-    now = records[max((i for i, r in enumerate(records) if begins(r)), default=0) :] if name.startswith("eval/") else []
+    def __init__(self, metrics: Path, name: str, mode: Literal["max", "min"]) -> None:
+        self._tail, self._series = MetricTail(metrics), Series(name)
+        self._name, self._mode = name, mode
+        self._names: set[str] = set()  # of all metrics
+        self._served: int | None = None  # this and the next: of this process of the run
+        self._due, self._ended = set[int](), set[int]()
 
-    def steps(what: str) -> set[int]:
-        return {r.step for r in now for n in r.values if n.endswith(what) and name.startswith(n.removesuffix(what))}
+    def __call__(self, steps: Collection[int]) -> set[int]:
+        """The best one of `steps`, and those that may get a value yet: steps whose evaluation was announced and has not ended, and the
+        one served, as the next may be of it."""
+        best = self.best(steps)
+        awaited = {self._served, *(self._due - self._ended)} if self._name.startswith("eval/") else set()
+        return {step for step in steps if step == best or step in awaited}
 
-    return {r.step for r in [r for r in now if "sync/version" in r.values][-1:]} | (steps("due") - steps("time"))
+    def best(self, steps: Collection[int]) -> int | None:
+        """See `best_step`."""
+        for record in self._tail.new():
+            self._take(record)
+        if self._tail.problems:
+            raise RunFailed(self._tail.problems[0])
+        if not (values := dict(self._series.points())):
+            near = nearest(self._name, self._names)
+            _tell(f"no checkpoint is the best one: {self._tail.path} has no {self._name} so far.{near}")
+        found = [(v if self._mode == "max" else -v, s) for s in steps if math.isfinite(v := values.get(s, math.nan))]
+        return max(found)[1] if found else None
+
+    def _take(self, record: MetricRecord) -> None:
+        self._series.take(record)
+        self._names |= record.values.keys()
+        if begins(record):
+            self._served, self._due, self._ended = None, set(), set()
+        if "sync/version" in record.values:
+            self._served = record.step
+        for what, seen in (("due", self._due), ("time", self._ended)):
+            if any(n.endswith(what) and self._name.startswith(n.removesuffix(what)) for n in record.values):
+                seen.add(record.step)
 
 
 @cache

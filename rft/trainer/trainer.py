@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from rft.sync.base import Transport
 from rft.trainer import batch_builder, kept_logprobs
 from rft.trainer import manifest as manifests
 from rft.trainer.batch_builder import StepBatch
-from rft.trainer.checkpoints import Checkpoints, best_steps
+from rft.trainer.checkpoints import BestSteps, Checkpoints
 from rft.trainer.manifest import Manifest
 from rft.trainer.numbers import numbers
 from rft.trainer.offline_reader import HeldOut
@@ -69,7 +68,7 @@ class Trainer:
         self._window = Window()
         self._ahead = 0  # explore batches that steps which lacked rows took beyond their own
         folder, metric, mode = settings.checkpoint_dir, settings.best_metric, settings.best_mode
-        best = None if metric is None else partial(best_steps, folder.parent / METRICS, metric, mode)
+        best = None if metric is None else BestSteps(folder.parent / METRICS, metric, mode)
         self._checkpoints = Checkpoints(folder, keep=settings.max_checkpoints_to_keep, beside=best)
         self._writing: asyncio.Future[Manifest] | None = None  # a checkpoint that is written while steps go on
         self._stop = asyncio.Event()

@@ -87,13 +87,25 @@ def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
     if transcript.layout == "steps":
         return [(t,) for t in transcript.turns]
     chains: list[list[Turn]] = []
+    ends = np.zeros(len(transcript.turns), np.int64)  # tokens up to the end of each chain's last call
+    sums = np.zeros(len(transcript.turns), np.uint64)  # `_prefix_sums` there
     for turn in transcript.turns:
-        home = next((c for c in reversed(chains) if _continues(turn, c[-1])), None)
-        if home is None:
-            chains.append([turn])
-        else:
-            home.append(turn)
+        prompt = turn.completion.prompt_tokens
+        mine = _prefix_sums(np.concatenate([prompt, turn.completion.tokens]))
+        begun = ends[: len(chains)].clip(max=len(prompt))
+        alike = np.flatnonzero((begun == ends[: len(chains)]) & (mine[begun] == sums[: len(chains)])).tolist()
+        home = next((n for n in reversed(alike) if _continues(turn, chains[n][-1])), len(chains))
+        if home == len(chains):
+            chains.append([])
+        chains[home].append(turn)
+        ends[home], sums[home] = len(mine) - 1, mine[-1]
     return [tuple(c) for c in chains]
+
+
+def _prefix_sums(tokens: np.ndarray) -> np.ndarray:
+    """A number for each prefix, the empty one first: equal prefixes have equal numbers (others hardly ever)."""
+    powers = np.cumprod(np.full(len(tokens), 0x9E3779B97F4A7C15, np.uint64))
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(tokens.astype(np.uint64) * powers)])
 
 
 def _continues(turn: Turn, before: Turn) -> bool:

@@ -219,7 +219,7 @@ def test_an_engine_of_an_explorer_is_killed_while_it_receives_a_broadcast(launch
         cluster.end()
     assert codes == [0, 0, 0], f"{trainer.output}\n{one.output}\n{other.output}"
     told = job.log()
-    assert "version 1:4, attempt 1: engine" in told and "was restarted" in told and "no problems" in job.balanced()
+    assert "version 1:4: engine" in told and "was restarted" in told and "no problems" in job.balanced()
     job.within_bound(4)
     assert parts_left() == []
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from rft.buffer.buffer import Buffer
+from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.priority import Candidate, DecayLimitRandomization, DecayLimitRandomizationArgs, priority
+from rft.buffer.row_selectors import ClosedBatch, LeaseRequest, Selection, WaitingGroup, WaitingRow
 from rft.buffer.settings import UNLIMITED, BufferSettings, ReplaySettings
 from rft.errors import BufferFailed, DeadlineExceeded
 from rft.testing.storage_contract import fill, group, ids
@@ -138,6 +140,23 @@ async def test_what_was_used_often_makes_room(tmp_path: Path) -> None:
     audit = await buffer.audit()
     assert (audit.discarded, audit.available, audit.ok) == ({"evicted": 8}, 12, True)
     await buffer.close()
+
+
+@pytest.mark.parametrize("max_uses", [2, UNLIMITED])
+def test_groups_that_left_are_not_kept(max_uses: int, tmp_path: Path) -> None:
+    """Of newer groups there are always some, so the heap never comes down to those that were evicted or used up."""
+    clock = Clock()
+    order = LeaseOrder(replaying(tmp_path, max_uses=max_uses, capacity=16, cooldown_s=None), 0, [], clock)
+    for batch in range(400):
+        for task in range(4):
+            rows = [WaitingRow(f"{batch:04d}.{task}.{run}", run, batch, 0, 1.0) for run in range(2)]
+            order.add((batch, 0), WaitingGroup(f"{batch:04d}.{task}", batch, 0, task, "", rows, num_bytes=1))
+        order.close((batch, 0), ClosedBatch(4, 4, {}))
+        clock.now += REST
+        assert isinstance(order.lease(LeaseRequest(batch + 1, 4, None, None)), Selection)
+        order.done(batch + 1, max_uses=max_uses)
+    kept = [portion for heap in order._selector._heaps for *_, portion in heap]
+    assert len(order._groups) <= 20 and len(kept) < 300, len(kept)
 
 
 async def test_rows_are_counted_out_of_groups(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import alarm_rates
 import pytest
@@ -20,6 +21,7 @@ from rft.monitor.alarms import WINDOW, AlarmFinding, Alarms, History
 from rft.monitor.read import read
 from rft.monitor.settings import LEVELS, MonitorSettings
 from rft.types.metrics import MetricRecord, Role
+from tests.helpers.counted import Counted
 
 SMALL = Policy(seed=1, steps=66, tasks=8, runs=4, length=40.0, begins=40)
 
@@ -119,9 +121,35 @@ def test_an_alarm_is_raised_once_and_off_is_off() -> None:
     watch = Alarms(dict(LEVELS), RULES)
     assert len([f for r in jump for f in watch.see(r)]) == 1
     assert alarms(jump, kl_jump="off") == []
-    again = Alarms(dict(LEVELS), RULES)
-    again.resume(jump[:30])
-    assert [f for r in jump[30:] for f in again.see(r)] == [], "nor in the process that resumes the run"
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+async def test_a_resumed_run_raises_nothing_again(fault: str, tmp_path: Path) -> None:
+    plan: Any = SimpleNamespace(monitor=MonitorSettings(folder=tmp_path))
+    told = list(records(replace(SMALL, **PLANTED[fault][0])))  # type: ignore[arg-type]
+    first = MonitorPart(plan)
+    for r in told:
+        await first.log(r)
+    await first.close()
+    resumed = MonitorPart(plan)
+    assert resumed._alarms._raised == first._alarms._raised != set()
+    assert resumed._alarms._history.points == first._alarms._history.points
+    await resumed.close()
+
+
+def test_a_record_of_a_resumed_run_costs_the_same_however_many_there_are() -> None:
+    """Lines of Python.  Rules read hundreds of points, some milliseconds for each record."""
+
+    def lines(steps: int) -> float:
+        told = [
+            record("explorer", s, rollout__reward__mean=s % 7, rollout__x__mean=s % 5, rollout__x__std=1.0) for s in range(steps)
+        ]
+        with Counted() as counted:
+            Alarms(dict(LEVELS), RULES).resume(told)
+        return counted.lines / steps
+
+    few, many = lines(100), lines(600)
+    assert many < 1.25 * few, (few, many)
 
 
 def test_a_series_of_a_run_that_goes_back_or_reports_late() -> None:
@@ -154,9 +182,11 @@ async def test_stop_ends_the_run_after_it_was_told(tmp_path: Path) -> None:
     resumed = MonitorPart(plan)  # type: ignore[arg-type]
     await resumed.log(record("trainer", 23, actor__kl_loss=9.0))
     await resumed.close()
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    unread = MonitorPart(plan)  # type: ignore[arg-type]
-    await unread.close()
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text("{}\n" + lines)
+    damaged = MonitorPart(plan)  # type: ignore[arg-type]
+    await damaged.log(record("trainer", 24, actor__kl_loss=9.0))
+    await damaged.close()
 
 
 def test_levels_in_a_file(tmp_path: Path) -> None:

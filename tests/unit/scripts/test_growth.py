@@ -7,6 +7,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import sqlalchemy
 from torch.utils.flop_counter import FlopCounterMode
 
+from rft.buffer import derived_state
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings, ReplaySettings
@@ -26,6 +28,7 @@ from rft.testing.storage_contract import fill, take
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch
 from rft.trainer.settings import LearnerSettings, LoraSettings
+from rft.types.ids import Version
 from tests.helpers.counted import Counted
 
 PER_TICK = 50  # instructions of SQLite's machine
@@ -110,6 +113,45 @@ async def test_a_row_costs_the_same_however_many_are_stored(settings: dict[str, 
     few, many = await costs(12), await costs(96)
     assert few["append"] > 0 and few["lease"] > 0 and few["audit"] > 0
     assert {name: many[name] <= 1.5 * few[name] + 0.1 for name in many} == dict.fromkeys(many, True), (few, many)
+
+
+async def test_a_row_costs_the_same_however_often_a_run_was_resumed(tmp_path: Path) -> None:
+    """Instructions of the database."""
+    with instructions() as found:
+        ledger = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+        await ledger.open()
+        await ledger.start_lineage(None, None)
+        for batch in range(40):
+            await fill(ledger, 1, batch)
+        spent = []
+        for lineage in range(1, 50):
+            told = await ledger.reader(lineage).consumption(0)
+            found.clear()
+            await ledger.start_lineage(Version(lineage, 0), told)
+            spent.append(found["ticks"])
+        await ledger.close()
+    assert spent[-1] < 1.5 * spent[0], spent
+
+
+async def test_the_digest_of_many_uses_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Buffer(BufferSettings(folder=tmp_path / "buffer", max_uses=4))
+    await ledger.open()
+    await ledger.start_lineage(None, None)
+    for batch in range(3):
+        await fill(ledger, 1, batch)
+    for step in range(7, 13):  # some rows are used by steps 9 and 10, which sort the other way as text
+        await take(ledger, 1, step)
+        await ledger.reader(1).use(step)
+    ancestry = {1: 12}
+    every = ledger._ledger.run(lambda tx: derived_state.uses_of(tx, ancestry))
+    assert len(every) == 48
+    for size in (1, 3, 10_000):
+        monkeypatch.setattr(derived_state, "_PART", size)
+        for newest in (8, 12):
+            kept = [u for u in every if u[2] <= newest]
+            found = ledger._ledger.run(partial(derived_state.counted, ancestry={1: newest}))
+            assert found == (len(kept), derived_state.digest(kept)), (size, newest)
+    await ledger.close()
 
 
 @pytest.mark.e2e

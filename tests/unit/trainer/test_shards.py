@@ -7,7 +7,6 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rft.errors import CheckpointInvalid
+from rft.errors import CheckpointInvalid, RunFailed
 from rft.trainer import manifest as manifests
 from rft.trainer import shards, tensors
-from rft.trainer.checkpoints import Checkpoints, best_steps
+from rft.trainer.checkpoints import BestSteps, Checkpoints
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings, OptimSettings
 from rft.trainer.tensors import Files, Piece
 from rft.types.ids import Version
 from rft.types.ports import Consumption
+from tests.helpers.counted import Counted
 
 USED = Consumption(num_uses=1, digest="ab" * 16, cursor=1)
 Settings = Callable[..., LearnerSettings]
@@ -47,6 +47,15 @@ def cut(folder: Path, whole: dict[str, torch.Tensor], count: int, step: int) -> 
 
 
 WHOLE = {"w": torch.randn(7, 5), "b": torch.arange(3, dtype=torch.bfloat16), "one": torch.randn(1, 4)}
+
+
+def test_a_rank_that_helps_to_gather_is_never_ahead_of_the_one_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL counts from where a collective is asked for: a rank that asked for all of them would be ended while a slow disk is written."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: seen.append("waited"))
+    tensors.write(None, {}, ((seen.append(name), (name, t))[1] for name, t in WHOLE.items()))
+    assert seen == ["w", "waited", "b", "waited", "one", "waited"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -164,18 +173,16 @@ async def test_the_best_is_kept_beside_the_newest(tmp_path: Path, caplog: pytest
         for s, v in [(1, 0.2), (2, 0.9), (3, None), (4, 0.9), (5, 0.1)]
     ]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert best_steps(metrics, "reward/x", "max", range(9)) == {4} and best_steps(metrics, "reward/x", "max", (1, 2, 3)) == {2}
-    assert best_steps(metrics, "reward/x", "min", range(9)) == {5} and best_steps(metrics, "reward/x", "max", (3,)) == set()
+    best = BestSteps(metrics, "reward/x", "max")
+    assert best(range(9)) == {4} and best((1, 2, 3)) == {2} and best((3,)) == set()
+    assert BestSteps(metrics, "reward/x", "min")(range(9)) == {5}
     assert not caplog.text
     for _ in range(2):  # saves
-        assert best_steps(metrics, "reward/y", "max", range(9)) == set()
+        assert BestSteps(metrics, "reward/y", "max")(range(9)) == set()
     assert caplog.text.count("has no reward/y so far.  Did you mean reward/x?") == 1, "a name that is written wrong is told, once"
 
     async def fill(aside: Path) -> dict[str, str]:
         return {}
-
-    def best(steps: Any) -> set[int]:
-        return best_steps(metrics, "reward/x", "max", steps)
 
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -197,10 +204,11 @@ async def test_one_whose_evaluation_has_not_ended_is_kept(tmp_path: Path) -> Non
         with metrics.open("a") as file:
             file.write(json.dumps({"role": role, "step": step, "time": 0.0, "values": named}) + "\n")
 
+    checkpoints = Checkpoints(folder, keep=1, beside=BestSteps(metrics, "eval/x/score", "max"))
+
     async def saved(*steps: int) -> list[int]:
         for step in steps:
-            beside = partial(best_steps, metrics, "eval/x/score", "max")
-            await Checkpoints(folder, keep=1, beside=beside).save(Version(1, step), None, USED, fill)
+            await checkpoints.save(Version(1, step), None, USED, fill)
         return [manifests.step_of(f) for f in manifests.committed(folder)]
 
     told("eval", 1, eval__x__due=1, eval__y__due=1)
@@ -217,6 +225,30 @@ async def test_one_whose_evaluation_has_not_ended_is_kept(tmp_path: Path) -> Non
     assert await saved(8) == [1, 6, 8], "the best one, and the one that is evaluated"
     told("synchronizer", 8, sync__version=8)  # the run was killed and goes on: that evaluation never ends
     assert await saved(9, 10) == [1, 8, 10]
+
+
+def test_the_best_checkpoint_is_found_without_reading_all_metrics_again(tmp_path: Path) -> None:
+    """Lines of Python for each further save."""
+    metrics = tmp_path / "metrics.jsonl"
+    best = BestSteps(metrics, "eval/x/score", "max")
+
+    def lines(records: int) -> int:
+        with metrics.open("a") as file:
+            for step in range(records):
+                file.write(json.dumps({"role": "eval", "step": step, "time": 0.0, "values": {"eval/x/score": step}}) + "\n")
+        best(range(5))
+        with metrics.open("a") as file:
+            file.write(json.dumps({"role": "eval", "step": 3, "time": 0.0, "values": {"eval/x/score": 1e6 + records}}) + "\n")
+        with Counted() as counted:
+            assert best(range(5)) == {3}
+        return counted.lines
+
+    few, many = lines(4), lines(1000)
+    assert many < few + 10, (few, many)
+    with metrics.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(RunFailed, match="is not a metric record"):
+        best(range(5))
 
 
 @pytest.mark.parametrize("name", ["nadam", "radam", "adagrad", "sgd"])

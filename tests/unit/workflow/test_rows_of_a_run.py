@@ -7,19 +7,22 @@ import asyncio
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rft.explorer.rescore import transcript_of
 from rft.plugins import load_all
 from rft.reward.base import reward
 from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode, encode
-from rft.types.completion import Score
+from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import Workflow, workflow
 from rft.workflow.group import run_group
-from rft.workflow.play_run import RunLimits
+from rft.workflow.play_run import RunLimits, cut
 from rft.workflow.recipes import Recipes
+from tests.helpers.counted import Counted
 
 ID = GroupId(1, 0, 3, 5)
 LIMITS = RunLimits(max_timeout_s=20.0)
@@ -173,6 +176,53 @@ async def test_chains_join_the_calls_that_go_on_from_each_other():
     assert (len(long.sampling), len(short.sampling)) == (2, 1)
     assert bytes(long.tokens[long.loss_mask & (long.tokens < 256)].astype(np.uint8)) == b"54"
     assert [r.reward for r in group.rows] == [2.0, 2.0] and group.rewards == [2.0]
+
+
+def turn(prompt, answer):
+    completion = Completion(
+        prompt_tokens=np.array(prompt, np.int32),
+        tokens=np.array(answer, np.int32),
+        logprobs=np.zeros(len(answer), np.float32),
+        text="",
+        finish_reason="stop",
+        version_spans=(),
+        sampling=SamplingArgs(),
+    )
+    return Turn(messages=(), completion=completion)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_call_joins_the_newest_chain_that_it_goes_on_from(data):
+    few = st.lists(st.integers(0, 2), max_size=3)
+    turns, chains = [], []
+    for _ in range(data.draw(st.integers(1, 12))):
+        begin = data.draw(st.sampled_from([[], *([*t.completion.prompt_tokens, *t.completion.tokens] for t in turns)]))
+        turns.append(turn([*begin, *data.draw(few)], data.draw(few)))
+    for now in turns:
+        prompt = now.completion.prompt_tokens.tolist()
+        for chain in reversed(chains):
+            before = [*chain[-1].completion.prompt_tokens.tolist(), *chain[-1].completion.tokens.tolist()]
+            if prompt[: len(before)] == before:
+                chain.append(now)
+                break
+        else:
+            chains.append([now])
+    found = cut(Transcript(turns=tuple(turns), layout="chains"))
+    assert [[id(t) for t in c] for c in found] == [[id(t) for t in c] for c in chains]
+
+
+def test_a_call_costs_the_same_however_many_a_run_has():
+    """Lines of Python for each call that begins a chain of its own."""
+
+    def lines(count):
+        told = Transcript(turns=tuple(turn([i, *range(i % 7)], [1, 2]) for i in range(count)), layout="chains")
+        with Counted() as counted:
+            assert len(cut(told)) == count
+        return counted.lines / count
+
+    few, many = lines(20), lines(400)
+    assert many < 1.25 * few, (few, many)
 
 
 async def test_joined_calls_that_do_not_go_on_are_refused():
