@@ -181,7 +181,7 @@ class _Tokens:
         column = self._settings.rows.format.response_key
         if (value := lookup(task.row, column)) is ABSENT:
             raise ConfigError(
-                f"{where} has no answer: the chat must end with the assistant, or format.response_key name the answer",
+                f"{where} has no answer: the row has no key {column!r} (format.response_key), and its chat does not end with the assistant",
                 key=f"{self._key}.format.response_key",
             )
         return [*messages, self._answer(value, messages, "response_key", column, where)]
