@@ -46,7 +46,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "unit/config/test_config_save.py::test_changes_on_resume",
         "integration/test_learner_ranks.py::test_another_world_size_goes_on",
         "unit/trainer/test_shards.py::test_one_file_of_an_older_checkpoint_is_read",
-        "unit/trainer/test_manifest.py::test_a_manifest_of_an_older_version_is_read",
+        "unit/trainer/test_manifest.py::test_a_manifest_of_an_older_version_is_read_and_checks_its_files",
     ),
     "I5 log-probs": (
         "unit/buffer/test_buffer_bad_input.py::test_it_is_refused_and_counted",
