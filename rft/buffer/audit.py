@@ -22,7 +22,7 @@ from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
 from rft.errors import BufferFailed
 from rft.types.block import UNREADABLE, read
 from rft.types.ids import Version
-from rft.types.ports import Consumption
+from rft.types.ports import MANIFEST_FORMATS, Consumption
 
 _READABLE = {str(n) for n in range(1, FORMAT + 1)}  # what the audit asks for is the same in all of them
 
@@ -86,8 +86,8 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
     for path in folder.glob("global_step_*/manifest.json"):
         try:
             manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
-            if manifest.format not in (1, 2, 3, 4):
-                raise ValueError(f"format {manifest.format} is none of 1, 2, 3, 4")
+            if manifest.format not in MANIFEST_FORMATS:
+                raise ValueError(f"format {manifest.format} is none of {', '.join(map(str, MANIFEST_FORMATS))}")
             valid.append(manifest)
         except (ValueError, msgspec.MsgspecError, OSError) as e:
             problems.append(f"{path} is not a valid manifest: {e}")

@@ -106,8 +106,9 @@ def counted(tx: Connection, ancestry: dict[int, int]) -> tuple[int, str]:
             found.close()
             several = uses_of(tx, ancestry)
             return len(several), digest(several)
-        whole.update("\n".join([""] * (count > 0 < len(lines)) + lines).encode("ascii"))
-        count, last = count + len(lines), lines[-1] if lines else last
+        if lines:
+            whole.update((("\n" if count else "") + "\n".join(lines)).encode("ascii"))
+            count, last = count + len(lines), lines[-1]
     return count, whole.hexdigest()
 
 

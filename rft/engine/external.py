@@ -22,7 +22,7 @@ from rft.engine.base import BaseEngine, engine
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.logs import learn_secrets, redact
-from rft.types.completion import Completion, FinishReason
+from rft.types.completion import Completion, FinishReason, without_reasoning
 from rft.types.ports import GenerateRequest
 from rft.types.throttled import RESENT, UNPAID, RateLimiter
 
@@ -122,7 +122,7 @@ class ExternalEngine(BaseEngine):
         body: dict[str, Any] = {
             "model": self._server.model_name,
             # some servers refuse the reasoning of answers that are given back
-            "messages": [{k: v for k, v in m.items() if k != "reasoning_content"} for m in request.messages],
+            "messages": without_reasoning(request.messages),
             "temperature": s.temperature,
             "max_tokens": s.max_tokens,
         }

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rft.reward.base import Reward, reward
 from rft.reward.named import NO_TASKS, named
-from rft.types.completion import Score, Transcript
+from rft.types.completion import Score, Transcript, without_reasoning
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 
@@ -50,8 +50,7 @@ class RewardModel(Reward):
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         assert self._model is not None, "prepare comes first"
         last = transcript.turns[-1]
-        chat = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in (*last.messages, last.completion.message)]
-        numbers = await self._model.classify(chat)
+        numbers = await self._model.classify(without_reasoning([*last.messages, last.completion.message]))
         if self._label is None and len(numbers) != 1:
             raise ValueError(
                 f"the reward model gives {len(numbers)} numbers; say in reward_fn_args.label which one is the reward"

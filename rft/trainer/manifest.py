@@ -24,12 +24,11 @@ from rft.disk import read_regular, sync_path, write_whole
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.strictjson import parse_json
 from rft.types.ids import Version
-from rft.types.ports import Consumption
+from rft.types.ports import MANIFEST_FORMATS, Consumption
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4  # xxh3-128 of files; before: 3 sha256 of files, 2 without one of itself, 1 one file for all ranks
-READS = (1, 2, 3, FORMAT)
+FORMAT = MANIFEST_FORMATS[-1]  # xxh3-128 of files; before: 3 sha256 of files, 2 without one of itself, 1 one file for all ranks
 NAME = "manifest.json"
 NEWEST = "newest_checkpoint.json"  # in the run's folder
 REPLACED = ".old.tmp"  # behind the name of a checkpoint that another of the same step is about to replace
@@ -106,9 +105,10 @@ def read(folder: Path, *, verify: bool = True) -> Manifest:
     try:
         data = path.read_bytes()
         number = msgspec.json.decode(data, type=dict[str, object]).get("format")
-        if number not in READS:
+        if number not in MANIFEST_FORMATS:
+            known = ", ".join(map(str, MANIFEST_FORMATS))
             raise CheckpointInvalid(
-                f"{path}: format {number!r}, this version of rft reads {', '.join(map(str, READS))}; use the version that wrote it"
+                f"{path}: format {number!r}, this version of rft reads {known}; use the version that wrote it"
             )
         stored = msgspec.json.decode(data, type=_StoredManifest)
         if (stored.sha256 or number >= 3) and stored.sha256 != _own_sha256(stored):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -51,6 +52,11 @@ class Completion(Struct, frozen=True, kw_only=True):
     def version(self) -> Version:
         """The oldest version that wrote a token of this completion."""
         return min(s.version for s in self.version_spans)
+
+
+def without_reasoning(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for a model that is to read, or takes, no reasoning of the answers among them."""
+    return [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
 
 
 class Score(Struct, frozen=True, kw_only=True):

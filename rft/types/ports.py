@@ -17,6 +17,8 @@ from rft.types.ids import Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.task import SamplingArgs
 
+MANIFEST_FORMATS = (1, 2, 3, 4)  # of checkpoints, that are read; the last one is written
+
 # ---------------------------------------------------------------- engine
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rft.config.plan import Facts
 from rft.config.verify import check
+from tests.helpers.counted import Counted
 
 BAD = sorted((Path(__file__).parent / "data" / "bad").glob("*.yaml"))
 HERE = Facts(cpus=2, gpus=0)
@@ -22,7 +23,9 @@ def test_bad_file_is_refused_with_its_message(path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("RFT_TEST_NOT_SET", raising=False)
     expected = [line.removeprefix("# expect: ") for line in path.read_text().splitlines() if line.startswith("# expect: ")]
     assert expected, "the file must say what it expects"
-    report = check(path, schema_only=True, facts=HERE)
+    with Counted() as counted:
+        report = check(path, schema_only=True, facts=HERE)
+    assert counted.lines < 2_000_000, "it takes less than a second"
     said = "\n".join(str(e) for e in report.errors)
     assert not report.ok
     for text in expected:
@@ -46,11 +49,13 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     assert "no.yaml" in str(error) and "No such file" in str(error)
 
 
-def test_large_file_is_refused(tmp_path: Path) -> None:
+def test_large_file_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("a: " + "x" * (1 << 20))
-    (error,) = check(path).errors
+    with Counted() as counted:
+        (error,) = check(path).errors
     assert "at most 1,048,576" in str(error)
+    assert counted.lines < 10_000, "it is not parsed, which takes twenty lines for each character"
 
 
 def test_binary_file_is_refused(tmp_path: Path) -> None:
