@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
 _AGAIN = (429, 502, 503, 504)
+_AWAY = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError)  # nothing of these is a wrong address
 _PAUSE_S = 1.0  # where the service does not say for how long
 _Call = Generator[httpx.Request | float, httpx.Response | None, Any]
 """Yields what is to be sent, or seconds to wait; is given the response, None where none came."""
@@ -74,7 +75,7 @@ class _Calls:
     def _open(self, task_id: str, metadata: dict[str, Any] | None, ttl_s: float | None) -> _Call:
         body = {"task_id": task_id, "metadata": metadata or {}, "ttl": ttl_s}
         found = yield from self._call("POST", "/v1/sessions", body)
-        return ClientSession(found["id"], found["base_url"], found["api_key"])
+        return ClientSession(found["id"], f"{self._address}/run/{found['id']}/v1", found["api_key"])
 
     def _reward(self, session: ClientSession, reward: float | dict[str, float], message: str | None, final: bool) -> _Call:
         body = {"reward": reward, "message": message, "final": final}
@@ -90,7 +91,7 @@ def _pause_s(response: httpx.Response | None) -> float:
         return _PAUSE_S
 
 
-class Client(_Calls):
+class Client(_Calls, contextlib.AbstractContextManager["Client"]):
     """`key`: the client's.  Raises ServeError for what the service refuses."""
 
     def __init__(self, address: str, key: str, *, patience_s: float = 60.0, timeout_s: float = 60.0) -> None:
@@ -124,7 +125,7 @@ class Client(_Calls):
             while True:
                 step, given = call.send(given), None
                 if isinstance(step, httpx.Request):
-                    with contextlib.suppress(httpx.TransportError):
+                    with contextlib.suppress(*_AWAY):
                         given = self._http.send(step)
                 else:
                     threading.Event().wait(step)
@@ -134,14 +135,11 @@ class Client(_Calls):
     def close(self) -> None:
         self._http.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class AsyncClient(_Calls):
+class AsyncClient(_Calls, contextlib.AbstractAsyncContextManager["AsyncClient"]):
     """As `Client`; every method is awaited."""
 
     def __init__(self, address: str, key: str, *, patience_s: float = 60.0, timeout_s: float = 60.0) -> None:
@@ -174,7 +172,7 @@ class AsyncClient(_Calls):
             while True:
                 step, given = call.send(given), None
                 if isinstance(step, httpx.Request):
-                    with contextlib.suppress(httpx.TransportError):
+                    with contextlib.suppress(*_AWAY):
                         given = await self._http.send(step)
                 else:
                     await asyncio.sleep(step)
@@ -183,9 +181,6 @@ class AsyncClient(_Calls):
 
     async def close(self) -> None:
         await self._http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()

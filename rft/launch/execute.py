@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import textwrap
 import time
@@ -29,7 +28,7 @@ from rft.launch import bench, leftovers, modes
 from rft.launch.drive import Outcome
 from rft.launch.progress import Progress
 from rft.launch.remote import memory_remedy
-from rft.launch.rundir import INTERRUPTED, STATE, RunDir, lives
+from rft.launch.rundir import INTERRUPTED, STATE, RunDir
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, began_with, refuse_program
 from rft.monitor.monitor import check_available
@@ -37,6 +36,7 @@ from rft.serve.access import clients
 from rft.taskset import task_pipeline as tasks
 from rft.threads import as_failure
 from rft.trainer import manifest as manifests
+from rft.workflow.endpoint import listening
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,9 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
         check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
     if plan.serve is not None:
         known = clients(plan.serve)  # before anything starts; the service's process may not have this one's environment
+        # with an address, explorers may be on other machines; what is left of a run that was killed may still hold the port
+        if plan.cluster.ray_address is None and not ((folder or plan.run_dir) / STATE).exists():
+            listening(plan.serve.host, plan.serve.port).close()
         plan = replace(plan, serve=replace(plan.serve, clients=known))
     loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})  # also those of the command line
     runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
@@ -199,8 +202,7 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
 def _clean_after_a_crash(rundir: RunDir) -> None:
     """A run that was killed could not clean up; whatever of it is still on this machine goes now.  A copy of one that lives is not that."""
     state = rundir.read_state()
-    run_id, pid = state.get("run_id"), state.get("pid")
-    if run_id and (pid == os.getpid() or not (isinstance(pid, int) and lives(pid, state.get("time", 0.0)))):
+    if (run_id := state.get("run_id")) and not rundir.copied_from_one_that_lives(state):
         for line in leftovers.clean(run_id):
             log.info("left by an earlier run: %s", line)
 

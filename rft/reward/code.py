@@ -19,21 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.reward.base import Reward, reward
 from rft.reward.extract import fenced
-from rft.reward.sandbox import (
-    BrokenTests,
-    Calls,
-    Checks,
-    Level,
-    Pairs,
-    ProgramJudge,
-    ProgramLimits,
-    ProgramVerdict,
-    Sandbox,
-    SandboxError,
-    SandboxUnavailable,
-    Tests,
-)
+from rft.reward.sandbox import Calls, Checks, Pairs, ProgramJudge, Sandbox, Tests
 from rft.reward.sandbox_remote import RemoteSandbox
+from rft.sandbox.jobs import BrokenTests, ProgramVerdict
+from rft.sandbox.processes import Level, ProgramLimits, SandboxError, SandboxUnavailable
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 

@@ -157,9 +157,9 @@ class Gateway(Endpoint):
         asked = checked(bodies.OpenSession, await read_json(request))
         self._check_task(asked.task_id)
         session = await self.book.open(client, asked.task_id, asked.metadata, asked.ttl)
-        return json_response(
-            {**_shown(session.stored), "api_key": session.key, "base_url": f"{self.address}/run/{session.id}/v1"}, status=201
-        )
+        scheme = request.headers.get("X-Forwarded-Proto", request.scheme)  # of a proxy that speaks TLS
+        base_url = f"{scheme}://{request.host}/run/{session.id}/v1"  # the address that this client knows
+        return json_response({**_shown(session.stored), "api_key": session.key, "base_url": base_url}, status=201)
 
     def _check_task(self, task_id: str) -> None:
         if self._settings.num_runs > 1 and not task_id:
@@ -175,14 +175,16 @@ class Gateway(Endpoint):
         asked = checked(bodies.RewardBody, await read_json(request))
         self._check_task((found.stored if isinstance(found, LiveSession) else found).task_id)
         call = None if asked.message is None else bodies.call_of(asked.message)
-        return json_response(_told(await self._rewarded(found, asked.score, call, asked.final)))
+        return await self._rewarded(found, asked.score, call, asked.final)
 
-    async def _rewarded(self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool) -> str:
-        if isinstance(found, StoredSession):
-            if found.state == "accepted" and call is None and found.score == score:
-                return "duplicate"
+    async def _rewarded(self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool) -> web.Response:
+        if isinstance(found, LiveSession):
+            status = await self.book.reward(found, score, call, final)
+        elif found.state == "accepted" and call is None and found.score == score:
+            status = "duplicate"
+        else:
             raise over(found.state, found.reason or "it is rows of a group, whose rewards hold")
-        return await self.book.reward(found, score, call, final)
+        return json_response({"object": "reward", "status": status})
 
     async def _withdraw(self, request: web.Request) -> web.Response:
         found = await self._mine(request)
@@ -212,7 +214,7 @@ class Gateway(Endpoint):
             raise ApiError(409, "some of these messages belong to other runs", param="msg_ids", code="session_over")
         if waiting and (waiting[1:] or waiting[0].stored.task_id != task_id):
             await self.book.join(waiting[0], waiting[1:], task_id)
-        return json_response(_told(await self._rewarded(first, Score(value=asked.reward), None, False)))
+        return await self._rewarded(first, Score(value=asked.reward), None, False)
 
     async def _commit(self, request: web.Request) -> web.Response:
         self._client(request)
@@ -249,10 +251,6 @@ def _to_its_end(handler: Callable[[web.Request], Awaitable[web.Response]]) -> Ca
         return await asyncio.shield(handler(request))
 
     return handled
-
-
-def _told(status: str) -> dict[str, Any]:
-    return {"object": "reward", "status": status}
 
 
 def _shown(s: StoredSession) -> dict[str, Any]:

@@ -123,7 +123,9 @@ class Service:
             await self.gateway.serve(self.book)
             write_whole(self._folder / ADDRESS, json.dumps({"base_url": f"{self.gateway.address}/v1"}))
             self._on_listening()
-            log.info("the policy is served at %s/v1", self.gateway.address)
+            step = given.batch + 1 if isinstance(given, Assignment) else 0
+            where = f"the policy is served at {self.gateway.address}/v1"
+            await self._sink.log(MetricRecord(role="explorer", step=step, time=time.time(), values={}, notes=(where,)))
             feeding = asyncio.ensure_future(self._feed(given))
             finished = asyncio.ensure_future(self._gate.finished())
             try:
@@ -181,10 +183,10 @@ class Service:
         for session in sessions:
             async with session.scoring:  # a reward that was acknowledged is the rows' reward
                 session.forming = True
-        played = self._group(id, closed.task_id, sessions)
-        group = await after_operators(self._pipeline, played, operated)
         ids = [s.id for s in sessions]
         try:
+            played = self._group(id, closed.task_id, sessions)
+            group = await after_operators(self._pipeline, played, operated)
             await self._stored(group, ids)
         except FrameRejected as e:
             await self._refused(e, ids)
@@ -220,7 +222,10 @@ class Service:
         runs = []
         for number, session in enumerate(sessions):
             transcript = session.transcript()
-            rows = experiences(task, WORKFLOW, transcript, transcript.score, id, number, 0)
+            try:
+                rows = experiences(task, WORKFLOW, transcript, transcript.score, id, number, 0)
+            except ValueError as e:  # log-probs of an engine that are no numbers, for example
+                raise FrameRejected(f"not_storable: {id.run(number)} {e}") from e
             took = (session.stored.rewarded or session.stored.created) - session.stored.created
             runs.append(PlayedRun(rows, value(transcript, transcript.score), took, 0.0, 1))
         accepted, reason = judge([x for r in runs for x in r.experiences], len(runs), self.book.groups.needed)

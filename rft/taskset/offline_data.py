@@ -205,10 +205,14 @@ class _Tokens:
 
     def _turns(self, task: Task, messages: list[dict[str, Any]], where: str, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32 [T], loss mask bool [T]) of a chat that ends with an answer; `every` answer is trained, or the last alone."""
-        answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+        answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"][0 if every else -1 :]
+        weights = [messages[i].get("weight") for i in answers]
+        if not any(w in (None, 1) for w in weights) or not all(w in (None, 0, 1) for w in weights):
+            text = f"{where}: the weight of its answers is {weights}; it must be 1 or 0, and not 0 for all that are to be trained"
+            raise ConfigError(text, key=self._key)
         pieces: list[str] = []
         done = ""
-        for i in answers if every else answers[-1:]:
+        for i in (i for i, weight in zip(answers, weights, strict=True) if weight != 0):
             before = self._render(task, messages[:i], where, True)
             through = self._render(task, messages[: i + 1], where, False)
             if not before.startswith(done) or not through.startswith(before) or len(through) == len(before):

@@ -22,7 +22,7 @@ import re
 import sys
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.reward.base import checked
 from rft.threads import unblocked
@@ -32,6 +32,7 @@ from rft.worker import keeper
 from rft.workflow.base import RunContext, Workflow
 from rft.workflow.endpoint import serve
 from rft.workflow.endpoint_sessions import Rule
+from rft.workflow.tools import missing
 
 _TAIL = 16 << 10  # bytes of a program's output that are kept
 _CLOSE_S = 5.0  # for a killed program, and all that it has started, to be gone
@@ -88,6 +89,12 @@ class CommandArgs(BaseModel):
     env: dict[str, str] = Field(default_factory=dict, description="further environment variables")
     pass_env: list[str] = Field(default_factory=list, description="names of variables of rft's own environment that it gets too")
     agent_reward: bool = Field(False, description="the reward that it posts counts before that of the taskset")
+
+    @model_validator(mode="after")
+    def _there(self) -> CommandArgs:
+        if why := missing(self.command[0], self.env):
+            raise ValueError(why)
+        return self
 
 
 class CommandAgent(AgentWorkflow):

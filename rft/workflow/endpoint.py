@@ -16,6 +16,7 @@ import asyncio
 import hmac
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -46,6 +47,15 @@ _CLOSE_S = 1.0  # for answers that are being written when the server closes
 # ---------------------------------------------------------------- the server
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """Raises SetupError where the port cannot be had."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as e:
+        where = f"{host}:{port} (explorer.proxy_port; of a model that observers ask: its base_port)"
+        raise SetupError(f"the OpenAI-compatible endpoint cannot listen on {where}: {e}") from e
+
+
 class Endpoint:
     """The server.  `address` is http://127.0.0.1:PORT once it is started."""
 
@@ -60,6 +70,7 @@ class Endpoint:
         """Raises SetupError where the port cannot be had."""
         from aiohttp import web
 
+        listener = listening(host, port)
         app = web.Application(middlewares=[_in_openais_form()], client_max_size=wire.MAX_BYTES)
         self.routes(app.router)
         self._runner = web.AppRunner(
@@ -71,12 +82,8 @@ class Endpoint:
             lingering_time=BODY_S,  # a client that is still sending gets to read why its body was refused
         )
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as e:
-            await self._runner.cleanup()
-            raise SetupError(f"the OpenAI-compatible endpoint cannot listen on {host}:{port} (explorer.proxy_port): {e}") from e
-        self.address = f"http://{host}:{self._runner.addresses[0][1]}"
+        await web.SockSite(self._runner, listener).start()
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     def routes(self, router: web.UrlDispatcher) -> None:
         for prefix in ("", "/run/{run}"):

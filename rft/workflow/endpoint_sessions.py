@@ -20,7 +20,7 @@ from rft.reward.base import checked
 from rft.types.completion import Completion, Score, Turn
 from rft.types.ports import ChatModel, GenerateRequest
 from rft.types.task import SamplingArgs, Task
-from rft.workflow.base import RunContext
+from rft.workflow.base import RunContext, seed_for
 from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest
 
 T = TypeVar("T")
@@ -115,23 +115,10 @@ class ModelSession(Session):
 
     async def complete(self, asked: ApiRequest) -> list[Completion]:
         sampling = msgspec.structs.replace(self._sampling, **asked.sampling)
-        if asked.messages:
-            more: Sequence[dict[str, Any]] = [{"messages": asked.messages, "tools": asked.tools or ()}]
-        else:
-            more = [_prompt(p) for p in asked.prompts]
         requests = []
-        for given in more:
+        for given in _prompts(asked, asked.tools or ()):
             self._asked += 1
-            requests.append(
-                GenerateRequest(
-                    **given,
-                    chat_template_args=asked.chat_template_args,
-                    strict_template_args=tuple(asked.chat_template_args),
-                    sampling=sampling,
-                    n=asked.n,
-                    request_id=f"api-{self.id}-{self._asked}",
-                )
-            )
+            requests.append(GenerateRequest(**given, sampling=sampling, request_id=f"api-{self.id}-{self._asked}"))
         found = await asyncio.gather(*(self._model.generate(r) for r in requests))
         return [c for some in found for c in some]
 
@@ -175,18 +162,12 @@ class RunSession(Session):
         overrides = {k: v for k, v in asked.sampling.items() if self._rule == "request" or k in HARMLESS}
         if self._rule == "taskset" and "max_tokens" in overrides:
             overrides["max_tokens"] = min(overrides["max_tokens"], self._task.sampling.max_tokens)
-        more: dict[str, Any] = {
-            "n": asked.n,
-            "chat_template_args": asked.chat_template_args,
-            "strict_template_args": tuple(asked.chat_template_args),
-            **overrides,
-        }
-        prompts: list[dict[str, Any]] = [{"messages": asked.messages, "tools": asked.tools}]
-        if not asked.messages:
-            prompts = [{**_prompt(p), "tools": ()} for p in asked.prompts]
+        if "seed" in overrides:  # with the run's own: runs of a task that are alike have nothing to be compared by
+            own = self.id if self._ctx.seed is None else self._ctx.seed(0)
+            overrides["seed"] = seed_for(overrides["seed"], own)(0)
         turns: list[Turn] = []
-        for prompt in prompts:
-            request = self._ctx.request(**prompt, **more)
+        for given in _prompts(asked, asked.tools):
+            request = self._ctx.request(**given, **overrides)
             done = await self._ctx.policy.generate(request)
             turns += [Turn(messages=request.messages, tools=request.tools, completion=c) for c in done]
         if any(t.completion.finish_reason == "abort" for t in turns):
@@ -239,7 +220,14 @@ class RunSession(Session):
             self.failure.cancel()
 
 
-def _prompt(prompt: str | tuple[int, ...]) -> dict[str, Any]:
-    if isinstance(prompt, str):
-        return {"messages": ({"role": "user", "content": prompt},), "chat_template": _TEXT}
-    return {"prompt_tokens": prompt}
+def _prompts(asked: ApiRequest, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """For each prompt what an engine is asked, but for sampling."""
+    args = asked.chat_template_args
+    more = {"n": asked.n, "chat_template_args": args, "strict_template_args": tuple(args)}
+    if asked.messages:
+        return [{"messages": asked.messages, "tools": tools, **more}]
+    found: list[dict[str, Any]] = []
+    for p in asked.prompts:
+        text = {"messages": ({"role": "user", "content": p},), "chat_template": _TEXT}
+        found.append({**(text if isinstance(p, str) else {"prompt_tokens": p}), "tools": (), **more})
+    return found

@@ -31,6 +31,7 @@ _BRACKETS = re.compile(rb"[\[\]{}]")
 _TOLD = 80  # characters of a wrong value that are repeated
 _MOST, _MOST_SEED = (1 << 31) - 1, (1 << 62) - 1
 _UNSUPPORTED = "unsupported_parameter"
+_UNCONSTRAINED = "not served, because answers are recorded as they were sampled, without constraints; leave it out"
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -155,14 +156,12 @@ def _wrong(text: str, kind: str = "wrong") -> PydanticCustomError:
     return PydanticCustomError(kind, text)  # type: ignore[arg-type]  # pydantic wants literals, to translate them
 
 
-def _neutral(*values: Any) -> AfterValidator:
-    """Of a field that would constrain the answer: the values that do not."""
+def _neutral(*values: Any, why: str = _UNCONSTRAINED) -> AfterValidator:
+    """The only values of a field; by default of one that would constrain the answer."""
 
     def check(given: Any) -> Any:
         if given not in values:
-            raise _wrong(
-                "not served, because answers are recorded as they were sampled, without constraints; leave it out", _UNSUPPORTED
-            )
+            raise _wrong(why, _UNSUPPORTED)
         return given
 
     return AfterValidator(check)
@@ -212,17 +211,6 @@ def _not_zero(given: int) -> int:
     return given
 
 
-def _one_logprob(given: Any) -> Any:
-    if isinstance(given, bool) or given in (0, 1):
-        return given
-    raise _wrong("only the written token's log-prob is known; write 0 or 1")
-
-
-def _older(given: Any) -> None:
-    if given:
-        raise _wrong("this is the older form; use tool_calls")
-
-
 class _Part(BaseModel):
     """Clients fill it with more than what is read here."""
 
@@ -248,7 +236,8 @@ class Message(_Part):
     tool_calls: list[ApiToolCall] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    function_call: Annotated[Any, AfterValidator(_older)] = None
+    function_call: Annotated[Any, _neutral(None, {}, why="this is the older form; use tool_calls")] = None
+    weight: Annotated[Any, _neutral(None, 1, why="every recorded answer is trained; a run without a reward is not")] = None
 
     def plain(self) -> dict[str, Any]:
         """In one form, so that what a client sends back is equal to what it was given: content a text, no empty fields."""
@@ -355,7 +344,7 @@ class TextBody(Body):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
-    logprobs: Annotated[Any, AfterValidator(_one_logprob)] = False
+    logprobs: Annotated[Any, _neutral(0, 1, why="only the written token's log-prob is known; write 0 or 1")] = False
 
 
 def read(body: Any, *, chat: bool) -> ApiRequest:

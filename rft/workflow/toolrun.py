@@ -36,7 +36,7 @@ from rft.plugins import REGISTRY
 from rft.threads import unblocked
 from rft.types.completion import Completion
 from rft.types.task import Task
-from rft.workflow.tools import Format, FunctionTool, Side, Tool, Toolbox, ToolError, as_text, described, find, named
+from rft.workflow.tools import Format, FunctionTool, Side, Tool, Toolbox, ToolError, as_text, described, find, missing, named
 from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs
 
 _MCP_KEY = "workflow_args.mcp_config_path"
@@ -141,6 +141,9 @@ def _servers(path: str) -> dict[str, dict[str, Any]]:
         raise ConfigError(
             'it must be {"mcpServers": {name: {"command": ..., "args": [...]} or {"url": ...}}}', key=_MCP_KEY, given=path
         )
+    for name, about in servers.items():
+        if "url" not in about and (why := missing(str(about["command"]), about.get("env") or {})):
+            raise ConfigError(f"MCP server {name!r} cannot be used: {why}", key=_MCP_KEY, given=path)
     return servers
 
 
@@ -282,6 +285,8 @@ class ToolArgs(TurnArgs):
         _usable(self.tools)
         if self.tool_config_path is not None:
             _entries(self.tool_config_path)
+        if self.mcp_config_path is not None:
+            _servers(self.mcp_config_path)
         return self
 
 

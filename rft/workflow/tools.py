@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_type_hints, runtime_checkable
@@ -248,6 +250,13 @@ def _function(name: str) -> Callable[..., Any]:
         raise ConfigError(f"tool {name!r} must be a function", key="workflow_args.tools", given=name)
     function: Callable[..., Any] = found
     return function
+
+
+def missing(program: str, env: Mapping[str, str]) -> str:
+    """Why a program cannot be started with these variables besides ours; empty: it can."""
+    path = env.get("PATH", os.environ.get("PATH"))
+    here = shutil.which(program, path=path) is not None
+    return "" if here else f"{program!r} is no program here (PATH: {path}); install it, or write its whole path"
 
 
 def as_text(value: Any) -> str:

@@ -37,3 +37,9 @@ def test_a_reward_waits_for_the_answers_under_way() -> None:
     over = httpx.Response(409, json={"error": {"code": "session_over", "message": "over"}})
     with client(over) as rft, pytest.raises(ServeError, match="session_over"):
         rft.commit()
+
+
+def test_an_address_that_is_none_is_told_at_once() -> None:
+    """It was asked again for a minute, and did not answer."""
+    with Client("localhost:8010", "key") as rft, pytest.raises(httpx.UnsupportedProtocol, match="unsupported protocol"):
+        rft.commit()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 
 import pytest
 
+from rft.client import AsyncClient
 from rft.engine.pool import EnginePool
 from rft.errors import SetupError
+from rft.launch.execute import execute
 from rft.serve.access import ENVIRONMENT, clients, line_of
 from rft.serve.settings import LimitSettings, ServeSettings
 from rft.testing.scripted import ScriptedEngine
+from tests.helpers.runs import ROOT
 from tests.helpers.serving import HI, KEY, serving
 
 CHAT, TEXT, OPEN, FEEDBACK = "/v1/chat/completions", "/v1/completions", "/v1/sessions", "/feedback"
@@ -250,3 +254,37 @@ def test_without_a_good_key_nothing_starts(tmp_path, monkeypatch, environment, l
         file.write_text(lines)
     with pytest.raises(SetupError, match=told):
         clients(ServeSettings(clients_file=file, batch_size=1))
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, monkeypatch, tiny_model):
+    """It was told when the engines were there."""
+    monkeypatch.setenv(ENVIRONMENT, KEY)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", f"explorer.proxy_port={port}"]
+        with pytest.raises(SetupError, match=f"cannot listen on .*:{port} .*explorer.proxy_port"):
+            execute(ROOT / "examples" / "serve" / "config.yaml", given, in_process=True)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_session_is_played_at_the_address_that_its_client_knows(tmp_path, monkeypatch):
+    """It was told the address that the service listens on: 0.0.0.0, or one behind a proxy."""
+    async with serving(tmp_path, monkeypatch) as served:
+        for scheme, more in (("http", {}), ("https", {"X-Forwarded-Proto": "https"})):
+            opened = (await served.client.post("/v1/sessions", json={}, headers={"Host": "rft.example:81", **more})).json()
+            assert opened["base_url"] == f"{scheme}://rft.example:81/run/{opened['id']}/v1"
+        async with AsyncClient(served.address.replace("127.0.0.1", "localhost"), KEY) as rft:
+            session = await rft.session()
+        assert session.base_url == f"{served.address.replace('127.0.0.1', 'localhost')}/run/{session.id}/v1"
+
+
+async def test_an_address_of_the_newer_form(tmp_path, monkeypatch):
+    """http://::1:8010 is none."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    async with serving(tmp_path, monkeypatch, host="::1") as served:
+        assert served.address.startswith("http://[::1]:")
+        await served.played()
+        await served.gate.wait_explored(1)

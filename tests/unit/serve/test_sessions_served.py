@@ -7,6 +7,8 @@ import contextlib
 import errno
 import time
 
+import msgspec
+import numpy as np
 import openai
 import pytest
 
@@ -43,7 +45,10 @@ async def test_rewarded_sessions_of_a_task_become_one_group(tmp_path, monkeypatc
         assert [(await served.state(s))["state"] for s in (first, second)] == ["accepted", "accepted"]
         lease = await served.buffer.reader(served.lineage).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
         assert lease.groups[0].rewards == (1.0, 0.5)
-        assert served.sink.records[0].values["rollout/reward/mean"] == 0.75
+        listening, batch = served.sink.records
+        assert (
+            listening.notes == (f"the policy is served at {served.address}/v1",) and batch.values["rollout/reward/mean"] == 0.75
+        )
 
 
 async def test_messages_can_be_rewarded_alone(tmp_path, monkeypatch):
@@ -493,3 +498,25 @@ async def test_a_session_that_cannot_be_stored_takes_no_other_with_it(tmp_path, 
         good.append(await served.played(0.0, task_id="t"))
         await served.gate.wait_explored(1)
         assert [(await served.state(s))["state"] for s in good] == ["accepted", "accepted"]
+
+
+async def test_a_session_that_cannot_be_rows_ends_alone(tmp_path, monkeypatch):
+    """It ended the service, at each start again."""
+
+    class Broken(ScriptedEngine):
+        async def generate(self, request):
+            made = await super().generate(request)
+            if request.messages[-1]["content"] != "odd":
+                return made
+            return [msgspec.structs.replace(c, logprobs=np.full_like(c.logprobs, np.nan)) for c in made]
+
+    async with serving(tmp_path, monkeypatch, Broken(answer=lambda m: "a"), **RATIO) as served:
+        one, odd = await served.open(task_id="a"), await served.open(task_id="a")
+        for session, text in ((one, "hi"), (odd, "odd")):
+            await served.ask(session, text)
+            assert (await served.reward(session, 1.0)).status_code == 200
+        await served.until(odd, "not_storable")
+        assert (await served.state(one))["state"] == "rewarded"
+        await served.played(task_id="a")
+        await served.gate.wait_explored(1)
+        assert (await served.state(one))["state"] == "accepted" and (await served.buffer.audit()).ok

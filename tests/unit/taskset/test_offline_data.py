@@ -449,3 +449,21 @@ def test_answers_of_pairs_may_lie_below_a_column(given: Any, tiny_model: Path) -
 def test_an_answer_of_another_kind_says_what_it_must_be(given: Any, response: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         given([{"data": {"prompt": "2+2", "completion": response}}], form=NESTED)
+
+
+def test_an_answer_of_weight_0_is_not_trained(given: Any, tiny_model: Path) -> None:
+    """As OpenAI's fine-tuning files mark it; it was trained."""
+
+    def weighted(*weights: Any, every: bool = True) -> list[str]:
+        talk = [dict(m) for m in TALK]
+        for at, weight in zip((2, 4), weights, strict=True):
+            talk[at]["weight"] = weight
+        (d,) = given([{"messages": talk}], form=MESSAGES, every_turn=every).records
+        return spans(tiny_model, d)
+
+    assert weighted(1, 1) == weighted(None, None) == ["4<|im_end|>", "6<|im_end|>"]
+    assert weighted(0, 1) == ["6<|im_end|>"] and weighted(1, 0) == ["4<|im_end|>"]
+    assert weighted(0, 1, every=False) == ["6<|im_end|>"]
+    for *weights, every in ((0, 0, True), (0.5, 1, True), (1, 0, False)):
+        with pytest.raises(ConfigError, match=r"row 0 of .* weight of its answers is .*must be 1 or 0"):
+            weighted(*weights, every=every)

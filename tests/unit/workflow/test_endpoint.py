@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -14,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from rft.errors import EngineFailed, SetupError
+from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.plugins import REGISTRY, load_all
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
@@ -22,7 +23,7 @@ from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task
 from rft.workflow import endpoint
 from rft.workflow.agent import AgentWorkflow
-from rft.workflow.base import RunContext, workflow
+from rft.workflow.base import RunContext, seed_for, workflow
 from rft.workflow.endpoint import public, serve
 from rft.workflow.group import run_group
 from rft.workflow.play_run import RunLimits
@@ -175,6 +176,7 @@ BAD = [
     ({}, "messages"), ({"messages": []}, "messages"), ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}]}, "messages[0].tool_calls[0]"),
+    ({"messages": [*HI, {"role": "assistant", "content": "x", "weight": 0}, *HI]}, "messages[1]"),
     ({"n": 0}, "n"), ({"n": True}, "n"), ({"n": 1000}, "n"), ({"stream": "yes"}, "stream"), ({"temperature": "hot"}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"), ({"stop": [1]}, "stop"), ({"seed": "a"}, "seed"),
     ({"tools": {}}, "tools"), ({"tools": [{"type": "web"}]}, "tools[0]"), ({"tool_choice": "required"}, "tool_choice"),
@@ -225,8 +227,34 @@ async def test_the_tasksets_sampling_wins_unless_the_agent_may_choose():
         async with serve(RunContext(engine, of, run=0, request_id="r"), of, sampling=rule) as d, client(d) as http:
             got = await http.post("/chat/completions", json={"messages": HI, **wanted})
         s = engine.calls[0].sampling
-        assert (s.temperature, s.top_p, s.max_tokens) == same and (s.stop, s.seed) == (("\n",), 5)
+        assert (s.temperature, s.top_p, s.max_tokens) == same and s.stop == ("\n",) and s.seed is not None
         assert got.headers.get("x-rft-ignored") == ("temperature, top_p" if rule == "taskset" else None)
+
+
+@pytest.mark.parametrize("rule", ["taskset", "request"])
+async def test_an_agent_with_a_seed_of_its_own_plays_its_runs_differently(rule):
+    """All runs of a task were the same, and had nothing to be compared by."""
+
+    async def seeded(self, task, base_url, api_key):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as c:
+            for seed in (7, 7, 8):
+                await c.chat.completions.create(model="m", messages=HI, seed=seed)
+        return 1.0
+
+    def drawn(engine):
+        calls = sorted(engine.calls, key=lambda c: c.request_id)
+        return [tuple(c.sampling.seed for c in calls[n : n + 3]) for n in (0, 3, 6)]
+
+    found = []
+    for place in (None, lambda run: seed_for(42, 3, 5, run)):
+        engine, name = ScriptedEngine(answer=lambda m: "a"), agent(seeded, sampling=rule)
+        of = task(workflow=name, num_runs=3)
+        await run_group(of, Recipes().of(of), engine, ID, limits=RunLimits(max_timeout_s=20), seed=place)
+        found.append(drawn(engine))
+        assert len(set(found[-1])) == 3 and all(a == b != c for a, b, c in found[-1])
+    assert found[1] == [tuple(seed_for(s, seed_for(42, 3, 5, run)(0))(0) for s in (7, 7, 8)) for run in range(3)], (
+        "as the run's seed"
+    )
 
 
 async def test_rewards_are_posted_for_the_run_or_a_step():
@@ -364,6 +392,20 @@ async def test_the_shipped_react_agent():
         "error: only numbers and + - * / are allowed", "error: the expression is too long",
         "error: cannot convert float infinity to integer",
     ]  # fmt: skip
+
+
+def test_a_program_that_is_not_there_is_named_before_anything_runs(tmp_path):
+    (program := tmp_path / "my-agent").write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for args, there in (
+        ({"command": ["my-agent"]}, False),
+        ({"command": ["my-agent"], "env": {"PATH": str(tmp_path)}}, True),
+        ({"command": [str(program)]}, True),
+        ({"command": [str(tmp_path / "agent.py")]}, False),
+    ):
+        of = task(workflow="agent_command_workflow", workflow_args=args)
+        with contextlib.nullcontext() if there else pytest.raises(ConfigError, match="is no program here"):
+            Recipes().of(of)
 
 
 def test_a_library_that_is_missing_is_named_before_anything_runs(monkeypatch):

@@ -346,7 +346,7 @@ async def test_a_server_in_this_process() -> None:
     assert results[0].text == "8" and results[1].error
 
 
-@pytest.mark.slow  # starting the program takes seconds
+@pytest.mark.e2e  # starting the program takes seconds
 async def test_an_mcp_server(folder: Path) -> None:
     pytest.importorskip("mcp")
     model = ScriptedModel(call("double", n=4), call("double", n=400), "3")
@@ -362,12 +362,27 @@ async def test_an_mcp_server(folder: Path) -> None:
 
 async def test_mcp_servers_that_cannot_be_started(folder: Path) -> None:
     pytest.importorskip("mcp")
-    (folder / "servers.json").write_text('{"mcpServers": {"none": {"command": "/no/such/program"}}}')
+    (folder / "servers.json").write_text('{"mcpServers": {"none": {"command": "false"}}}')
     with pytest.raises(ConfigError, match="MCP server 'none' cannot be used"):
         await toolrun.mcp_tools(str(folder / "servers.json"))
-    (folder / "servers.json").write_text('{"servers": []}')
-    with pytest.raises(ConfigError, match="it must be"):
-        await toolrun.mcp_tools(str(folder / "servers.json"))
+
+
+def test_mcp_servers_that_are_not_there_are_named_before_anything_runs(folder: Path) -> None:
+    """They were told when the first run began."""
+
+    def told(text: str | None, name: str = "bad.json") -> str:
+        if text is not None:
+            (folder / name).write_text(text)
+        of = Task(
+            taskset="t", index=0, prompt="?", workflow="tool_workflow", workflow_args={"mcp_config_path": str(folder / name)}
+        )
+        with pytest.raises(ConfigError) as e:
+            Recipes().of(of)
+        return str(e.value)
+
+    assert "cannot be read" in told(None, "nowhere.json") and "it must be" in told('{"servers": []}')
+    said = told('{"mcpServers": {"none": {"command": "no-such-program"}}}')
+    assert "MCP server 'none' cannot be used: 'no-such-program' is no program here" in said
 
 
 def test_a_row_has_the_tools_that_the_model_was_told_of() -> None:
