@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rft.cli.options import Json, JsonArray
+from rft.cli.options import Json, JsonArray, one_of
 from rft.errors import BufferFailed, ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="the run's YAML file, instead of its folder", show_default=False)
 ]
 Where = Annotated[str, typer.Option(help="SQL condition on the columns of v_experiences", show_default=False)]
-
-
-@buffer.callback()
-def _buffer() -> None:
-    """Look into a run's experience buffer."""
 
 
 def _opened(run: Path | None, config: Path | None) -> AbstractContextManager[Questions]:
@@ -83,8 +78,7 @@ def query(
     """Ask one SQL question; nothing can be changed, and the run is not held up."""
     from rft.cli import show
 
-    if output not in show.FORMATS:
-        raise ConfigError(f"{output!r} is none of {', '.join(show.FORMATS)}", key="--format", given=output)
+    one_of(output, show.FORMATS, "--format")
     if config is not None and sql is None:
         run, sql = None, run
     with _opened(None if run is None else Path(run), config) as questions:

@@ -20,18 +20,13 @@ from rft.errors import ConfigError
 if TYPE_CHECKING:
     from rft.convert.verl import Conversion
 
-convert = typer.Typer(no_args_is_help=True)
+convert = typer.Typer(no_args_is_help=True, callback=lambda: None)
 _OURS = re.compile(rb'# Converted from |# .*: veRL .* converted|\{\s*"program": |\Z')  # how the files begin that are written here
 
 
 class ProfileName(StrEnum):
     exact = "exact"
     guide = "guide"
-
-
-@convert.callback()
-def _convert() -> None:
-    """Turn what other programs are started with into a configuration."""
 
 
 @convert.command()
@@ -112,12 +107,12 @@ def _show(done: Conversion, out: Path | None, report: Path | None, stopped: bool
     from rich.console import Console
     from rich.markup import escape
 
-    from rft.convert.draft import LABELS
-    from rft.convert.report import ORDER, summary
+    from rft.convert.draft import KINDS, LABELS
+    from rft.convert.report import summary
 
     stream = sys.stdout if out is not None or stopped or not done.values else sys.stderr
     console = Console(file=stream, highlight=False, soft_wrap=True, width=None if stream.isatty() else 140)
-    for kind in ORDER:
+    for kind in KINDS:
         rows = [r for r in done.rows if r.outcome.kind == kind]
         if rows:
             console.print(f"[bold]{LABELS[kind]}[/] ({len(rows)})")

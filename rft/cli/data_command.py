@@ -17,12 +17,7 @@ if TYPE_CHECKING:
     from rft.config.plan import Plan
     from rft.taskset.base import Taskset
 
-data = typer.Typer(no_args_is_help=True, help="Look at the tasks of a configuration.")
-
-
-@data.callback()
-def _data() -> None:
-    """Look at the tasks of a configuration."""
+data = typer.Typer(no_args_is_help=True, callback=lambda: None)
 
 
 @data.command("audit")
@@ -36,13 +31,12 @@ def audit(
 ) -> None:
     """Read every row: gold answers, duplicates, lengths, templates, kinds of tasks.  Exit code 4 if something is wrong."""
     from rft.cli.show import progress
-    from rft.config import data_audit, model_folder
+    from rft.config import data_audit
+    from rft.config.second_stage import policy_files
 
     learn_environment()
     plan = planned(config, overrides, plugin_dir, stage)
-    model = None
-    if plan.engines[0].external is None:
-        model = model_folder.look(plan.learner.model_path, plan.learner.tokenizer_path)
+    model = policy_files(plan)
     opened = _opened(plan)
     found, between = data_audit.audit(plan, opened, model, most=rows, told=progress())
     wrong = any(f.error for f in (*between, *(f for t in found for f in t.findings)))

@@ -74,6 +74,7 @@ def workflow(
     `scripted` needs no model; `transformers` and `vllm` serve the configuration's model as it is; `openai` asks a server (its key is
     in OPENAI_API_KEY).  Auxiliary models are started when they are first called.
     """
+    from rft.config.second_stage import policy_files
     from rft.launch import debug_session
 
     one_of(engine, ENGINES, "--engine")
@@ -89,6 +90,7 @@ def workflow(
             raise ConfigError("a server gives no tokens; use transformers or vllm", key="--tokens", given="--engine openai")
         settings = debug_session.server_settings(model, base_url)
     elif engine != "scripted":
+        policy_files(plan)
         settings = debug_session.policy_settings(plan, engine)
     one = _task(plan, taskset, task, counts=engine in ("transformers", "vllm"))
     if settings is None:

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rft.cli.options import JsonArray
+from rft.cli.options import JsonArray, one_of
 
 State = Literal["ok", "note", "missing"]
 _NEEDED = "torch transformers peft ray datasets sqlalchemy msgspec numpy pyarrow pydantic omegaconf xxhash".split()
@@ -103,12 +103,11 @@ def _try(device: str, as_json: bool) -> bool:
     import msgspec
     from transformers.utils import logging as words
 
-    from rft.errors import ConfigError, SetupError
+    from rft.errors import SetupError
     from rft.launch import machine
     from rft.testing import tiny
 
-    if device not in ("cuda", "cpu"):
-        raise ConfigError("is none of cuda, cpu", key="--device", given=device)
+    one_of(device, ("cuda", "cpu"), "--device")
     try:
         import torch
     except ImportError as e:

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rft.cli.options import PluginDirs
-from rft.errors import ConfigError
+from rft.cli.options import PluginDirs, one_of
 
 ENGINES = ("transformers", "vllm")
 
@@ -34,8 +33,7 @@ def evaluate(
     """Evaluate a model on a taskset: mean reward and pass@k, without training."""
     from rft.cli.run_command import run
 
-    if engine not in ENGINES:
-        raise ConfigError(f"write one of {', '.join(ENGINES)}", key="--engine", given=engine)
+    one_of(engine, ENGINES, "--engine")
     tasks: dict[str, Any] = {
         "name": "tasks", "path": taskset, "split": split, "repeat_times": runs, "rollout_args": {"temperature": temperature},
         "default_reward_fn_type": reward, "default_workflow_type": workflow, "max_rows": rows,

@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PAGE = 256  # experiences whose payload is read at once
-_VERL = {"prompt": "prompt", "truth": "reward_model"}  # columns of veRL's data, where there is no --config
-judge = typer.Typer(no_args_is_help=True, help="How reliable a judge is.")
-
-
-@judge.callback()
-def _judge() -> None:
-    """How reliable a judge is."""
+judge = typer.Typer(no_args_is_help=True, callback=lambda: None)
 
 
 def bench(
@@ -70,8 +64,6 @@ def bench(
     from rft.taskset.open_source import open_taskset
     from rft.taskset.settings import TasksetSettings
 
-    if not stored.is_file():
-        raise ConfigError("is not a file", key="--input", given=str(stored))
     plan = planned(config, plugin_dirs=plugin_dir) if config is not None else None
     if plan is not None:
         found = tasksets(plan)
@@ -127,6 +119,8 @@ def _for_file(
     from rft.taskset.base import lookup
     from rft.taskset.files import open_path
 
+    if not stored.is_file():
+        raise ConfigError("is not a file", key="--input", given=str(stored))
     settings = replace(
         settings, path=str(stored.absolute()), storage_type="file", reader_path=None, max_rows=None, prompt_limit=None
     )
@@ -137,11 +131,11 @@ def _for_file(
     first = rows[0]
     changes: dict[str, Any] = {}
     if prompt_key is not None or not own:
-        key = prompt_key or _VERL["prompt"]
+        key = prompt_key or "prompt"  # this and the next of veRL's data
         messages = isinstance(lookup(first, key), list)
         changes |= {"prompt_key": key, "messages_key": key, "prompt_type": "messages" if messages else "plaintext"}
     if truth_key is not None or not own:
-        key = truth_key or _VERL["truth"]
+        key = truth_key or "reward_model"
         if truth_key is None and key not in first:
             raise ConfigError(f"name the column of reference answers; there are {', '.join(first)}", key="--truth-key")
         column = lookup(first, key)
@@ -219,8 +213,6 @@ def _taskset(plan: Plan, name: str | None, stored: Path | None, prompt_key: str 
     if settings.reward is None:
         raise ConfigError("names no reward; write default_reward_fn_type: NAME_OF_THE_JUDGE", key=f"taskset {name}")
     if stored is not None:
-        if not stored.is_file():
-            raise ConfigError("is not a file", key="--input", given=str(stored))
         settings = _for_file(settings, stored, prompt_key, truth_key, None, own=True)
         settings = replace(settings, format=replace(settings.format, reward_fn_key=""))
     return open_taskset(settings)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RunDir = Annotated[Path, typer.Argument(help="folder of the run", show_default=False)]
 Config = Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value; lists too: a.tasksets.0.path=x", show_default=False)]
 PluginDirs = Annotated[
     list[str] | None, typer.Option("--plugin-dir", help="folder with your plugins; repeatable", show_default=False)
 ]

@@ -6,14 +6,12 @@ from typing import Annotated
 
 import typer
 
-from rft.cli.options import Config, PluginDirs
+from rft.cli.options import Config, Overrides, PluginDirs
 
 
 def run(
     config: Config,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.path=value; lists too: a.tasksets.0.path=x", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
     plugin_dir: PluginDirs = None,
     name: Annotated[str | None, typer.Option(help="name of the run (same as name=...)", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="same as seed=...", show_default=False)] = None,

@@ -6,14 +6,12 @@ from typing import Annotated
 
 import typer
 
-from rft.cli.options import Config, PluginDirs
+from rft.cli.options import Config, Overrides, PluginDirs
 
 
 def serve(
     config: Config,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.path=value; lists too: a.tasksets.0.path=x", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
     plugin_dir: PluginDirs = None,
     in_process: Annotated[bool, typer.Option("--in-process", help="one process, no Ray: transformers engine, one rank")] = False,
     new_key: Annotated[

@@ -16,7 +16,7 @@ from rft.config.plan import Derived, Facts
 from rft.config.save import home
 from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
-from rft.config.schema.source import is_secret, undotted
+from rft.config.schema.source import dotted, is_secret, leaves, undotted
 from rft.errors import ConfigError
 from rft.logs import REDACTED
 from rft.plugins import REGISTRY, may_come
@@ -90,8 +90,10 @@ class Context(Problems):
         self.beside = None if written.source.path is None else home(written.source.path)
         root = Path(written.checkpoint_root_dir).expanduser().absolute()
         self.run_dir = root / written.project / written.group / self.name
-        if "$" in written.checkpoint_root_dir:
-            self.error("checkpoint_root_dir", "has a $, which only shells replace; write ${oc.env:NAME} for a variable")
+        for loc, value in leaves(dict(written.source.values)):
+            is_path = isinstance(value, str) and re.search(r"(path|dirs?|file)(\[\d+\])?$", key := dotted(loc))
+            if is_path and re.match(r"[^:]*\$\w", value) and not facts.exists(self.find(value)):  # a URL's password may hold one
+                self.error(key, "has a $, which only shells replace; write ${oc.env:NAME} for a variable")
         self.plugin_dirs = tuple(dict.fromkeys(self.find(d) for d in (*written.plugin_dirs, *facts.plugin_dirs)))
 
     def judged(self, kind: str, name: str) -> bool:

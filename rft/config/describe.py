@@ -193,9 +193,7 @@ def _choices(found: FieldInfo) -> list[str]:
 
 def _active(entry: Inert | None) -> str:
     """yes, or what happens to what is written."""
-    if entry is None:
-        return "yes"
-    return f"no meaning here: {entry.why}"
+    return "yes" if entry is None else f"no meaning here: {entry.why}"
 
 
 def _argument(name: str) -> Description | None:

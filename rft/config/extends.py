@@ -62,7 +62,9 @@ def _read(path: Path, above: tuple[Path, ...], label: str, interpolate: Interpol
         raise ConfigError(f"{path} is empty; it needs at least model.model_path and buffer.explorer_input")
     if not isinstance(values, dict):
         kind = "list" if isinstance(values, list) else "single value"
-        raise ConfigError(f"{path} holds a {kind}; the top level must be a mapping such as `model:`")
+        raise ConfigError(
+            f"{path} holds a {kind}; the top level must be a mapping such as `model:`; of other tools: docs/migration.md"
+        )
     own = Written(
         values,
         {loc: f"{label} line {n}".strip() for loc, n in lines.items()},

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from rft.config.schema.source import Loc, dotted
+from rft.errors import ConfigError
 from rft.plugins import REGISTRY, kind
 
 foreign_keys = kind("foreign_keys")
@@ -24,6 +25,8 @@ class ForeignKeys:
 
     instead: ClassVar[Mapping[str, str]] = {}
     """Keys that people know and that are not in the schema: what to do about each."""
+    files: ClassVar[Mapping[str, str]] = {}
+    """Keys at the top of a file that is another tool's as a whole: what to do about it."""
     ignored: ClassVar[Mapping[str, str]] = {}
     """Keys that are taken out with a warning, because what they ask for is so anyway or is decided elsewhere: why."""
     values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
@@ -45,6 +48,9 @@ def tables() -> tuple[ForeignKeys, ...]:
 
 def expand(values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool] = lambda _: True) -> list[str]:
     """Every tool's spellings in `values` and `origins` become ours.  Raises ConfigError or ConfigErrors."""
+    if key := next((key for table in tables() for key in table.files if key in values), ""):
+        where = next((f"  ({o})" for at, o in origins.items() if at[0] == key), "")
+        raise ConfigError(f"{advice(key)}{where}", key=key)
     moved = [warning for table in tables() for warning in table.expand(values, origins, same_layer)]
     return [*moved, *_without_ignored(values, origins)]
 
@@ -62,7 +68,11 @@ def _without_ignored(values: dict[str, Any], origins: Origins) -> list[str]:
             found = _which().fullmatch(key)
             off = value is None or value is False or value in ("", {}, [])
             why = (
-                ignored()[_patterns()[found.lastindex - 1]] if found and found.lastindex else "it is off here too" if off else ""
+                list(ignored().values())[found.lastindex - 1]
+                if found and found.lastindex
+                else "it is off here too"
+                if off
+                else ""
             )
             if not why or not advice(key):
                 continue
@@ -75,14 +85,9 @@ def _without_ignored(values: dict[str, Any], origins: Origins) -> list[str]:
 
 
 @cache
-def _patterns() -> tuple[str, ...]:
-    return tuple(ignored())
-
-
-@cache
 def _which() -> re.Pattern[str]:
     """Group i matches what the i-th ignored pattern matches."""
-    return re.compile("|".join(f"({fnmatch.translate(pattern)})" for pattern in _patterns()))
+    return re.compile("|".join(f"({fnmatch.translate(pattern)})" for pattern in ignored()))
 
 
 def mappings(value: Any, loc: Loc) -> Iterator[tuple[dict[str, Any], Loc]]:
@@ -95,7 +100,7 @@ def mappings(value: Any, loc: Loc) -> Iterator[tuple[dict[str, Any], Loc]]:
 
 
 def instead() -> dict[str, str]:
-    return {key: text for table in tables() for key, text in table.instead.items()}
+    return {key: text for table in tables() for key, text in (*table.instead.items(), *table.files.items())}
 
 
 def not_offered() -> dict[str, Mapping[str, str]]:

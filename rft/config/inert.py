@@ -38,6 +38,7 @@ _STREAMS = (
 )
 _ONE_PROCESS = "runs are coroutines of one process; explorer.max_concurrent_runs bounds them"
 _ASKER = "whoever asks an auxiliary model says how its answer is sampled"
+_ANSWERED = ("max_response_tokens", "min_response_tokens", "repetition_penalty", "ignore_eos")
 _PREFIX = (
     "an answer is only what the model writes; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
 )
@@ -73,21 +74,17 @@ TABLE: dict[str, Inert] = {
     ),
     f"{_ROLLOUT}.enable_history": Inert("every model call of a run is kept", "noted"),
     f"{_ROLLOUT}.use_v1": Inert("vLLM has no other engine", "noted"),
-    f"{_AUXILIARY}.max_response_tokens": Inert(_ASKER, "warned"),
-    f"{_AUXILIARY}.min_response_tokens": Inert(_ASKER, "warned"),
-    f"{_AUXILIARY}.repetition_penalty": Inert(_ASKER, "warned"),
-    f"{_AUXILIARY}.ignore_eos": Inert(_ASKER, "warned"),
+    **{f"{_AUXILIARY}.{n}": Inert(_ASKER, "warned") for n in _ANSWERED},
     f"{_AUXILIARY}.enable_prompt_truncation": Inert("a prompt that is too long is refused", "warned"),
     f"{_AUXILIARY}.enable_history": Inert("calls of auxiliary models are not trained on", "warned"),
     f"{_AUXILIARY}.use_v1": Inert("vLLM has no other engine", "warned"),
     f"{_AUXILIARY}.fully_sharded_loras": Inert("its weights have no adapter", "warned"),
     f"{_AUXILIARY}.max_cpu_loras": Inert("its weights have no adapter", "warned"),
-    "explorer.runner_per_model": Inert(_ONE_PROCESS, "noted"),
-    "explorer.runner_num": Inert(_ONE_PROCESS, "noted"),
-    "explorer.runner_prepare_concurrency": Inert(_ONE_PROCESS, "noted"),
-    "explorer.runner_prepare_max_retries": Inert(_ONE_PROCESS, "noted"),
-    "explorer.max_repeat_times_per_runner": Inert(_ONE_PROCESS, "noted"),
-    "explorer.concurrent_mode": Inert(_ONE_PROCESS, "noted"),
+    **{
+        f"explorer.runner_{n}": Inert(_ONE_PROCESS, "noted")
+        for n in ("per_model", "num", "prepare_concurrency", "prepare_max_retries")
+    },
+    **{f"explorer.{n}": Inert(_ONE_PROCESS, "noted") for n in ("max_repeat_times_per_runner", "concurrent_mode")},
     "explorer.service_status_check_interval": Inert(
         "new weights are served when they are verified; nothing looks for them", "warned"
     ),

@@ -140,7 +140,9 @@ def assign(values: dict[str, Any], override: str) -> tuple[Loc, tuple[str, Any]]
         if is_list:
             steps[i] = _index(step, place, done, override)
         elif isinstance(step, int):
-            raise ConfigError(f"override {override!r}: {dotted(done) or 'the top level'} is not a list", key=dotted(done))
+            here = dotted(done) or "the top level"
+            why = "is not a list" if place else f"is not written, so it has no entries; write {here}=[...]"
+            raise ConfigError(f"override {override!r}: {here} {why}", key=dotted(done))
         if i == len(steps) - 1:
             place[steps[i]] = value
             break
@@ -198,7 +200,8 @@ def _interpolate(values: dict[str, Any], origins: Mapping[Loc, str] | None = Non
             if isinstance(node, str):
                 texts[loc] = node
         except OmegaConfBaseException as e:
-            wrong(loc, leaf, f"{_first_line(e)}{_remedy(leaf, e)}")
+            said = re.sub(r"^.*?raised while resolving interpolation: ", "", str(e).strip().partition("\n")[0])
+            wrong(loc, leaf, f"{said}{_remedy(leaf, e)}")
     raise_all(errors)
     learn_secrets(texts[loc] for loc, leaf in marked if loc in texts and any(is_secret_name(n) for n in _ENV.findall(leaf)))
     replaced = OmegaConf.to_container(tree, resolve=True)
@@ -217,12 +220,6 @@ def _remedy(leaf: str, error: Exception) -> str:
     return "; a text that is no reference is written \\${...}"
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return re.sub(r"^.*?raised while resolving interpolation: ", "", text)
-
-
-_TEXT_WANTED = {"string_type"}
 _VALUE_WANTED = {"int_type", "int_parsing", "int_from_float", "float_type", "float_parsing", "bool_type", "bool_parsing"}
 
 
@@ -238,7 +235,7 @@ def _retype(values: dict[str, Any], error: ValidationError, source: Source) -> d
         for step in loc[:-1]:
             place = place[step]
         old = place[loc[-1]]
-        if e["type"] in _TEXT_WANTED and not isinstance(old, str | dict | list | None.__class__):
+        if e["type"] == "string_type" and not isinstance(old, str | dict | list | None.__class__):
             place[loc[-1]], changed = source.raw_texts[loc], True
         elif e["type"] in _VALUE_WANTED and isinstance(old, str):
             new = yamlfile.scalar(old, dotted(loc))
@@ -339,7 +336,8 @@ def _allowed(e: Any, loc: Loc) -> str:
     if kind.startswith("float"):
         return f"must be a number{_unit(loc)}{tail}"
     if kind.startswith("bool"):
-        return f"must be true or false{'; remove the quotes' if quoted and _is_bool(e['input']) else ''}"
+        named = quoted and e["input"].strip().lower() in ("true", "false", "yes", "no", "on", "off")
+        return f"must be true or false{'; remove the quotes' if named else ''}"
     if kind == "string_type":
         return "must be a text" if isinstance(e.get("input"), dict | list | None) else "must be a text; put it in quotes"
     if kind in ("tuple_type", "list_type"):
@@ -359,10 +357,6 @@ def _allowed(e: Any, loc: Loc) -> str:
         return f"must have at most {ctx['max_length']} characters"
     text = str(e["msg"]).removeprefix("Value error, ")
     return text[0].lower() + text[1:]
-
-
-def _is_bool(text: str) -> bool:
-    return text.strip().lower() in ("true", "false", "yes", "no", "on", "off")
 
 
 def _number(value: Any) -> str:

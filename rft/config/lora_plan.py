@@ -23,7 +23,6 @@ from rft.trainer.adapterfiles import ALL_LINEAR, KEY, RANK
 from rft.trainer.settings import LearnerSettings, LoraSettings
 
 _ALONE = ("vllm", "transformers")  # engines that have a base of their own to which they add an adapter
-_OWN_LAYERS = ("fully_sharded_loras", "max_cpu_loras")
 _LARGEST_RANK = 512  # of vLLM's LoRA layers
 _NOT_LINEAR = re.compile(r"(^|\.)(lm_head|embed\w*|word_embeddings|wte|wpe|score|\w*norm\w*)$")
 
@@ -77,7 +76,6 @@ def published(
 ) -> tuple[tuple[EngineSettings, ...], LearnerSettings]:
     """Whether the adapter reaches the engines alone, and in whose layers they compute it."""
     e, engine, lora = ctx.config.explorer.rollout_model, engines[0], learner.lora
-    written = [name for name in _OWN_LAYERS if getattr(e, name) != type(e).model_fields[name].default]
     own = lora is not None and engine.engine_type == "vllm" and (not engine.enforce_eager or e.fully_sharded_loras)
     if lora is not None and ctx.config.model.lora_configs:
         given, rank = ctx.config.model.lora_configs[0].merge, _rank(lora)
@@ -93,11 +91,10 @@ def published(
                 replace(x, lora_rank=rank, fully_sharded_loras=e.fully_sharded_loras, max_cpu_loras=e.max_cpu_loras)
                 for x in engines
             )
-    if written and not own:
-        ctx.warn(
-            f"explorer.rollout_model.{written[0]} has no effect: it is about vLLM's own LoRA layers, which take an adapter that comes "
-            "alone (model.lora_configs, merge: false) where vLLM captures graphs (enforce_eager: false) or fully_sharded_loras is true"
-        )
+    if not own:
+        why = "it is about vLLM's own LoRA layers, which take an adapter that comes alone (model.lora_configs, merge: false) where vLLM "
+        why += "captures graphs (enforce_eager: false) or fully_sharded_loras is true"
+        e.idle("explorer.rollout_model", ("fully_sharded_loras", "max_cpu_loras"), why, ctx)
     return engines, learner
 
 

@@ -17,6 +17,7 @@ from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.settings import MixSettings
 from rft.config.context import Context, Problems
 from rft.config.plan_schedule import NumBatches
+from rft.config.plan_serve import PLAYING
 from rft.config.schema.buffer_section import ExperienceBufferConfig
 from rft.config.schema.root import RunConfig
 from rft.config.tasksets import columns
@@ -101,6 +102,8 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
     written = ctx.config.buffer.explorer_input
     if written.taskset is not None or written.tasksets or written.eval_tasksets:
         ctx.warn("buffer.explorer_input has no effect: mode train explores nothing; see eval_split for rows that are held out")
+    why = "given rows are not played; those that are held out have trainer.eval_interval"
+    ctx.config.explorer.idle("explorer", ("max_timeout", *PLAYING), why, ctx)
     given = _source(ctx, b, b.split or "train", name, data, engine)
     if b.eval_split is None:
         if ctx.config.trainer.eval_interval:

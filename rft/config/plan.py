@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rft.buffer.settings import BufferSettings, MixSettings
@@ -125,16 +125,7 @@ class Plan:
 
 def schedule(sync: SyncSettings) -> Schedule:
     """The schedule of these settings.  Raises ConfigError for a max_staleness that it cannot keep."""
-    return Schedule(
-        style=sync.style,
-        interval=sync.interval,
-        offset=sync.offset,
-        max_staleness=sync.max_staleness,
-        batch_units=sync.batch_units,
-        step_units=sync.step_units,
-        group_units=sync.group_units,
-        threshold=sync.threshold,
-    )
+    return Schedule(**{f.name: getattr(sync, f.name) for f in fields(Schedule) if f.name != "start_step"})
 
 
 def _read(path: str) -> str:

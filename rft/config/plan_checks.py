@@ -68,7 +68,8 @@ def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
     if longest is not None and wanted > longest:
         problems.error(
             "model.max_model_len",
-            f"is {wanted} tokens, but the model knows {longest} positions; see model.rope_scaling",
+            f"is {wanted} tokens, but the model knows {longest} positions; lower it, or max_prompt_tokens or max_response_tokens, or see "
+            "model.rope_scaling",
             given=wanted,
         )
     heads = model.config.get("num_key_value_heads") or model.config.get("num_attention_heads")
@@ -226,6 +227,12 @@ def _schedule(plan: Plan, p: Problems) -> None:
 
 
 def _evaluation(plan: Plan, p: Problems) -> None:
+    x, metric = plan.trainer, plan.trainer.best_metric or ""
+    names = [t.name for t in plan.explorer.eval_tasksets] + [d.rows.name for d in (x.held_out,) if d is not None]
+    known_elsewhere = not names and plan.mode == "train" and not x.alone
+    if plan.trains and metric.startswith("eval/") and metric.split("/")[1] not in names and not known_elsewhere:
+        there = f"so no checkpoint will be the best; there are: {', '.join(f'eval/{name}/...' for name in names) or 'none'}"
+        p.warn(f"trainer.checkpoint.best_metric: {metric} is of no evaluation of this run, {there}")
     training = {t.sampling.temperature for t in plan.explorer.tasksets}
     for t in plan.explorer.eval_tasksets:
         key, temperature = t.key, t.sampling.temperature

@@ -10,6 +10,8 @@ from rft.config import plan_serve
 from rft.config.context import Context, filled
 from rft.config.plan import Tasksets, schedule
 from rft.config.roles import reads_data, samples
+from rft.config.schema.explorer_section import InferenceModelConfig
+from rft.config.schema.model_section import ModelConfig
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
 from rft.plugins import REGISTRY
@@ -19,10 +21,7 @@ from rft.taskset.settings import TasksetSettings
 NumBatches = Callable[[Tasksets, int, int], int]
 
 
-_SAME_NAME = (
-    "max_model_len max_prompt_tokens max_response_tokens min_response_tokens enable_prompt_truncation repetition_penalty enable_thinking "
-    "trust_remote_code"
-).split()
+_SAME_NAME = [name for name in InferenceModelConfig.model_fields if name in ModelConfig.model_fields]
 _FROM_ENGINE = {**{name: name for name in _SAME_NAME}, "chat_template": "custom_chat_template"}
 """Key of explorer.rollout_model → the same of model."""
 

@@ -21,7 +21,7 @@ _KEYS = {  # what a service needs of the schedule, and why
     ("synchronizer", "sync_style"): ("trainer_driven", "clients do not wait for weights"),
     ("buffer", "on_short_batch"): ("carry", "a step waits for rewards"),
 }
-_PLAYING = (  # keys of the exploring loop, which a service does not have
+PLAYING = (  # keys of the exploring loop, which a service does not have, nor has a run on given rows
     "max_group_timeout group_policy stop_hopeless_groups max_retry_times dynamic_timeout over_rollout max_concurrent_runs "
     "max_failed_groups runner_state_report_interval eval_interval eval_on_startup eval_at_end eval_in_background"
 ).split()
@@ -53,7 +53,7 @@ def config(ctx: Context) -> RunConfig:
     why = "clients of the service bring the tasks and play them; evaluate its checkpoints with mode: bench"
     given.idle("buffer.explorer_input", ("taskset", "tasksets", "eval_tasksets"), why, ctx)
     operators = made.data_processor.experience_pipeline.operators  # their deadline is max_timeout
-    made.explorer.idle("explorer", _PLAYING if operators else ("max_timeout", *_PLAYING), why, ctx)
+    made.explorer.idle("explorer", PLAYING if operators else ("max_timeout", *PLAYING), why, ctx)
     none = {"taskset": None, "tasksets": (), "eval_tasksets": ()}
     return made.model_copy(update={"buffer": made.buffer.model_copy(update={"explorer_input": given.model_copy(update=none)})})
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rft.config.context import Context, Problems
 from rft.config.plan import Plan
+from rft.trainer.adapterfiles import KEY
 from rft.types.row_layout import TEXT_CLASSES, text_config
 
 _ENGINE = "explorer.rollout_model"
@@ -66,13 +67,20 @@ def engine(ctx: Context) -> None:
 def served(config: Mapping[str, Any], plan: Plan, problems: Problems) -> None:
     """Whether vLLM serves the model that is trained, where it takes new weights."""
     e, (whole, *_) = plan.engines[0], config.get("architectures") or ("",)
-    synced = e.engine_type == "vllm" and plan.mode != "bench" and not plan.trainer.alone
-    own = "auto_map" in config or "architectures" in (e.extra_engine_args.get("hf_overrides") or ())
-    if not synced or own or "ForConditionalGeneration" not in str(whole):
+    if e.engine_type != "vllm" or plan.mode == "bench" or plan.trainer.alone:
         return
-    if config.get("model_type") in TEXT_CLASSES and (lora := plan.learner.lora) is not None and not lora.merge:
-        text = f"vLLM does not read the language model of {whole} alone, which adapters are for; write merge: true"
-        problems.error("model.lora_configs[0].merge", text, given=False)
+    own = "auto_map" in config or "architectures" in (e.extra_engine_args.get("hf_overrides") or ())
+    parts = not own and "ForConditionalGeneration" in str(whole)
+    if (lora := plan.learner.lora) is not None and not lora.merge:
+        c, why = text_config(config), ""
+        if c.get("kv_lora_rank") and c.get("model_type") != "minicpm3":  # whose layers are plain ones there
+            why = "vLLM multiplies latent attention with weights of its own making"
+        elif parts and config.get("model_type") in TEXT_CLASSES:
+            why = f"vLLM does not read the language model of {whole} alone, which adapters are for"
+        if why:
+            problems.error(f"{KEY}.merge", f"{why}; write merge: true", given=False)
+    if not parts:
+        return
     if config.get("model_type") in TEXTS_ALONE:
         text = f"vLLM serves {whole} whole; its language model is trained, under other names, so no weight sync would succeed"
         problems.error(f"{_ENGINE}.engine_type", f"{text}.  Write transformers", given="vllm")

@@ -65,13 +65,18 @@ def _other_errors(plan: Plan, known: list[ConfigError]) -> list[ConfigError]:
     return problems.errors
 
 
-def _model(plan: Plan, problems: Problems) -> ModelFiles | None:
+def policy_files(plan: Plan) -> ModelFiles | None:
+    """The files of the policy's model; None where it is behind a server.  Raises ConfigErrors naming what is wrong with them."""
     if plan.engines[0].external is not None:
         return None
+    plugins.import_library(plan.learner.external_lib)  # it may make the model's classes known
+    x = plan.learner
+    return model_folder.look(x.model_path, x.tokenizer_path, trusted=x.trust_remote_code)
+
+
+def _model(plan: Plan, problems: Problems) -> ModelFiles | None:
     with problems.taking():
-        plugins.import_library(plan.learner.external_lib)  # it may make the model's classes known
-        x = plan.learner
-        return model_folder.look(x.model_path, x.tokenizer_path, trusted=x.trust_remote_code)
+        return policy_files(plan)
     return None
 
 

@@ -74,7 +74,6 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         raise ConfigError(
             f"{name} has {size:,} bytes; a configuration may have at most {MAX_BYTES:,} (data belongs in its own file)"
         )
-    _refuse_tabs(text, name)
     try:
         loader = _Loader(text)
     except yaml.YAMLError as e:
@@ -90,7 +89,9 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         mark = e.problem_mark or e.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         more = f" ({e.context})" if e.context else ""
-        raise ConfigError(f"{name}{where}: not valid YAML: {e.problem or 'unreadable'}{more}") from None
+        problem = e.problem or "unreadable"
+        remedy = next((f"; {text}" for beginning, text in _REMEDIES.items() if problem.startswith(beginning)), "")
+        raise ConfigError(f"{name}{where}: not valid YAML: {problem}{more}{remedy}") from None
     except yaml.YAMLError as e:
         raise ConfigError(f"{name}: not valid YAML: {e}") from None
     finally:
@@ -113,12 +114,15 @@ def _own(value: Any) -> Any:
     return [_own(v) for v in value] if isinstance(value, list) else value
 
 
-def _refuse_tabs(text: str, name: str) -> None:
-    for number, line in enumerate(text.splitlines(), 1):
-        if "\t" in line[: len(line) - len(line.lstrip())]:
-            raise ConfigError(
-                f"{name}, line {number}: indented with a tab; YAML allows only spaces.  Replace each tab by two spaces."
-            )
+_REMEDIES = {  # beginning of what PyYAML says
+    "found character '\\t'": "YAML allows only spaces; replace each tab by two spaces",
+    "found character '": "put the text in quotes",
+    "mapping values are not allowed": "keys of one section begin in the same column, `key: value` has a space after its colon, and a text "
+    "that holds one needs quotes",
+    "expected <block end>": "keys of one section, and dashes of one list, begin in the same column",
+    "could not find expected ':'": "write `key: value`, with a space after the colon",
+    "expected ',' or": "inside {...} and [...] write ${...}, and texts that hold brackets or commas, in quotes",
+}
 
 
 class _Lines:

@@ -5,7 +5,7 @@ Each function is the `act` of a rule, or makes a rule.  Invariant: it writes at 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rft.convert.draft import EVAL, TRAIN, ArgumentOutcome, Draft
 from rft.convert.names import (
@@ -370,10 +370,6 @@ def config_name(d: Draft, a: Argument) -> ArgumentOutcome:
             "into the script, or convert the resolved YAML file"
         )
     return ArgumentOutcome("ignored", "the defaults of veRL's own configuration are assumed")
-
-
-def positive_k(value: Any) -> Any:
-    return -1 if value in (0, None) else value
 
 
 def max_samples(sets: str) -> Rule:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rft.compat.keys import verl_keys as table
 from rft.config.schema.source import Loc, dotted, leaves, undotted
@@ -20,14 +20,9 @@ if TYPE_CHECKING:
     from rft.convert.launch import Argument, Launch
 
 Profile = Literal["exact", "guide"]
-Kind = Literal["mapped", "equal", "derived", "ignored", "refused"]
-LABELS: dict[Kind, str] = {
-    "mapped": "mapped",
-    "equal": "equal to our default",
-    "derived": "derived",
-    "ignored": "ignored",
-    "refused": "refused",
-}
+Kind = Literal["refused", "mapped", "equal", "derived", "ignored"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LABELS = {**{kind: str(kind) for kind in KINDS}, "equal": "equal to our default"}
 TRAIN, EVAL = "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_tasksets"
 
 

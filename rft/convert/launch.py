@@ -24,6 +24,7 @@ from rft.errors import ConfigError, ConfigErrors, raise_all
 _YAML = {".yaml", ".yml", ".json"}
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^${}]*))?\}")
+_OTHERS = "of other tools: docs/migration.md"
 MAX_REFERENCES = 8
 
 
@@ -135,7 +136,7 @@ def _from_script(text: str, path: Path) -> Launch:
 
 
 def _no_launch(text: str, name: str, interpreter: Interpreter) -> ConfigError:
-    expected = f"a launch is e.g. `python3 -m verl.trainer.main_ppo key=value …`; programs: {programs.KNOWN}"
+    expected = f"a launch is e.g. `python3 -m verl.trainer.main_ppo key=value …`; programs: {programs.KNOWN}; {_OTHERS}"
     if interpreter.others:
         other = interpreter.others[0]
         entry = shown(other.found.entry, interpreter.marks)
@@ -261,7 +262,7 @@ def _from_yaml(text: str, path: Path) -> Launch:
     if program is None:
         raise ConfigError(
             f"{path.name}, line 1: no veRL configuration: it has {', '.join(map(str, list(values)[:6]))}; "
-            "one has data and actor_rollout_ref (RL), model.partial_pretrain (SFT) or data.response_key (evaluation)"
+            f"one has data and actor_rollout_ref (RL), model.partial_pretrain (SFT) or data.response_key (evaluation); {_OTHERS}"
         )
     written: list[Argument] = []
     for loc, value in leaves(values, lists=False):

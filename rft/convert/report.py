@@ -14,11 +14,9 @@ from typing import Any
 import yaml
 
 from rft.config import yamlfile
-from rft.convert.draft import LABELS, ArgumentRow, Kind, ordered
+from rft.convert.draft import KINDS, LABELS, ArgumentRow, ordered
 from rft.convert.verl import Conversion
 from rft.errors import ConfigError
-
-ORDER: tuple[Kind, ...] = ("refused", "mapped", "equal", "derived", "ignored")
 
 
 def to_json(c: Conversion) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def to_json(c: Conversion) -> dict[str, Any]:
         "notes": list(c.notes),
         "warnings": list(c.warnings),
         "questions": list(c.questions),
-        "gpu": c.gpus.to_json() if c.gpus is not None else None,
+        "gpu": asdict(c.gpus) if c.gpus is not None else None,
         "command": c.command or None,
         "check": {"errors": list(c.errors)},
     }
@@ -53,7 +51,7 @@ def refusal(source: str, error: ConfigError, *, as_json: bool) -> str:
 
 
 def summary(c: Conversion) -> str:
-    parts = [f"{c.counts[k]} {LABELS[k]}" for k in ORDER if c.counts[k]]
+    parts = [f"{c.counts[k]} {LABELS[k]}" for k in KINDS if c.counts[k]]
     return f"{len(c.rows)} arguments: {', '.join(parts) or 'none'}"
 
 
@@ -76,7 +74,7 @@ def markdown(c: Conversion) -> str:
     lines = [f"# {c.source}: veRL {c.program} converted, profile {c.profile}", "", f"{summary(c)}.", ""]
     if c.command:
         lines += ["```", c.command, "```", ""]
-    for kind in ORDER:
+    for kind in KINDS:
         rows = [r for r in c.rows if r.outcome.kind == kind]
         if rows:
             header = ("| Line | Argument | Value | Here | Reason |", "|---|---|---|---|---|")

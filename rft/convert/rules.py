@@ -135,7 +135,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.name": do.engine,
     f"{ROLLOUT}.n": via("", "algorithm.repeat_times"),
     f"{ROLLOUT}.temperature": do.temperature,
-    f"{ROLLOUT}.top_k": to("model.top_k", by=do.positive_k),
+    f"{ROLLOUT}.top_k": to("model.top_k", by=lambda v: -1 if v in (0, None) else v),
     f"{ROLLOUT}.do_sample": do.do_sample,
     f"{ROLLOUT}.prompt_length": do.alike("data.max_prompt_length", "model.max_prompt_tokens"),
     f"{ROLLOUT}.response_length": do.alike("data.max_response_length", "model.max_response_tokens"),

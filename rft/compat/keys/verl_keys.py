@@ -22,6 +22,7 @@ MAIN = frozenset({*range(1, 17), 22})
 """Sections of the ordinary trainer; 22 are keys of launch scripts that veRL's documents do not have, 23 those of sft_trainer."""
 
 _ACTOR, _MODEL, _REF, _RM = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.ref", "reward_model"
+_ROLLOUT = "actor_rollout_ref.rollout"
 ALIASES = {  # other spellings of veRL's own, older and newer ones
     **{f"{_ACTOR}.{n}": f"{_ACTOR}.policy_loss.{n}" for n in ("loss_mode", "kl_cov_ratio", "ppo_kl_coef")},
     **{f"{_ACTOR}.clip_cov_{n}": f"{_ACTOR}.policy_loss.clip_cov_{n}" for n in ("ratio", "lb", "ub")},
@@ -35,6 +36,8 @@ ALIASES = {  # other spellings of veRL's own, older and newer ones
     f"{_MODEL}.external_libs": f"{_MODEL}.external_lib",
     f"{_MODEL}.torch_dtype": f"{_ACTOR}.fsdp_config.model_dtype",
     f"{_REF}.fsdp_config.strategy": f"{_REF}.strategy",
+    f"{_ROLLOUT}.n_val": f"{_ROLLOUT}.val_kwargs.n",  # these two of DeepScaleR's copy
+    f"{_ROLLOUT}.val_temperature": f"{_ROLLOUT}.val_kwargs.temperature",
     "critic.checkpoint.contents": "critic.checkpoint.save_contents",
     **{f"{r}.fsdp_config.ulysses_sequence_parallel_size": f"{r}.ulysses_sequence_parallel_size" for r in (_ACTOR, _REF)},
     **{

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
 from rft.config.schema import units
 from rft.config.schema.base import IgnoreCase, Section, Told, renamed, safe_key
+from rft.errors import nearest
 from rft.sync.settings import SyncSettings
 from rft.trainer.settings import TrainerSettings
 
@@ -22,9 +22,8 @@ def _method(value: str) -> str:
     known = value.strip().lower()
     known = _OTHER_NAMES.get(known, known)
     if known not in _METHODS:
-        near = difflib.get_close_matches(known, _METHODS, n=1)
-        hint = f".  Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"must be {', '.join(_METHODS)}, or your own transport: pkg.module:Name, path/file.py:Name{hint}")
+        own = f"or your own transport: pkg.module:Name, path/file.py:Name.{nearest(known, _METHODS)}"
+        raise ValueError(f"must be {', '.join(_METHODS)}, {own}")
     return known
 
 

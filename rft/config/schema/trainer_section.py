@@ -239,9 +239,8 @@ class TrainerConfig(Section):
         if "hf_model" in self.checkpoint.save_contents and self.save_hf_checkpoint == "never":
             text = f"has hf_model, but {at}.save_hf_checkpoint is never; remove one of them"
             told.error(f"{at}.checkpoint.save_contents", text)
-        if self.use_dynamic_bsz and self.micro_batch_size_per_gpu is not None:
-            text = "has no effect with use_dynamic_bsz: true (micro-batches are cut by tokens)"
-            told.warn(f"{at}.micro_batch_size_per_gpu {text}")
+        if self.use_dynamic_bsz:
+            self.idle(at, ("micro_batch_size_per_gpu",), "micro-batches are cut by tokens (use_dynamic_bsz: true)", told)
         if self.enable_activation_offload and not self.enable_gradient_checkpointing:
             text = f"needs {at}.enable_gradient_checkpointing: true; what that keeps for the backward pass goes to the host"
             told.error(f"{at}.enable_activation_offload", text)

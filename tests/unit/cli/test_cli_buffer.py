@@ -212,7 +212,7 @@ def test_other_wrong_words(run_dir: Path, tmp_path: Path) -> None:
         (("audit", str(tmp_path)), "must hold one buffer"),
         (("stats", str(run_dir.parent)), f"It holds the runs {run}"),
         (("stats",), "give the folder of a run"),
-        (("query", run, "SELECT 1", "-f", "xml"), "none of table, csv, json"),
+        (("query", run, "SELECT 1", "-f", "xml"), "write one of table, csv, json"),
         (("sample", run, "--id", "0001.00"), "is not in"),
         (("sample", run, "--where", "rewrd > 1"), "Did you mean reward?"),
         (("sample", run, "--where", "reward > 1) --"), "syntax error"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -128,6 +129,15 @@ def test_a_real_model_and_its_judge(folder: Path) -> None:
     assert asked.code == 4 and "starting aux-judge-0" in asked.output and "could not convert string to float" in asked.output, (
         asked.output
     )
+
+
+def test_a_model_whose_file_is_cut_short_is_named(folder: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    done = debug("workflow", "--engine", "transformers", "model.model_path=cut")
+    assert done.code == 2 and f"{weights} is damaged" in done.output and "Traceback" not in done.output, done.output
+    assert debug("workflow", "--judge", "scripted:1", "model.model_path=cut").code == 0, "a script needs no model"
 
 
 def test_a_stage(folder: Path) -> None:

@@ -318,7 +318,7 @@ def test_chat_templates_cannot_reach_python(model: Path) -> None:
 
 
 def test_too_long_for_the_model(model: Path) -> None:
-    assert "the model knows 512 positions" in errors(run(model, "model.max_prompt_tokens=600"))
+    assert "the model knows 512 positions; lower it, or max_prompt_tokens" in errors(run(model, "model.max_prompt_tokens=600"))
 
 
 # ---------------------------------------------------------------- the command

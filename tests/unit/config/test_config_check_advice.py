@@ -48,6 +48,17 @@ def test_idle_gpus() -> None:
     assert "3 of 4 GPUs" in text
 
 
+def test_a_best_checkpoint_by_an_evaluation_that_is_none_of_the_run() -> None:
+    metric = "trainer.checkpoint.best_metric=eval/%s/mean@1"
+    assert not about(run(EVAL % "", metric % "held_out").warnings, "best_metric")
+    (text,) = about(run(EVAL % "", metric % "heldout").warnings, "best_metric")
+    assert "eval/heldout/mean@1 is of no evaluation of this run" in text and "there are: eval/held_out/..." in text
+    (text,) = about(run(metric % "held_out").warnings, "best_metric")
+    assert text.endswith("there are: none") and not about(
+        run("trainer.checkpoint.best_metric=reward/mean").warnings, "best_metric"
+    )
+
+
 def test_engines_of_several_processes_on_a_cpu() -> None:
     two = ("explorer.rollout_model.engine_num=2", "explorer.rollout_model.tensor_parallel_size=2")
     threads = "explorer.rollout_model.cpu_threads"

@@ -72,6 +72,8 @@ def test_what_only_one_of_them_reads() -> None:
     assert idle(given("sft", {}, **sizes)) == {"buffer.batch_size", "buffer.max_refill"}
     assert idle(given("sft", {}, algorithm={"repeat_times": 4})) == {"algorithm.repeat_times"}
     assert idle(given("sft", {}, algorithm={"repeat_times": 1})) == set()
+    played = {"eval_interval": 5, "max_concurrent_runs": 7, "rollout_model": {"engine_type": "transformers"}}
+    assert idle(given("sft", {}, explorer=played)) == {"explorer.eval_interval", "explorer.max_concurrent_runs"}
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,10 @@ def test_overrides(override: str, get: Any, value: Any, monkeypatch: pytest.Monk
         assert get(load(GOOD / "full.yaml", [*extra, override])) == value
 
 
+def test_a_tab_inside_a_text_is_a_part_of_it() -> None:
+    assert yamlfile.scalar("custom_chat_template: |\n  {% if x %}\n  \ty\n") == {"custom_chat_template": "{% if x %}\n\ty\n"}
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -82,6 +86,7 @@ def test_overrides(override: str, get: Any, value: Any, monkeypatch: pytest.Monk
         (f"{IN}.tasksets.2.split=x", "is a list of 2; indexes: 0 to 1"),
         (f"{IN}.tasksets.x.split=x", "is a list of 2; indexes: 0 to 1"),
         ("buffer[0]=x", "buffer is not a list"),
+        ("explorer.auxiliary_models[0].name=x", "is not written, so it has no entries; write explorer.auxiliary_models=[...]"),
         ("trainer.total_steps=[1", "override trainer.total_steps, line 1"),
         ("trainer.total_step=3", "Did you mean trainer.total_steps"),
         ("buffer.batch-size=3", "buffer.batch-size: unknown key.  Did you mean buffer.batch_size?"),

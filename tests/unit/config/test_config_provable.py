@@ -143,6 +143,19 @@ def test_an_adapter_alone_for_the_language_model_of_a_whole(tmp_path: Path) -> N
     assert any("write merge: true" in m for m in said()) and not any("write merge: true" in m for m in said(merge=True))
 
 
+def test_an_adapter_alone_for_latent_attention(tmp_path: Path) -> None:
+    folder = families.make("deepseek_v3", tmp_path / "m", words=True)
+
+    def said(engine_type: str, **more: Any) -> list[str]:
+        given = config(folder, engine_type=engine_type)
+        given["model"] |= {"lora_configs": [{"lora_rank": 4, **more}]}
+        return [str(e) for e in checked(given, tmp_path).errors if "latent attention" in str(e)]
+
+    (text,) = said("vllm")
+    assert text.startswith("model.lora_configs[0].merge") and "write merge: true" in text
+    assert not said("vllm", merge=True) and not said("transformers")
+
+
 def test_an_adapter_alone_beside_experts(tmp_path: Path) -> None:
     """vLLM's own LoRA layers, which it has where it captures graphs, are around the experts too."""
     folder = tiny.make(tmp_path / "m", family="qwen3_moe", **families.TINY["qwen3_moe"])

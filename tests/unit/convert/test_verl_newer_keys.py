@@ -80,6 +80,16 @@ def test_becomes(arguments: tuple[str, ...], key: str, value: Any) -> None:
     assert not c.refused and not c.errors, (c.refused, c.errors)
 
 
+def test_evaluation_of_deepscalers_copy() -> None:
+    """There the temperature counts without do_sample, so nothing is asked; 0 is greedy, as its code has it."""
+    c = made(*SHARED, "data.val_files=/d/test.parquet", f"{R}.val_temperature=0.6", f"{R}.n_val=16", f"{R}.mode=sync")
+    held_out = "buffer.explorer_input.eval_tasksets[0]"
+    assert (found(c)[f"{held_out}.rollout_args.temperature"], found(c)[f"{held_out}.repeat_times"]) == (0.6, 16)
+    assert not c.refused and not c.errors and not c.questions, (c.refused, c.errors, c.questions)
+    greedy = made(*SHARED, "data.val_files=/d/test.parquet", f"{R}.val_temperature=0", f"{R}.n_val=1")
+    assert found(greedy)[f"{held_out}.rollout_args.temperature"] == 0 and not greedy.questions and not greedy.refused
+
+
 SFT = ("data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet", "model.path=/m/q", "engine=fsdp", "optim=fsdp")
 
 
