@@ -6,14 +6,14 @@ Thin, over what the command line uses.  Reads files alone: the run may be alive,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rft.errors import ConfigError
-from rft.monitor.curves import Picture, evaluations, main_curves, svg
-from rft.monitor.read import Metrics, scan, series
+from rft.monitor.curves import Picture, evaluations, is_main, main_curves, svg
+from rft.monitor.read import AllSeries, Records
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 
     from rft.launch.drive import Outcome
     from rft.types.ids import Version
+    from rft.types.metrics import MetricRecord
 
-_MARKS = ("state.json", "metrics.jsonl", "config.json", "stages.json", "buffer")  # a folder with none of them holds no run
+_MARKS = (
+    "state.json",
+    "metrics.jsonl",
+    "config.resolved.yaml",
+    "stages.json",
+    "buffer",
+)  # a folder with none of them holds no run
 
 
 class StoredRun:
@@ -71,11 +78,6 @@ class StoredRun:
 
         return saved(self.run_dir)
 
-    def records(self) -> Metrics:
-        """metrics.jsonl as records; none where nothing has been measured.  Raises RunFailed for a damaged line."""
-        path = self.run_dir / "metrics.jsonl"
-        return scan(path) if path.is_file() else Metrics([], f"{path}: nothing has been measured yet")
-
     def metrics(self) -> DataFrame:
         """One row for each record: role, step (of that role), time (seconds since the epoch), and a column for each metric.
 
@@ -83,7 +85,7 @@ class StoredRun:
         """
         from pandas import DataFrame  # type: ignore[import-untyped]
 
-        rows = [{"role": r.role, "step": r.step, "time": r.time, **r.values} for r in self.records().records]
+        rows = [{"role": r.role, "step": r.step, "time": r.time, **r.values} for r in self._records()]
         return DataFrame(rows, columns=None if rows else ["role", "step", "time"])
 
     def rollouts(self, where: str = "", *, step: int | None = None) -> Dataset:
@@ -173,18 +175,21 @@ class StoredRun:
             given = {}
         if given.get("best_metric"):
             return given["best_metric"], given.get("best_mode", "max")
-        names = evaluations(self.records().records)
+        names = evaluations(AllSeries(is_main, self._records()).names)
         return (names[0], "min" if names[0].endswith("/loss") else "max") if names else ("", "max")
 
     def plot(self, *names: str) -> Picture:
         """A picture of metrics by step; without names the training reward and every evaluation.  Raises ConfigError for unknown names."""
-        records = self.records().records
-        if not names:
-            return Picture(svg(main_curves(records), title=self.run_dir.resolve().name))
-        known = dict.fromkeys(n for r in records for n in r.values)
-        if missing := [n for n in names if n not in known]:
-            raise ConfigError(f"was never measured; there are {', '.join(known) or 'no metrics yet'}", key=missing[0])
-        return Picture(svg({n: series(records, n) for n in names}, title=self.run_dir.resolve().name))
+        found = AllSeries((lambda name: name in names) if names else is_main, self._records())
+        if missing := [n for n in names if n not in found.names]:
+            raise ConfigError(f"was never measured; there are {', '.join(found.names) or 'no metrics yet'}", key=missing[0])
+        lines = {n: found.points(n) for n in names} or main_curves(found)
+        return Picture(svg(lines, title=self.run_dir.resolve().name))
+
+    def _records(self) -> Iterable[MetricRecord]:
+        """Of metrics.jsonl; none where nothing has been measured.  Iterating raises RunFailed for a damaged line."""
+        path = self.run_dir / "metrics.jsonl"
+        return Records(path) if path.is_file() else ()
 
     def _has_rollouts(self) -> None:
         if not (self.run_dir / "buffer").is_dir():

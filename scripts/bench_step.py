@@ -25,7 +25,7 @@ from typing import Any, Self
 import bench_harness as harness
 import yaml
 
-from rft.monitor.read import scan
+from rft.monitor.read import read
 from rft.taskset.generated_tasks import digit_sums
 from rft.testing.models import smollm2
 from rft.types.metrics import MetricRecord, Role
@@ -89,7 +89,7 @@ class Ours:
         return (time.monotonic() - began) / steps
 
     def records(self) -> list[MetricRecord]:
-        return scan(self._run / "metrics.jsonl").records
+        return read(self._run / "metrics.jsonl")
 
     def _gather(self, deadline_s: float) -> None:
         """Wait until every run of a batch stands at the gate."""
@@ -113,7 +113,7 @@ class Ours:
 
         def served() -> bool:
             path = self._run / "metrics.jsonl"
-            return path.exists() and any(r.role == last and r.step == step for r in scan(path).records)
+            return path.exists() and any(r.role == last and r.step == step for r in read(path))
 
         self._watch.until(served, STEP_S, f"weights of step {step}")
 

@@ -6,19 +6,19 @@ It reads the ledger, the payload and the checkpoint manifests, while or after a 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Subquery, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from rft.buffer.base import Audit, Storage, stored_by
 from rft.buffer.database import cause
-from rft.buffer.derived_state import chain, count, digest, strays, uses_of
+from rft.buffer.derived_state import UseCounts, chain, count, counted_as, strays
 from rft.buffer.location import Location, connect, find
 from rft.buffer.mixing import counted as counted_mixed
-from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
+from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta, uses
 from rft.errors import BufferFailed
 from rft.types.block import UNREADABLE, read
 from rft.types.ids import Version
@@ -66,16 +66,17 @@ def _audit(
         )
     max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
     latest = manifests[-1].version if manifests else None
-    audit, derived = count(tx, chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
+    known, often = UseCounts(tx), _often(tx, max_uses)
+    audit, now = count(tx, chain(tx, latest), known, max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
     for manifest in manifests:
-        problems += _compare(tx, manifest, max_uses)
+        problems += _compare(tx, manifest, known, often, max_uses)
     problems += strays(tx) if about["format"] == str(FORMAT) else []
     storage = stored_by(about, location.name, folder)
     available, discarded = audit.available, dict(audit.discarded)
     if not storage.durable and available:  # what only memory held went with its process
         available, discarded["not_durable"] = 0, available
     elif payload:
-        problems += _read_back(tx, storage, {x for x, (state, _) in derived.items() if state == "available"})
+        problems += _read_back(tx, storage, now)
     return msgspec.structs.replace(
         audit, available=available, discarded=discarded, manifests=len(manifests), problems=(*audit.problems, *problems)
     )
@@ -94,7 +95,19 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
     return sorted(valid, key=lambda m: m.version), problems
 
 
-def _compare(tx: Connection, manifest: _Manifest, max_uses: int) -> list[str]:
+def _often(tx: Connection, max_uses: int) -> dict[str, list[tuple[int, int]]]:
+    """Lineage and step of each use of those experiences that have more than `max_uses`, whether they count or not."""
+    u = uses.c
+    several = select(u.experience).group_by(u.experience).having(func.count() > max_uses)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for experience, line, step in tx.execute(select(u.experience, u.lineage, u.step).where(u.experience.in_(several))):
+        found.setdefault(experience, []).append((line, step))
+    return found
+
+
+def _compare(
+    tx: Connection, manifest: _Manifest, known: UseCounts, often: dict[str, list[tuple[int, int]]], max_uses: int
+) -> list[str]:
     """What a manifest says that the ledger does not."""
     version, said = manifest.version, manifest.consumption
     row = tx.execute(select(lineages).where(lineages.c.lineage == version.lineage)).one_or_none()
@@ -104,15 +117,16 @@ def _compare(tx: Connection, manifest: _Manifest, max_uses: int) -> list[str]:
     parent = None if row.parent_lineage is None else Version(row.parent_lineage, row.parent_step)
     if parent != manifest.parent:
         problems.append(f"checkpoint {version}: its lineage began at {manifest.parent}, the ledger says {parent}")
-    counted = uses_of(tx, chain(tx, version))
-    if (len(counted), digest(counted)) != (said.num_uses, said.digest):
+    ancestry = chain(tx, version)
+    num_uses, found = counted_as(said.digest, tx, ancestry, known)
+    if (num_uses, found) != (said.num_uses, said.digest):
         problems.append(
             f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "
-            f"the ledger counts {len(counted)} ({digest(counted)})"
+            f"the ledger counts {num_uses} ({found})"
         )
-    if (mixed := counted_mixed(tx, chain(tx, version))) != said.mixed:
+    if (mixed := counted_mixed(tx, ancestry)) != said.mixed:
         problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {mixed}")
-    twice = [x for x, n in Counter(u[0] for u in counted).items() if n > max_uses]
+    twice = [x for x, at in often.items() if sum(step <= ancestry.get(line, -1) for line, step in at) > max_uses]
     if twice:
         problems.append(
             f"checkpoint {version}: {len(twice)} experiences were trained more than {max_uses} times, e.g. {twice[0]}"
@@ -120,22 +134,20 @@ def _compare(tx: Connection, manifest: _Manifest, max_uses: int) -> list[str]:
     return problems
 
 
-def _read_back(tx: Connection, storage: Storage, wanted: set[str]) -> list[str]:
+def _read_back(tx: Connection, storage: Storage, now: Subquery) -> list[str]:
     """Which available experiences cannot be read as they were stored."""
     e, g = experiences.c, groups.c
-    hashes: dict[str, dict[str, str]] = {}
-    for r in tx.execute(select(e.id, e.content_hash, g.locator).join(groups, g.id == e.group_id)):
-        if r.id in wanted:
-            hashes.setdefault(r.locator, {})[r.id] = r.content_hash
+    wanted = select(g.locator, e.id, e.content_hash).join(now, now.c.id == e.id).join(groups, g.id == e.group_id)
+    rows = tx.execute(wanted.where(now.c.state == "available").order_by(g.locator))
     problems: list[str] = []
-    for locator, rows in hashes.items():
+    for locator, of_block in groupby(rows, key=lambda r: r.locator):
         try:
             (block,) = storage.get([locator], tx)
             found = {str(x.id): content.hash for x, content in zip(*read(block), strict=True)}
         except (BufferFailed, *UNREADABLE) as error:
             problems.append(f"payload {locator}: {error}")
             continue
-        bad = [x for x, content in rows.items() if found.get(x) != content]
+        bad = [r.id for r in of_block if found.get(r.id) != r.content_hash]
         problems += [f"payload {locator} does not hold {bad[0]} as it was stored"] if bad else []
     return problems
 

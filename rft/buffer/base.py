@@ -139,7 +139,7 @@ class Audit(Struct, frozen=True, kw_only=True):
     discarded: dict[str, int] = field(name="explained")  # by reason; as JSON and in the ledger it is called explained
     used_twice: int  # rows with more than `max_uses` counted uses; must be 0
     num_uses: int  # counted uses
-    digest: str  # of the counted uses, see `rft.buffer.ledger.digest`
+    digest: str  # of the counted uses, see `rft.buffer.derived_state.digest`
     version: str = ""  # "lineage:step" that the uses are counted for; "" = no checkpoint
     manifests: int = 0  # how many checkpoint manifests were compared
     problems: tuple[str, ...] = field(default_factory=tuple)

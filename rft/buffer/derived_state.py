@@ -7,18 +7,22 @@ so on.  `states` is the only definition of an experience's state: `derive_states
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
+from operator import itemgetter
 
 import xxhash
 from sqlalchemy import (
     CTE,
     BigInteger,
+    ColumnElement,
     Connection,
     Exists,
     Integer,
     Select,
+    Subquery,
     Text,
     and_,
     case,
@@ -45,6 +49,7 @@ from rft.errors import BufferFailed
 from rft.types.ids import Version
 
 _PART = 10_000  # uses that are read at once
+_SUM = "sum:"  # begins a digest of format 5 of manifests
 NO_LIMIT = 2**62  # newest step of the lineage that is being trained
 
 # by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
@@ -80,36 +85,38 @@ def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:
     )
 
 
-def uses_of(tx: Connection, ancestry: dict[int, int]) -> list[tuple[str, int, int]]:
-    """`counted_uses`, read."""
-    return [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(ancestry))]
+class UseCounts:
+    """What counts for any version, after one reading of the uses that fulfil `wanted`."""
+
+    def __init__(self, tx: Connection, *wanted: ColumnElement[bool]) -> None:
+        self._found: dict[int, list[tuple[int, int, int]]] = {}  # by lineage: step, and number and sum up to it
+        u = uses.c
+        asked = select(u.lineage, u.step, u.experience).where(*wanted).order_by(u.lineage, u.step)
+        for (line, step), rows in groupby(tx.execute(asked, execution_options={"yield_per": _PART}), key=lambda r: r[:2]):
+            hashes = [xxhash.xxh3_128_intdigest(f"{experience}@{line}:{step}".encode()) for _, _, experience in rows]
+            mine = self._found.setdefault(line, [(-1, 0, 0)])
+            mine.append((step, mine[-1][1] + len(hashes), mine[-1][2] + sum(hashes)))
+
+    def of(self, ancestry: dict[int, int]) -> tuple[int, int]:
+        """How many uses count, and the sum of xxh3-128 over each, an ASCII line "id@lineage:step"; it grows with them, in any order."""
+        known = [(mine, step) for line, step in ancestry.items() if (mine := self._found.get(line))]
+        ends = [mine[bisect_right(mine, step, key=itemgetter(0)) - 1] for mine, step in known]
+        return sum(n for _, n, _ in ends), sum(total for _, _, total in ends)
 
 
-def digest(counted: Iterable[tuple[str, int, int]]) -> str:
-    """xxh3-128, as hex, of the counted uses: ASCII lines "id@lineage:step", sorted, joined by a newline (none at the end).
-
-    Example: digest([("0001.00.00000000.000000.0000.00.0000", 1, 1)]); no uses = digest of the empty string.
-    """
-    return xxhash.xxh3_128_hexdigest("\n".join(sorted(f"{e}@{line}:{step}" for e, line, step in counted)).encode("ascii"))
+def digest(total: int) -> str:
+    """As manifests state it."""
+    return f"{_SUM}{total % (1 << 128):032x}"
 
 
-def counted(tx: Connection, ancestry: dict[int, int]) -> tuple[int, str]:
-    """How many uses count, and their `digest`, read a part at a time: a run of weeks has tens of millions."""
-    u = uses.c
-    found = tx.execute(
-        select(u.experience, u.lineage, u.step).order_by(u.experience, u.lineage, u.step), execution_options={"yield_per": _PART}
-    )
-    count, whole, last = 0, xxhash.xxh3_128(), ""
-    for part in found.partitions():
-        lines = sorted(f"{e}@{line}:{step}" for e, line, step in part if step <= ancestry.get(line, -1))
-        if lines and lines[0] < last:  # they sort as text: step 10 comes before step 9
-            found.close()
-            several = uses_of(tx, ancestry)
-            return len(several), digest(several)
-        if lines:
-            whole.update((("\n" if count else "") + "\n".join(lines)).encode("ascii"))
-            count, last = count + len(lines), lines[-1]
-    return count, whole.hexdigest()
+def counted_as(stated: str, tx: Connection, ancestry: dict[int, int], known: UseCounts | None = None) -> tuple[int, str]:
+    """How many uses count, and their digest in the form of `stated`: before format 5 of manifests it is that of their sorted lines."""
+    if stated.startswith(_SUM):
+        num_uses, total = (known or UseCounts(tx)).of(ancestry)
+        return num_uses, digest(total)
+    rows = tx.execute(counted_uses(ancestry), execution_options={"yield_per": _PART})
+    lines = sorted(f"{u.experience}@{u.lineage}:{u.step}" for u in rows)
+    return len(lines), xxhash.xxh3_128_hexdigest("\n".join(lines).encode("ascii"))
 
 
 def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Select[tuple[str, str, str | None]]:
@@ -246,31 +253,38 @@ def strays(tx: Connection) -> list[str]:
 
 
 def count(
-    tx: Connection, ancestry: dict[int, int], *, max_uses: int, resume_rows: str, version: str
-) -> tuple[Audit, dict[str, tuple[str, str | None]]]:
-    """The audit of what is stored, with nothing leased, and the derived (state, explained) of each row."""
-    derived = {r.id: (r.state, r.explained) for r in tx.execute(states(ancestry, max_uses=max_uses, resume_rows=resume_rows))}
-    counted = uses_of(tx, ancestry)
-    times = Counter(u[0] for u in counted)
-    by_state = Counter(state for state, _ in derived.values())
-    problems = [f"{n} uses are of experiences that are not stored" for n in [sum(x not in derived for x in times)] if n]
-    stored: dict[str, int] = dict(tx.execute(select(experiences.c.group_id, func.count()).group_by(experiences.c.group_id)).all())
-    short = [g.id for g in tx.execute(select(groups.c.id, groups.c.num_rows)) if stored.get(g.id) != g.num_rows]
+    tx: Connection, ancestry: dict[int, int], known: UseCounts, *, max_uses: int, resume_rows: str, version: str
+) -> tuple[Audit, Subquery]:
+    """The audit of what is stored, with nothing leased, and the derived (id, state, explained) of each row."""
+    e, g = experiences.c, groups.c
+    now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
+    of_rows = tx.execute(select(now.c.state, now.c.explained, func.count()).group_by(now.c.state, now.c.explained)).all()
+    used = counted_uses(ancestry).subquery("counted")
+    lost = (
+        select(func.count(used.c.experience.distinct())).outerjoin(experiences, e.id == used.c.experience).where(e.id.is_(None))
+    )
+    problems = [f"{n} uses are of experiences that are not stored" for n in [tx.scalar(lost)] if n]
+    stored = select(e.group_id, func.count().label("n")).group_by(e.group_id).subquery("stored")
+    short = tx.scalars(
+        select(g.id).outerjoin(stored, stored.c.group_id == g.id).where(func.coalesce(stored.c.n, 0) != g.num_rows)
+    ).all()
     problems += [f"group {short[0]} has not the rows it was acknowledged with ({len(short)} such groups)"] if short else []
     served = count_answers(tx)
     problems += served.problems
-    discarded = Counter(reason or "" for state, reason in derived.values() if state == "explained") + served.explained
+    discarded = Counter({reason or "": n for state, reason, n in of_rows if state == "explained"}) + served.explained
+    often = select(used.c.experience).group_by(used.c.experience).having(func.count() > max_uses).subquery("often")
+    num_uses, total = known.of(ancestry)
     audit = Audit(
-        acked=(tx.scalar(select(func.sum(groups.c.num_rows))) or 0) + served.waiting + served.explained.total(),
-        used=by_state["used"],
+        acked=(tx.scalar(select(func.sum(g.num_rows))) or 0) + served.waiting + served.explained.total(),
+        used=sum(n for state, _, n in of_rows if state == "used"),
         leased=0,
-        available=by_state["available"],
+        available=sum(n for state, _, n in of_rows if state == "available"),
         waiting=served.waiting,
         discarded=dict(sorted(discarded.items())),
-        used_twice=sum(n > max_uses for n in times.values()),
-        num_uses=len(counted),
-        digest=digest(counted),
+        used_twice=tx.scalar(select(func.count()).select_from(often)) or 0,
+        num_uses=num_uses,
+        digest=digest(total),
         version=version,
         problems=tuple(problems),
     )
-    return audit, derived
+    return audit, now

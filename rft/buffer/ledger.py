@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, and_, exists, func, insert, select, update
+from sqlalchemy import Connection, and_, exists, func, insert, not_, or_, select, update
 
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.database import Database
-from rft.buffer.derived_state import chain, count, counted, derive_states, has_used_rows, strays, waiting_groups
+from rft.buffer.derived_state import UseCounts, chain, count, counted_as, derive_states, has_used_rows, strays, waiting_groups
 from rft.buffer.migrate import prepare
 from rft.buffer.mixing import counted as counted_mixed
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
@@ -47,6 +47,8 @@ class Ledger:
         self.closed: set[tuple[int, int]] = set()
         self.lineage = 0
         self.cursor = 0
+        self.counted: tuple[int, int, int] | None = None  # step of this process's last checkpoint, `UseCounts.of` it
+        self.first_open: dict[int, int] = {}  # by explorer: its batches before this one are closed
         self.newest_step = 0  # newest optimizer step whose weights can exist in this lineage
 
     # ------------------------------------------------------------ opening
@@ -106,7 +108,7 @@ class Ledger:
 
         start, self.ancestry, waiting = self.run(work)
         self.lineage, self.cursor, self.newest_step = start.lineage, cursor, step
-        self.closed = set()
+        self.closed, self.counted, self.first_open = set(), None, {}
         if not self.storage.durable:
             self.forget(self.blocks - {g.locator for g in waiting})
         return start, waiting
@@ -117,7 +119,7 @@ class Ledger:
         self.blocks.difference_update(self.garbage)
 
     def _verify(self, tx: Connection, parent: Version, given: Consumption) -> None:
-        num_uses, digest = counted(tx, chain(tx, parent))
+        num_uses, digest = counted_as(given.digest, tx, chain(tx, parent))
         if (mixed := counted_mixed(tx, chain(tx, parent))) != given.mixed:
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in rows, but the buffer {self.location} knows "
@@ -191,23 +193,24 @@ class Ledger:
         version = f"{self.lineage}:{self.newest_step}"
         e = experiences.c
 
-        def work(tx: Connection) -> tuple[Audit, dict[str, tuple[str, str | None]], dict[str, tuple[str, str | None]]]:
-            facts, derived = count(tx, self.ancestry, max_uses=s.max_uses, resume_rows=s.resume_rows, version=version)
+        def work(tx: Connection) -> tuple[Audit, list[Any], int]:
+            facts, now = count(tx, self.ancestry, UseCounts(tx), max_uses=s.max_uses, resume_rows=s.resume_rows, version=version)
+            lost = e.explained.is_not_distinct_from("not_durable")
+            differs = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
+            both = select(e.id, e.state, e.explained, now.c.state, now.c.explained).join(now, now.c.id == e.id)
+            wrong = tx.execute(both.where(differs, not_(lost))).all()
             facts = msgspec.structs.replace(facts, problems=(*facts.problems, *strays(tx)))
-            return facts, derived, {r.id: (r.state, r.explained) for r in tx.execute(select(e.id, e.state, e.explained))}
+            return facts, list(wrong), tx.scalar(select(func.count()).select_from(experiences).where(lost)) or 0
 
-        facts, derived, stored = self.run(work)
+        facts, wrong, lost = self.run(work)
         problems = list(facts.problems)
-        lost = {x for x, (_, reason) in stored.items() if reason == "not_durable"}
-        wrong = [x for x, state in derived.items() if stored.get(x) != state and x not in lost]
         if wrong:
-            problems.append(
-                f"{wrong[0]} is stored as {stored.get(wrong[0])}, but is {derived[wrong[0]]} ({len(wrong)} such rows)"
-            )
-        available = facts.available - len(lost)
+            row, *states = wrong[0]
+            problems.append(f"{row} is stored as {tuple(states[:2])}, but is {tuple(states[2:])} ({len(wrong)} such rows)")
+        available = facts.available - lost
         if available != leased + waiting:
             problems.append(f"{available} rows can be trained by the ledger, {leased} leased + {waiting} waiting in memory")
-        discarded = {**facts.discarded, **({"not_durable": len(lost)} if lost else {})}
+        discarded = {**facts.discarded, **({"not_durable": lost} if lost else {})}
         return msgspec.structs.replace(
             facts, leased=leased, available=available - leased, discarded=discarded, problems=tuple(problems)
         )

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, and_, func, or_, select
 
 from rft.buffer import schema
 from rft.buffer.core import BufferCore
-from rft.buffer.derived_state import chain, counted, counted_uses, move
+from rft.buffer.derived_state import UseCounts, chain, counted_uses, digest, move
 from rft.buffer.intake import clean
 from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger, note_checkpoint, verify
@@ -154,7 +154,7 @@ class TrainerSide(BufferCore):
             await self._done(order, step, None)
 
     async def consumption(self, lineage: int, step: int) -> Consumption:
-        """What a manifest of `step` has to state; the digest's exact form is in `rft.buffer.derived_state.digest`."""
+        """What a manifest of `step` has to state; the digest's exact form is in `rft.buffer.derived_state.UseCounts`."""
 
         def work() -> Consumption:
             found = self._ledger.run_for(lineage, lambda tx: consumed(tx, self._ledger, step))
@@ -301,10 +301,16 @@ def consumed(tx: Connection, ledger: Ledger, step: int) -> Consumption:
     """What the manifest of `step` has to say; it is also written down here, for `v_lineage`."""
     version = Version(ledger.lineage, step)
     ancestry = chain(tx, version)
-    num_uses, digest = counted(tx, ancestry)
+    before, u = ledger.counted, uses.c
+    if before is None or step < before[0]:  # the first of this process
+        num_uses, total = UseCounts(tx).of(ancestry)
+    else:
+        more = UseCounts(tx, u.lineage == ledger.lineage, u.step > before[0]).of({ledger.lineage: step})
+        num_uses, total = before[1] + more[0], before[2] + more[1]
+    ledger.counted = step, num_uses, total
     found = Consumption(
         num_uses=num_uses,
-        digest=digest,
+        digest=digest(total),
         cursor=_cursor(tx, ledger, step),
         mixed=counted_mixed(tx, ancestry),
     )
@@ -317,20 +323,20 @@ def _cursor(tx: Connection, ledger: Ledger, step: int) -> int:
     later = [e.id.in_(select(t.c.experience).where(t.c.lineage == ledger.lineage, t.c.step > step)) for t in (uses, explanations)]
     waiting = e.state == "available"
     if ledger.settings.max_uses > 1:  # rows that wait for another use do not hold the cursor back
-        used = counted_uses(ledger.ancestry).subquery("used")
-        waiting = and_(waiting, e.id.not_in(select(used.c.experience)))
+        waiting = and_(waiting, ~counted_uses(ledger.ancestry).where(uses.c.experience == e.id).exists())
     first = tx.scalar(select(func.min(e.batch)).where(or_(waiting, *later)))
     found = [_first_open(tx, ledger, explorer) for explorer in range(ledger.settings.num_explorers)]
     return int(min([*found, *([] if first is None else [first])]))
 
 
 def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
-    b = batches.c
-    mine = select(b.batch).where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= ledger.cursor).order_by(b.batch)
+    b, known = batches.c, ledger.first_open.get(explorer, ledger.cursor)
+    mine = select(b.batch).where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= known).order_by(b.batch)
     if ledger.settings.on_short_batch == "stop":  # a short one ends the run, and is played again when that goes on
         mine = mine.where(b.accepted >= b.wanted)
     closed = tx.scalars(mine).all()
-    return next((n for n, batch in enumerate(closed, ledger.cursor) if n != batch), ledger.cursor + len(closed))
+    ledger.first_open[explorer] = next((n for n, batch in enumerate(closed, known) if n != batch), known + len(closed))
+    return ledger.first_open[explorer]
 
 
 def group_statistics(name: str, members: Sequence[tuple[float, int, int, int]]) -> GroupStats:

@@ -51,13 +51,12 @@ def config_file() -> Path:
 
 def report(run_dir: Path, seconds: float | None, console: Any) -> None:
     """What the model learnt: held-out accuracy, answers before and after, the curve, and where to go next; seconds of a whole run."""
-    from rft.monitor.curves import evaluations
-    from rft.monitor.pictures import reward_curve
-    from rft.monitor.read import read, series
+    from rft.monitor.curves import Picture, evaluations, is_main, main_curves, svg
+    from rft.monitor.read import AllSeries, Records
 
-    records = read(run_dir / "metrics.jsonl")
-    name = next(iter(evaluations(records)), "")
-    points, took = series(records, name) if name else [], "" if seconds is None else f", {seconds:.0f} s"
+    found = AllSeries(is_main, Records(run_dir / "metrics.jsonl"))
+    name = next(iter(evaluations(found.names)), "")
+    points, took = found.points(name), "" if seconds is None else f", {seconds:.0f} s"
     if len(points) > 1:
         taskset, _, mean = name.removeprefix("eval/").rpartition("/")
         if (shown := _answers(run_dir, taskset, points[0][0], points[-1][0])).row_count:
@@ -66,8 +65,8 @@ def report(run_dir: Path, seconds: float | None, console: Any) -> None:
         console.print(f"\nheld-out accuracy ({mean}, temperature 1): {gain}{took}")
     else:
         console.print(f"\nwhat was learnt is not told without an evaluation before and one after (explorer.eval_*){took}")
-    picture = run_dir / "reward_curve.png"
-    reward_curve(run_dir, picture)
+    picture = run_dir / "reward_curve.svg"
+    Picture(svg(main_curves(found), title=run_dir.resolve().name)).save(picture)
     console.print(f"curve     {picture}\nrun       {run_dir}")
     for model in sorted(run_dir.glob("checkpoints/global_step_*/huggingface"), key=lambda m: m.stat().st_mtime_ns)[-1:]:
         console.print(f"model     {model}")

@@ -56,7 +56,7 @@ def compare(
         raise ConfigError("give the folders of two runs or more", key="RUNS", given=" ".join(map(str, runs)))
     if out is not None and out.suffix != ".svg":
         raise ConfigError("must end in .svg", key="-o", given=str(out))
-    found = [collect(open_run(r), answers=False) for r in runs]
+    found = [collect(open_run(r), answers=False, keys=KEYS) for r in runs]
     names = comparison.short_names(found)
     told = comparison.compared(found, names, KEYS)
     if out is not None:

@@ -148,28 +148,28 @@ def lines(facts: dict[str, Any]) -> list[str]:
 def _metrics(path: Path) -> dict[str, Any]:
     """The last train step, and the first and last value of each evaluation mean."""
     from rft.launch.progress import curve_lines
-    from rft.monitor.curves import evaluations
-    from rft.monitor.read import scan, series
+    from rft.monitor.curves import evaluations, is_main
+    from rft.monitor.read import AllSeries, Records
 
     if not path.exists():
         return {"last_step": None, "evals": [], "curves": [], "alarms": [], "notes": ["nothing has been measured yet"]}
-    found = scan(path)
-    steps = [r for r in found.records if r.role == "trainer" and "perf/step_s" in r.values]  # no alarms
-    last = {"step": steps[-1].step, "time": steps[-1].time, "values": steps[-1].values} if steps else None
+    records, found, last = Records(path), AllSeries(is_main), None
+    alarms: list[str] = []
+    told: deque[str] = deque(maxlen=NOTES)
+    for r in records:
+        found.take(r)
+        if r.role == "trainer" and "perf/step_s" in r.values:  # no alarm
+            last = {"step": r.step, "time": r.time, "values": r.values}
+        if any(n.startswith("alarm/") for n in r.values):
+            alarms += [f"{r.role} {r.step}: {n}" for n in r.notes or r.values]
+        else:
+            told += [f"{r.role} {r.step}: {n}" for n in r.notes]
     evals = []
-    for name in sorted(evaluations(found.records)):
-        points = [{"step": step, "name": name, "value": value} for step, value in series(found.records, name)]
+    for name in sorted(evaluations(found.found)):
+        points = [{"step": step, "name": name, "value": value} for step, value in found.points(name)]
         evals += [points[0], points[-1]] if len(points) > 1 else points
-    raised = [r for r in found.records if any(n.startswith("alarm/") for n in r.values)]
-    told = [f"{r.role} {r.step}: {n}" for r in found.records for n in r.notes if r not in raised][-NOTES:]
-    alarms = [f"{r.role} {r.step}: {n}" for r in raised for n in r.notes or r.values]
-    return {
-        "last_step": last,
-        "evals": evals,
-        "curves": curve_lines(found.records),
-        "alarms": alarms,
-        "notes": told + ([found.note] if found.note else []),
-    }
+    notes = [*told, *([records.note] if records.note else [])]
+    return {"last_step": last, "evals": evals, "curves": curve_lines(found), "alarms": alarms, "notes": notes}
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rft.logs import redact
-from rft.monitor.curves import is_evaluation, main_values, sparkline
-from rft.monitor.read import scan
+from rft.monitor.curves import is_evaluation, is_main, main_values, sparkline
+from rft.monitor.read import AllSeries, Records
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 
@@ -134,7 +134,7 @@ def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Versi
     if model.is_dir():
         print(f"model {model}")
     if (path := run_dir / "metrics.jsonl").is_file():
-        for line in curve_lines(scan(path).records):
+        for line in curve_lines(AllSeries(is_main, Records(path))):
             print(f"curve {line}")
     for line in (f"rft status {shlex.quote(str(run_dir))}", *next_steps(run_dir)):
         print(f"next  {line}")
@@ -146,9 +146,9 @@ def next_steps(run_dir: Path | str) -> list[str]:
     return [f"rft view {folder}", f"rft report {folder} -o report.html", f"rft compare {folder} OTHER_RUN"]
 
 
-def curve_lines(records: Sequence[MetricRecord]) -> list[str]:
+def curve_lines(measured: AllSeries) -> list[str]:
     """The reward and every evaluation as one line each: from, a line of blocks, to."""
-    found = main_values(records)
+    found = main_values(measured)
     return [f"{values[0]:.3f} {sparkline(values, 32)} {values[-1]:.3f}  {name}" for name, values in found.items()]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean, median
 
-from rft.monitor.alarms import REWARD, WINDOW, AlarmFinding, History, Rule, batches, steps
+from rft.monitor.alarms import REWARD, WINDOW, AlarmFinding, History, Rule
 from rft.monitor.curves import reward_parts
 from rft.types.metrics import MetricRecord
 
@@ -32,10 +32,9 @@ def reward_divergence(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
         limit = 2.5 * 2**0.5 * _standard_error(r, name)
         if all(peak[1] - v > limit for _, v in mine[-2:]) and _rose(h, peak[0]):
             yield AlarmFinding(
-                "reward_divergence", name, r.step, mine[-2][0],
+                "reward_divergence", name, r.role, r.step, mine[-2][0],
                 f"the training reward rose to {h.recent(REWARD) or 0:.3g}, while {name} fell from {peak[1]:.3g} (step {peak[0]}) to "
                 f"{mine[-1][1]:.3g}",
-                batches(mine[-2][0], r.step),
                 "The policy may exploit the training reward, or overfit its tasks: read its best answers; go back to the checkpoint of the "
                 "peak.",
             )  # fmt: skip
@@ -50,10 +49,9 @@ def reward_divergence(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
         if fall > _RISE * spread > 0 and outside and _rose(h, mine[best + WINDOW - 1][0]):
             since = mine[best + WINDOW - 1][0]
             yield AlarmFinding(
-                "reward_divergence", name, r.step, since,
+                "reward_divergence", name, r.role, r.step, since,
                 f"the reward rose to {h.recent(REWARD) or 0:.3g}, while its part {name[8:-5]} fell from {means[best]:.3g} to "
                 f"{means[-1]:.3g}",
-                batches(since, r.step),
                 "One part of the reward is earned at the cost of another: read the best answers, change the weights or the judge's prompt.",
             )  # fmt: skip
 
@@ -72,9 +70,8 @@ def length_drift(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
         return
     since = h.since(LENGTH, lambda v: v >= first * factor if grown else v * factor <= first)
     yield AlarmFinding(
-        "length_drift", "", r.step, since,
+        "length_drift", "", r.role, r.step, since,
         f"answers went from {first:.0f} to {now:.0f} tokens; correlation of reward and length inside groups {paid:.2f}",
-        batches(since, r.step),
         "Is length rewarded?  Try the reward overlong_penalty, another prompt of the judge, loss_agg_mode seq-mean-token-sum-norm, or a "
         "lower max_response_tokens.",
     )  # fmt: skip
@@ -91,9 +88,8 @@ def entropy_collapse(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
         return
     since = h.since(name, lambda v: v <= 0.1 * first)
     yield AlarmFinding(
-        "entropy_collapse", "", r.step, since,
+        "entropy_collapse", "", r.role, r.step, since,
         f"the entropy of sampled tokens fell from {first:.3g} to {now:.3g} nats with the reward at {solved:.0%} of its range",
-        batches(since, r.step),
         "Nothing new is tried any more: raise clip_range_high, temperature or entropy_coef, lower the learning rate, or go back to an "
         "earlier checkpoint.",
     )  # fmt: skip
@@ -110,9 +106,8 @@ def no_spread(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
         return
     since = h.of(name)[-count][0]
     yield AlarmFinding(
-        "no_spread", "", r.step, since,
+        "no_spread", "", r.role, r.step, since,
         f"{fmean(last):.0%} of the groups of {count} steps had equal rewards, their mean is {h.recent(REWARD) or 0:.3g}",
-        batches(since, r.step),
         "Does the reward read the answers (rft debug reward)?  Is the chat template right (rft check)?  Else take easier tasks or more "
         "runs of each.",
     )  # fmt: skip
@@ -128,9 +123,8 @@ def identical_answers(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
     if min(last) >= 0.5 and mine[0][1] < 0.25:
         since = mine[-3][0]
         yield AlarmFinding(
-            "identical_answers", "", r.step, since,
+            "identical_answers", "", r.role, r.step, since,
             f"{fmean(last):.0%} of the tasks get an answer that another task got too, almost word by word ({mine[0][1]:.0%} at the start)",
-            batches(since, r.step),
             "The reward pays for one text whatever the task: read it, and let the judge see the task and its truth.",
         )  # fmt: skip
 
@@ -144,9 +138,8 @@ def judge(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
         unread, unscored = _more(h, f"{name}/unreadable"), _more(h, f"{name}/unscored")
         if calls >= 10 and (unread >= 0.3 * calls or unscored >= 0.1 * calls):
             yield AlarmFinding(
-                "judge", f"{name} unreadable", r.step, max(r.step - 2, 1),
+                "judge", f"{name} unreadable", r.role, r.step, max(r.step - 2, 1),
                 f"of {calls:.0f} calls of {name[6:]} in 3 steps {unread:.0f} could not be read and {unscored:.0f} questions got no verdict",
-                batches(max(r.step - 2, 1), r.step),
                 "Look at its replies with rft debug reward; ask for a shorter form, raise its max_tokens, or take a better model.",
             )  # fmt: skip
         yield from _saturated(h, r, name[6:])
@@ -161,9 +154,8 @@ def _saturated(h: History, r: MetricRecord, judge_name: str) -> Iterator[AlarmFi
         mean = h.recent(f"{name[:-4]}/mean") or 0.0
         since = h.since(name, lambda v: v < 0.1 * first)
         yield AlarmFinding(
-            "judge", f"{judge_name} saturated", r.step, since,
+            "judge", f"{judge_name} saturated", r.role, r.step, since,
             f"{judge_name} gives nearly every answer {mean:.3g}: the spread of its scores fell from {first:.3g} to {now:.3g}",
-            batches(since, r.step),
             "It tells answers apart no more: compare with another measure (rft judge), sharpen its rubric, or let it compare pairs.",
         )  # fmt: skip
 
@@ -171,14 +163,8 @@ def _saturated(h: History, r: MetricRecord, judge_name: str) -> Iterator[AlarmFi
 def kl_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
     """A KL of the policy is 5 times the median of the 10 steps before it, and above 0.1 nats, for 2 steps."""
     for name in [n for n in ("actor/kl_loss", "advantage/kl", "actor/ppo_kl", "rollout_corr/kl") if n in r.values]:
-        yield from _jump(
-            "kl_jump",
-            h,
-            r,
-            name,
-            0.1,
-            "The last updates were too large: lower the learning rate or clip_range, or raise kl_coef.",
-        )
+        hint = "The last updates were too large: lower the learning rate or clip_range, or raise kl_coef."
+        yield from _jump("kl_jump", h, r, name, 0.1, hint)
 
 
 def mismatch_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
@@ -187,15 +173,12 @@ def mismatch_jump(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
     if "mismatch/abs_diff_mean" in r.values:
         yield from _jump("mismatch_jump", h, r, "mismatch/abs_diff_mean", 0.02, hint)
     mine = h.of("mismatch/ess")
-    if (
-        "mismatch/ess" in r.values
-        and len(mine) > WINDOW
-        and max(v for _, v in mine[-2:]) < 0.5 < 0.8 < fmean(v for _, v in mine[:WINDOW])
-    ):
+    fell = len(mine) > WINDOW and max(v for _, v in mine[-2:]) < 0.5 < 0.8 < fmean(v for _, v in mine[:WINDOW])
+    if "mismatch/ess" in r.values and fell:
         yield AlarmFinding(
-            "mismatch_jump", "mismatch/ess", r.step, mine[-2][0],
+            "mismatch_jump", "mismatch/ess", r.role, r.step, mine[-2][0],
             f"the effective sample size of a step fell to {mine[-1][1]:.2f} of its tokens",
-            steps(mine[-2][0], r.step), f"Lower max_staleness, or use rollout_correction.  {hint}",
+            f"Lower max_staleness, or use rollout_correction.  {hint}",
         )  # fmt: skip
 
 
@@ -205,7 +188,7 @@ def _jump(kind: str, h: History, r: MetricRecord, name: str, floor: float, hint:
     if r.role == "trainer" and len(before) >= WINDOW and all(abs(v) > max(floor, _JUMP * median(before)) for _, v in mine[-2:]):
         since = mine[-2][0]
         saw = f"{name} jumped from {median(before):.3g} to {mine[-1][1]:.3g}"
-        yield AlarmFinding(kind, name, r.step, since, saw, steps(since, r.step), hint)
+        yield AlarmFinding(kind, name, r.role, r.step, since, saw, hint)
 
 
 def starving(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
@@ -214,15 +197,15 @@ def starving(h: History, r: MetricRecord) -> Iterator[AlarmFinding]:
     step_s, wait_s = h.recent("perf/step_s", count), h.recent("time/wait_s", count)
     if r.role == "trainer" and "time/wait_s" in r.values and step_s and wait_s and step_s >= 1.0 and wait_s > 0.95 * step_s:
         yield AlarmFinding(
-            "starving", "trainer", r.step, h.of("time/wait_s")[-count][0],
-            f"the trainer waited for rows in {wait_s / step_s:.0%} of the last {count} steps ({wait_s:.1f} of {step_s:.1f} s)", "",
+            "starving", "trainer", "", r.step, h.of("time/wait_s")[-count][0],
+            f"the trainer waited for rows in {wait_s / step_s:.0%} of the last {count} steps ({wait_s:.1f} of {step_s:.1f} s)",
             "Generation is the bottleneck: more engines, more runs at a time, or synchronizer.sync_offset; see rft timeline RUN.",
         )  # fmt: skip
     idle = h.recent("explorer/idle_ratio", count)
     if r.role == "synchronizer" and "explorer/idle_ratio" in r.values and idle and idle > 0.95 and step_s and step_s >= 1.0:
         yield AlarmFinding(
-            "starving", "explorer", r.step, h.of("explorer/idle_ratio")[-count][0],
-            f"engines waited for weights in {idle:.0%} of the time of {count} versions", "",
+            "starving", "explorer", "", r.step, h.of("explorer/idle_ratio")[-count][0],
+            f"engines waited for weights in {idle:.0%} of the time of {count} versions",
             "Training is the bottleneck: more ranks, or let exploring run ahead (synchronizer.sync_offset); see rft timeline RUN.",
         )  # fmt: skip
 

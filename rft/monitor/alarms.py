@@ -32,15 +32,22 @@ Points = list[tuple[int, float]]
 
 
 class AlarmFinding(Struct, frozen=True):
-    """One alarm.  `rows`: an SQL condition on v_experiences, "" where no rows are concerned."""
+    """One alarm, of a record of `role`; "": no rows are concerned."""
 
     name: str
     subject: str
+    role: str
     step: int
     since: int
     saw: str
-    rows: str
     hint: str
+
+    @property
+    def rows(self) -> str:
+        """An SQL condition on v_experiences: what these train steps used, or these explore steps made; batches count from 0."""
+        if self.role == "trainer":
+            return f"used_step BETWEEN {self.since} AND {self.step}"
+        return f"batch BETWEEN {max(self.since - 1, 0)} AND {self.step - 1}" if self.role else ""
 
     def text(self) -> str:
         """In words, for a log, a tracker, a terminal."""
@@ -151,13 +158,3 @@ class Alarms:
 
     def stops(self, finding: AlarmFinding) -> bool:
         return self._levels[finding.name] == "stop"
-
-
-def batches(since: int, step: int) -> str:
-    """The rows of explore steps `since` to `step`; batches count from 0."""
-    return f"batch BETWEEN {max(since - 1, 0)} AND {step - 1}"
-
-
-def steps(since: int, step: int) -> str:
-    """The rows that train steps `since` to `step` used."""
-    return f"used_step BETWEEN {since} AND {step}"

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rft.monitor.pictures import GREY, escaped, svg_text, ticks
-from rft.monitor.read import series
-from rft.types.metrics import MetricRecord
+from rft.monitor.read import AllSeries
 
 Points = Sequence[tuple[float, float]]
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito, for colour-blind people
 REWARD = ("rollout/reward/mean", "experience/reward/mean")
+_LOSSES = ("actor/loss", "train/loss")
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_LEFT, _RIGHT, _BOTTOM, _LINE = 46, 10, 22, 13  # margins and a line of text, pixels
+_LEFT, _RIGHT, _BOTTOM, _LINE, _LEAST = 46, 10, 22, 13, 100  # margins, a line of text, and least height of the axes, pixels
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,23 @@ class Picture:
         Path(path).write_text(self.svg, encoding="utf-8")
 
 
-def main_curves(records: Iterable[MetricRecord]) -> dict[str, list[tuple[int, float]]]:
+def is_main(name: str) -> bool:
+    """Whether `main_curves` may ask for it."""
+    return name in REWARD or name in _LOSSES or is_evaluation(name)
+
+
+def main_curves(measured: AllSeries) -> dict[str, list[tuple[int, float]]]:
     """What a person asks for first: the training reward (else the loss), and the mean of each evaluation; only what there is."""
-    records = list(records)
-    found = {name: series(records, name) for name in (*REWARD[:1], *evaluations(records))}
-    found = {name: points for name, points in found.items() if points}
-    for name in (*REWARD[1:], "actor/loss", "train/loss"):
-        if not found and (points := series(records, name)):
+    found = {name: points for name in (REWARD[0], *evaluations(measured.found)) if (points := measured.points(name))}
+    for name in (*REWARD[1:], *_LOSSES):
+        if not found and (points := measured.points(name)):
             found[name] = points
     return found
 
 
-def main_values(records: Iterable[MetricRecord]) -> dict[str, list[float]]:
+def main_values(measured: AllSeries) -> dict[str, list[float]]:
     """The finite values of each main curve that has two or more."""
-    found = {name: [v for _, v in points if math.isfinite(v)] for name, points in main_curves(records).items()}
+    found = {name: [v for _, v in points if math.isfinite(v)] for name, points in main_curves(measured).items()}
     return {name: values for name, values in found.items() if len(values) > 1}
 
 
@@ -57,9 +60,9 @@ def is_evaluation(name: str) -> bool:
     return name.startswith(("eval/", "bench/")) and ("/mean@" in name or name.endswith("/loss"))
 
 
-def evaluations(records: Iterable[MetricRecord]) -> list[str]:
-    """Names of the main number of every evaluation."""
-    return [n for n in dict.fromkeys(n for r in records for n in r.values) if is_evaluation(n)]
+def evaluations(names: Iterable[str]) -> list[str]:
+    """Those that are the main number of an evaluation."""
+    return list(filter(is_evaluation, names))
 
 
 def reward_parts(names: Iterable[str]) -> list[str]:
@@ -85,6 +88,7 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
 def svg(lines: Mapping[str, Points], *, title: str = "", width: int = 510, height: int = 220) -> str:
     """Series by name, each (x, y) in order of x, on one pair of axes; more than 400 points of a series are averaged in pairs and more."""
     top = 9 + _LINE * max(len(lines), 1)
+    height = max(height, top + _LEAST + _BOTTOM)
     shown = {name: _thinned([p for p in points if math.isfinite(p[1])]) for name, points in lines.items()}
     every = [p for points in shown.values() for p in points]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'

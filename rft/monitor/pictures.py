@@ -1,83 +1,23 @@
-"""Pictures of a run, from metrics.jsonl alone: reward and accuracy over steps; who worked and who waited, over time.
+"""The timeline of a run, from metrics.jsonl alone: who worked and who waited.
 
 Knows no process of the run.  Invariant: a bar lies where a record says that the work ended and how long it took; nothing is guessed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from rft.errors import RunFailed, SetupError
+from rft.errors import RunFailed
 from rft.logs import safe
-from rft.monitor.read import begins, read, series
+from rft.monitor.read import Records, begins
 from rft.types.metrics import MetricRecord
 
-TRAINING = "rollout/reward/mean"
-_EVAL = re.compile(r"eval/(?P<taskset>.+)/mean@(?P<k>\d+)")
-GREY, _BLUE, _WARM = "#858585", "#3987e5", ("#d9772b", "#2f9e6e", "#b65fc4", "#c9a227")  # legible on white and on black
-_WINDOW = 5  # steps of the running mean
-
-
-def reward_curve(run_dir: Path, out_png: Path) -> None:
-    """Draws `rollout/reward/mean` and every `eval/<taskset>/mean@k` of `run_dir`/metrics.jsonl into `out_png`.
-
-    The background is transparent.  Raises SetupError without matplotlib, RunFailed where neither metric has been written yet.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as e:
-        raise SetupError("drawing the reward curve needs matplotlib: pip install matplotlib") from e
-    records = read(run_dir / "metrics.jsonl")
-    training, evals = series(records, TRAINING), _evals(records)
-    if not training and not evals:
-        raise RunFailed(f"{run_dir / 'metrics.jsonl'} holds neither {TRAINING} nor an evaluation yet; there is nothing to draw")
-    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
-    axes = figure.add_subplot()
-    if training:
-        steps, rewards = zip(*training, strict=True)
-        smooth = len(training) > 2 * _WINDOW
-        axes.plot(
-            steps, rewards, color=_BLUE, lw=1 if smooth else 2, alpha=0.4 if smooth else 1, label="" if smooth else "training"
-        )
-        if smooth:
-            axes.plot(steps, running_mean(rewards), color=_BLUE, lw=2.2, label=f"training, mean of {_WINDOW} steps")
-    for (label, points), color in zip(evals.items(), itertools.cycle(_WARM), strict=False):
-        axes.plot(*zip(*points, strict=True), color=color, lw=1.4, ls=(0, (4, 2)), marker="o", ms=6, label=label)
-        step, value = points[-1]
-        axes.annotate(f"{value:.2f}", (step, value), (7, 0), textcoords="offset points", color=color, va="center", fontsize=9)
-    axes.set_xlabel("step", color=GREY)
-    axes.set_ylabel("mean reward", color=GREY)
-    axes.set_title(run_dir.resolve().name, color=GREY, loc="left", fontsize=11)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0.04, y=0.08)
-    axes.grid(color=GREY, alpha=0.25, lw=0.6)
-    axes.tick_params(colors=GREY)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(GREY)
-    axes.legend(frameon=False, labelcolor=GREY, fontsize=9, loc="best")
-    out_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_png, transparent=True)
-
-
-def running_mean(values: tuple[float, ...]) -> list[float]:
-    """Mean of each value and the `_WINDOW` - 1 before it."""
-    windows = [values[max(0, i + 1 - _WINDOW) : i + 1] for i in range(len(values))]
-    return [sum(w) / len(w) for w in windows]
-
-
-def _evals(records: list[MetricRecord]) -> dict[str, list[tuple[int, float]]]:
-    names = dict.fromkeys(name for r in records for name in r.values if _EVAL.fullmatch(name))
-    return {name.removeprefix("eval/").replace("/mean@", " mean@"): series(records, name) for name in names}
-
-
+GREY = "#858585"  # legible on white and on black
+_BARS = 1000  # that are kept before older ones than are wanted go
 ROWS = {"explorer": "explore", "trainer": "train", "synchronizer": "sync", "eval": "evaluate"}
 SYNC = ("stage", "wait", "drain", "pause", "load", "resume", "canary")  # one after the other; the last ends at the record
 STEP = ("wait", "train", "sync", "checkpoint")  # of a train step, in this order
@@ -101,17 +41,29 @@ class Bar:
     end: float
 
 
-def bars(records: Sequence[MetricRecord], *, last: int | None = None) -> list[Bar]:
+def bars(records: Iterable[MetricRecord], *, last: int | None = None) -> list[Bar]:
     """Of the newest process of the run, from its first version on; `last`: of as many train steps at its end.
 
     Raises RunFailed where no version has been published yet.
     """
-    firsts = [i for i, r in enumerate(records) if begins(r)]
-    if not firsts:
+    found: list[Bar] | None = None
+    most = _BARS
+    for r in records:
+        if begins(r):
+            found = []
+        if found is not None:
+            found += [bar for bar in _of(r) if bar.end > bar.begin]
+            if last is not None and len(found) > most:
+                found = _newest(found, last)
+                most = 2 * len(found) + _BARS
+    if found is None:
         raise RunFailed("no weights have been published: a timeline is drawn of a run that explores, from its first version on")
-    found = [bar for r in records[firsts[-1] :] for bar in _of(r) if bar.end > bar.begin]
+    return found if last is None else _newest(found, last)
+
+
+def _newest(found: list[Bar], last: int) -> list[Bar]:
     steps = [b for b in found if b.kind == "train"]
-    if last is None or len(steps) <= last:
+    if len(steps) <= last:
         return found
     since = steps[-last].begin
     return [b if b.begin >= since else Bar(b.row, b.kind, b.label, since, b.end) for b in found if b.end > since]
@@ -150,7 +102,8 @@ def shares(found: Sequence[Bar]) -> dict[str, float]:
     whole = max(ended - began, 1e-9)
 
     def busy(*kinds: str) -> float:
-        return covered([(max(b.begin, began), b.end) for b in found if b.kind in kinds and b.end > began]) / whole
+        ends = [(b.end, b.end - max(b.begin, began)) for b in found if b.kind in kinds and b.end > began]
+        return covered(*zip(*ends, strict=True)) / whole if ends else 0.0
 
     return {
         "explorer idle": 1 - busy("explore", "evaluate"),
@@ -160,13 +113,16 @@ def shares(found: Sequence[Bar]) -> dict[str, float]:
     }
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of all (begin, end) together; where they overlap it counts once."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
+def covered(ends: Sequence[float], took: Sequence[float]) -> float:
+    """Length of all spans together, by their ends and lengths; where they overlap it counts once."""
+    import numpy as np
+
+    end = np.asarray(ends, np.float64)
+    begin = end - np.asarray(took, np.float64)
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], end[order]
+    until = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]]) if len(end) else end
+    return float(np.maximum(0.0, end - np.maximum(begin, until)).sum())
 
 
 # ---------------------------------------------------------------- the picture
@@ -174,7 +130,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def picture(run_dir: Path, out_svg: Path, *, last: int | None = None) -> dict[str, float]:
     """Draws the timeline of `run_dir` into `out_svg` and returns `shares`.  Raises RunFailed where there is nothing to draw."""
-    found = bars(read(run_dir / "metrics.jsonl"), last=last)
+    found = bars(Records(run_dir / "metrics.jsonl"), last=last)
     told = shares(found)
     out_svg.parent.mkdir(parents=True, exist_ok=True)
     out_svg.write_text(svg(found, told), encoding="utf-8")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -37,30 +38,23 @@ MOST_LINE = 16 << 20  # bytes of a line
 _decoder = msgspec.json.Decoder(_Line)
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """Records in the order they were written; `note` says what was left out, "" if nothing."""
+class Records:
+    """All whole records of `path`, read anew and one at a time whenever they are asked for; NaN and infinity, stored as null, are NaN.
 
-    records: list[MetricRecord]
-    note: str = ""
-
-
-def scan(path: Path) -> Metrics:
-    """All whole records of `path`; NaN and infinity, stored as null, come back as NaN.
-
-    Raises RunFailed for a damaged line, OSError for what is no plain file.
+    `note` says what the last reading left out.  Raises RunFailed for a damaged line, OSError for what is no plain file.
     """
-    records, rest = [], b""
-    with open_regular(path) as file:
-        for number, line in enumerate(_lines(file), 1):
-            if line.endswith(b"\n"):
-                records.append(_record(path, number, line))
-            else:
-                rest = line
-    if len(rest) > MOST_LINE:
-        raise RunFailed(f"{path}:{len(records) + 1} is longer than {MOST_LINE:,} bytes: no metric record")
-    note = f"{path}: the last line is cut after {len(rest)} bytes and left out (a crash, or it is being written)" if rest else ""
-    return Metrics(records, note)
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.note = path, ""
+
+    def __iter__(self) -> Iterator[MetricRecord]:
+        open_regular(self._path).close()
+        tail = MetricTail(self._path)
+        yield from tail.new()
+        if tail.problems:
+            raise RunFailed(tail.problems[0])
+        cut = f"the last line is cut after {tail.cut} bytes and left out (a crash, or it is being written)"
+        self.note = f"{self._path}: {cut}" if tail.cut else ""
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -72,42 +66,95 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read(path: Path) -> list[MetricRecord]:
-    """Like `scan`; what was left out goes to the log as a warning."""
-    found = scan(path)
-    if found.note:
-        log.warning("%s", found.note)
-    return found.records
+    """All `Records` at once; what was left out goes to the log as a warning."""
+    records = Records(path)
+    found = list(records)
+    if records.note:
+        log.warning("%s", records.note)
+    return found
 
 
 class Series:
-    """One metric of a run; of a name that two roles use, the role that used it first.
+    """One metric of a run, by step; of a name that two roles use, the role that used it first.
 
     Where a resumed run wrote a step again, the later value holds; what an attempt wrote beyond the step that the next process began with
     is left out, but for explore batches ahead of a checkpoint, which are not always played again.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._role = name, ""
-        self._found: dict[int, float] = {}
+        self.name, self._role = name, ""
+        self.steps, self.times, self.values = array("q"), array("d"), array("d")
+
+    def __len__(self) -> int:
+        return len(self.steps)
 
     def take(self, r: MetricRecord) -> None:
-        if begins(r) and (self._role != "explorer" or not r.step):
-            self._found = {step: value for step, value in self._found.items() if step <= r.step}
-        if self._name in r.values and r.role == (role := self._role or r.role):
-            self._role = role
-            self._found[r.step] = r.values[self._name]
+        if begins(r):
+            self.begin(r.step)
+        if self.name in r.values and self._role in ("", r.role):
+            self.add(r)
+
+    def begin(self, step: int) -> None:
+        """A process begins with `step`."""
+        if self._role != "explorer" or not step:
+            kept = bisect_right(self.steps, step)
+            del self.steps[kept:], self.times[kept:], self.values[kept:]
+
+    def add(self, r: MetricRecord) -> None:
+        """A record of its role that has this metric."""
+        self._role = r.role
+        steps, value = self.steps, r.values[self.name]
+        at = len(steps) if not steps or steps[-1] < r.step else bisect_left(steps, r.step)
+        if at < len(steps) and steps[at] == r.step:  # a resumed run writes steps again
+            self.times[at], self.values[at] = r.time, value
+        else:  # several explorers end batches in any order
+            steps.insert(at, r.step)
+            self.times.insert(at, r.time)
+            self.values.insert(at, value)
 
     def points(self) -> list[tuple[int, float]]:
         """(step, value) by step."""
-        return sorted(self._found.items())
+        return list(zip(self.steps, self.values, strict=True))
+
+
+class AllSeries:
+    """The series whose names are `wanted`, of all records taken so far, which are not kept.
+
+    A name that two roles use is followed by the second one's role: `frac_reward_zero_std@trainer`.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool], records: Iterable[MetricRecord] = ()) -> None:
+        self.found: dict[str, Series] = {}
+        self._wanted = wanted
+        self._known: dict[tuple[str, str], Series | None] = {}  # by name and role
+        for record in records:
+            self.take(record)
+
+    def take(self, r: MetricRecord) -> None:
+        if begins(r):
+            for known in self.found.values():
+                known.begin(r.step)
+        for name in r.values:
+            if (name, r.role) not in self._known:
+                self._known[name, r.role] = Series(name) if self._wanted(name) else None
+                if (new := self._known[name, r.role]) is not None:
+                    self.found[name if name not in self.found else f"{name}@{r.role}"] = new
+            if (mine := self._known[name, r.role]) is not None:
+                mine.add(r)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all metrics, in the order in which they appear first."""
+        return list(dict.fromkeys(name for name, _ in self._known))
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """No points where it is not known."""
+        return self.found[name].points() if name in self.found else []
 
 
 def series(records: Iterable[MetricRecord], name: str) -> list[tuple[int, float]]:
     """The points of a `Series`."""
-    made = Series(name)
-    for record in records:
-        made.take(record)
-    return made.points()
+    return AllSeries(name.__eq__, records).points(name)
 
 
 def begins(record: MetricRecord) -> bool:
@@ -150,6 +197,7 @@ class MetricTail:
         self.restarts = 0
         self._file = (0, 0)  # device and inode
         self._read = self._line = 0  # bytes, and lines, taken so far
+        self.cut = 0  # bytes of a last line without its end
 
     def new(self) -> Iterator[MetricRecord]:
         """All whole records since the last call."""
@@ -159,6 +207,7 @@ class MetricTail:
             yield from self._portion()
 
     def _portion(self) -> list[MetricRecord]:
+        found: list[MetricRecord] = []
         try:
             with open_regular(self.path) as file:
                 stat = os.fstat(file.fileno())
@@ -167,29 +216,26 @@ class MetricTail:
                     self._file, self._read, self._line = (stat.st_dev, stat.st_ino), 0, 0
                     self.problems = []
                 file.seek(self._read)
-                lines, size = [], 0
+                begin, self.cut = self._read, 0
                 for line in _lines(file):
-                    lines.append(line)
-                    if (size := size + len(line)) >= _PORTION_BYTES:
+                    if not line.endswith(b"\n"):
+                        self.cut = len(line)
+                        break
+                    self._read += len(line)
+                    self._line += 1
+                    try:
+                        found.append(_record(self.path, self._line, line))
+                    except RunFailed as e:
+                        if len(self.problems) < _MOST_PROBLEMS:
+                            self.problems.append(str(e))
+                    if self._read - begin >= _PORTION_BYTES:
                         break
         except FileNotFoundError:
-            return []
+            pass
         except OSError as e:
             self.problems = [f"{self.path} {e.strerror}"]
-            return []
-        found = []
-        for line in lines:
-            if not line.endswith(b"\n"):
-                if len(line) > MOST_LINE:
-                    self.problems = [f"{self.path}:{self._line + 1} is longer than {MOST_LINE:,} bytes; what follows is not read"]
-                break  # being written
-            self._read += len(line)
-            self._line += 1
-            try:
-                found.append(_record(self.path, self._line, line))
-            except RunFailed as e:
-                if len(self.problems) < _MOST_PROBLEMS:
-                    self.problems.append(str(e))
+        if self.cut > MOST_LINE:
+            self.problems = [f"{self.path}:{self._line + 1} is longer than {MOST_LINE:,} bytes; what follows is not read"]
         return found
 
 

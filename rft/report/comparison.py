@@ -11,7 +11,7 @@ from typing import Any
 
 from rft.config.save import differing
 from rft.monitor.curves import Points, main_curves, main_values, sparkline, svg
-from rft.report.facts import RunFacts, first_and_last, newest
+from rft.report.facts import RunFacts, first_and_last
 
 Rows = dict[str, dict[str, Any]]  # name → run → value
 
@@ -32,8 +32,8 @@ def compared(found: Sequence[RunFacts], names: Sequence[str], keys: Sequence[str
     run = dict(zip(names, found, strict=True))
     return {
         "evaluation": _by({n: {p.name: _told(p, q) for p, q in first_and_last(f.evals)} for n, f in run.items()}),
-        "newest": _by({n: {k: v for k in keys if (v := newest(f.records, k)) is not None} for n, f in run.items()}),
-        "curve": _by({n: {k: sparkline(v, 24) for k, v in main_values(f.records).items()} for n, f in run.items()}),
+        "newest": _by({n: {k: points[-1][1] for k in keys if (points := f.series.points(k))} for n, f in run.items()}),
+        "curve": _by({n: {k: sparkline(v, 24) for k, v in main_values(f.series).items()} for n, f in run.items()}),
         "cost": _by({n: {"steps": f.steps, **dict(f.cost)} for n, f in run.items()}),
         "alarm": _by({n: {a.name: f"since step {a.step}" for a in reversed(f.alarms)} for n, f in run.items()}),
         "configuration": _apart({n: dict(f.changed) for n, f in run.items()}),
@@ -44,7 +44,7 @@ def compared(found: Sequence[RunFacts], names: Sequence[str], keys: Sequence[str
 def picture(found: Sequence[RunFacts], names: Sequence[str]) -> str:
     """The main curves of all runs on one pair of axes."""
     lines: dict[str, Points] = {
-        f"{run}: {name}": points for run, f in zip(names, found, strict=True) for name, points in main_curves(f.records).items()
+        f"{run}: {name}": points for run, f in zip(names, found, strict=True) for name, points in main_curves(f.series).items()
     }
     return svg(lines, title="by step", width=900, height=420)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeVar
@@ -21,16 +23,18 @@ from rft.config.save import changed
 from rft.errors import ConfigError, RftError
 from rft.launch.progress import duration
 from rft.launch.rundir import RunDir
-from rft.monitor.curves import evaluations
+from rft.monitor.curves import evaluations, is_main
 from rft.monitor.pictures import covered
-from rft.monitor.read import Spent, series
+from rft.monitor.read import AllSeries, Records, Spent
 from rft.notebook import StoredRun
 from rft.types.metrics import MetricRecord
+from rft.view.charts import may_be_charted
 from rft.view.rollout_pages import written_by
 
 T = TypeVar("T")
 ANSWERS = 3  # of each kind
 _Z = 1.96  # 95 %
+_TOTALS = ("perf/step_s", "time/wait_s", "engine/generated_tokens", "experience/response_tokens")
 _TOOK = ("perf/step_s", "rollout/time/batch", "sync/total_s")  # what ended with a record, seconds
 
 
@@ -84,7 +88,7 @@ class RunFacts:
     reason: str
     steps: int
     subject: list[tuple[str, str]]
-    records: list[MetricRecord]
+    series: AllSeries
     evals: list[EvalPoint]
     answers: list[ShownAnswer]
     cost: list[tuple[str, str]]
@@ -95,15 +99,50 @@ class RunFacts:
     missing: list[str] = field(default_factory=list)
 
 
-def collect(run: StoredRun, *, answers: bool = True) -> RunFacts:
+class RunSummary:
+    """What the records of a run come to, taken one at a time; `keys` are metrics whose series is kept besides those that are drawn."""
+
+    def __init__(self, records: Iterable[MetricRecord], keys: Collection[str] = ()) -> None:
+        self.series = AllSeries(lambda n: n in keys or n.startswith(("eval/", "bench/")) or is_main(n) or may_be_charted(n))
+        self.steps, self.answers_each = 0, 0.0
+        self.explored = False
+        self.alarms: list[Raised] = []
+        self.spent = Spent()
+        self.totals: Counter[str] = Counter()
+        self.ends, self.took = array("d"), array("d")  # of what is measured, seconds; of mode bench nothing is
+        for record in records:
+            self._take(record)
+
+    def _take(self, r: MetricRecord) -> None:
+        self.series.take(r)
+        self.spent.take(r)
+        self.alarms += [
+            Raised(n.removeprefix("alarm/"), r.role, r.step, " ".join(r.notes)) for n in r.values if n.startswith("alarm/")
+        ]
+        v = {name: value for name, value in r.values.items() if math.isfinite(value)}
+        self.totals.update({name: v[name] for name in _TOTALS if name in v})  # type: ignore[dict-item]  # not whole numbers
+        self.explored |= r.role == "explorer"
+        if r.role == "trainer":
+            self.steps = r.step
+        if v.get("rollout/runs"):
+            groups = v.get("rollout/groups/accepted", 0.0) + v.get("rollout/groups/rejected", 0.0)
+            self.answers_each = v["rollout/runs"] / groups if groups else 0.0
+        names = [n for n in v if n.startswith("eval/") and n.endswith("/time")] if r.role == "eval" else _TOOK
+        self.ends.append(r.time)
+        self.took.append(max((v.get(n, 0.0) for n in names), default=0.0))
+
+
+def collect(run: StoredRun, *, answers: bool = True, keys: Collection[str] = ()) -> RunFacts:
     """Raises ConfigError and RunFailed where what is there cannot be read at all; a part that is missing is named in `missing`."""
     if (run.run_dir / "stages.json").exists():
         below = ", ".join(sorted(str(p.parent) for p in run.run_dir.glob("*/state.json")))
         raise ConfigError(f"{run.run_dir} is a program of stages; give the folder of one ({below})", key="RUN")
     missing: list[str] = []
-    found = run.records()
-    if found.note:
-        missing.append(found.note)
+    path = run.run_dir / "metrics.jsonl"
+    records = Records(path)
+    found = RunSummary(records if path.is_file() else (), keys)
+    if note := records.note if path.is_file() else f"{path}: nothing has been measured yet":
+        missing.append(note)
     saved = _saved(run, missing)
     tree = saved.get("tree", {})
 
@@ -119,19 +158,18 @@ def collect(run: StoredRun, *, answers: bool = True) -> RunFacts:
     except ConfigError as e:
         state = {}
         missing.append(e.message)
-    steps = next((r.step for r in reversed(found.records) if r.role == "trainer"), 0)
     return RunFacts(
         name=run.run_dir.resolve().name,
         folder=str(run.run_dir),
         phase=RunDir(run.run_dir).phase(state)[0],
         reason=str(state.get("reason", "")),
-        steps=steps,
-        subject=told("subject", lambda: _subject(tree, steps, found.records)),
-        records=found.records,
-        evals=eval_points(found.records),
+        steps=found.steps,
+        subject=told("subject", lambda: _subject(tree, found)),
+        series=found.series,
+        evals=eval_points(found.series),
         answers=told("answers", lambda: _answers(run, missing)) if answers else [],
-        cost=told("cost", lambda: _cost(tree, found.records)),
-        alarms=alarms(found.records),
+        cost=told("cost", lambda: _cost(tree, found)),
+        alarms=found.alarms,
         changed=told("settings", lambda: list(changed(tree).items())),
         versions=told("versions", lambda: [("seed", str(tree.get("seed", "unknown"))), *saved.get("versions", {}).items()]),
         repeat=told("command", lambda: _repeat(saved)),
@@ -157,7 +195,7 @@ def _repeat(saved: dict[str, Any]) -> list[str]:
     ]
 
 
-def _subject(tree: dict[str, Any], steps: int, records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
+def _subject(tree: dict[str, Any], measured: RunSummary) -> list[tuple[str, str]]:
     """What was trained on what; a key that another version of rft did not have is left out."""
 
     def at(path: str, default: Any = None) -> Any:
@@ -172,9 +210,7 @@ def _subject(tree: dict[str, Any], steps: int, records: Sequence[MetricRecord]) 
     lora = " with LoRA" if at("model.lora_configs") else ""
     rate = at("algorithm.optimizer.lr")
     total = f" of {at('trainer.total_steps')}" if at("trainer.total_steps") else ""
-    v = next((r.values for r in reversed(records) if r.values.get("rollout/runs")), {})
-    groups = v.get("rollout/groups/accepted", 0.0) + v.get("rollout/groups/rejected", 0.0)
-    answers = f", {v['rollout/runs'] / groups:g} answers each" if groups else ""
+    answers = f", {measured.answers_each:g} answers each" if measured.answers_each else ""
     rows = [
         ("model", f"{at('model.model_path')}{lora}" if at("model.model_path") else ""),
         ("algorithm", at("algorithm.algorithm_type", "") + ("" if rate is None else f", learning rate {rate:g}")),
@@ -182,7 +218,7 @@ def _subject(tree: dict[str, Any], steps: int, records: Sequence[MetricRecord]) 
         *[("evaluated on", _taskset(t, evaluated)) for t in given.get("eval_tasksets", ())],
         ("a step", f"{at('buffer.batch_size')} tasks{answers}" if train else ""),
         ("mode", at("mode", "")),
-        ("steps", f"{steps}{total}" if steps or tree else ""),
+        ("steps", f"{measured.steps}{total}" if measured.steps or tree else ""),
     ]
     return [(name, text) for name, text in rows if text]
 
@@ -196,17 +232,17 @@ def _taskset(t: dict[str, Any], given: dict[str, Any]) -> str:
 # ------------------------------------------------------------ numbers
 
 
-def eval_points(records: Sequence[MetricRecord]) -> list[EvalPoint]:
+def eval_points(found: AllSeries) -> list[EvalPoint]:
     """Every evaluation by name and step; of a step that was written twice the later one."""
-    found: dict[tuple[str, int], EvalPoint] = {}
-    for name in evaluations(records):
+    points = []
+    for name in sorted(evaluations(found.found)):
         prefix, mean, n = name.rpartition("/mean@")  # else a loss, beside which nothing is counted
-        standing = dict(series(records, name))
-        for r in (r for r in records if name in r.values and r.step in standing):
-            counts = {k: _count(r.values.get(f"{prefix}/{k}")) for k in ("tasks", "runs", "failed")}
-            low, high = interval(r.values[name], r.values.get(f"{prefix}/sem@{n}"), counts["tasks"]) if mean else (None, None)
-            found[name, r.step] = EvalPoint(name, r.step, r.values[name], low, high, **counts)
-    return sorted(found.values(), key=lambda p: (p.name, p.step))
+        errors, *counted = (dict(found.points(f"{prefix}/{k}")) for k in (f"sem@{n}", "tasks", "runs", "failed"))
+        for step, value in found.points(name):
+            tasks, runs, failed = (_count(of.get(step)) for of in counted)
+            low, high = interval(value, errors.get(step), tasks) if mean else (None, None)
+            points.append(EvalPoint(name, step, value, low, high, tasks, runs, failed))
+    return points
 
 
 def _count(value: float | None) -> int | None:
@@ -228,49 +264,21 @@ def interval(mean: float, sem: float | None, tasks: int | None) -> tuple[float |
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
-def alarms(records: Sequence[MetricRecord]) -> list[Raised]:
-    """Everything that was raised, in order."""
-    return [
-        Raised(name.removeprefix("alarm/"), r.role, r.step, " ".join(r.notes))
-        for r in records
-        for name in r.values
-        if name.startswith("alarm/")
-    ]
-
-
-def worked_s(records: Iterable[MetricRecord]) -> float:
-    """Seconds in which the run did anything that is measured; not those between its processes, nor those of mode bench."""
-
-    def took(r: MetricRecord) -> float:
-        names = [n for n in r.values if n.startswith("eval/") and n.endswith("/time")] if r.role == "eval" else _TOOK
-        return max((r.values.get(n, 0.0) for n in names), default=0.0)
-
-    return covered((r.time - took(r), r.time) for r in records)
-
-
-def _cost(tree: dict[str, Any], records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
+def _cost(tree: dict[str, Any], measured: RunSummary) -> list[tuple[str, str]]:
     """Hours, tokens and dollars."""
-    if not records:
+    if not measured.series.names:
         return []
-    seconds = worked_s(records)
-    spent = Spent()
-    for record in records:
-        spent.take(record)
-
-    def total(name: str) -> float:
-        return sum(r.values.get(name, 0.0) for r in records)
-
-    busy = total("perf/step_s") - total("time/wait_s")
+    seconds, total, spent = covered(measured.ends, measured.took), measured.totals, measured.spent
+    busy = total["perf/step_s"] - total["time/wait_s"]
     ranks = tree.get("trainer", {}).get("world_size") or 1
     engines = (tree.get("explorer", {}).get("rollout_model") or {}).get("engine_num") or 1
-    explored = any(r.role == "explorer" for r in records)
-    generated = total("engine/generated_tokens")
+    generated, trained = total["engine/generated_tokens"], total["experience/response_tokens"]
     rows = [
         ("duration", f"{duration(seconds)}, pauses between its processes left out" if seconds else ""),
         ("trainer", f"{ranks} rank(s): {duration(ranks * seconds)} held, {duration(ranks * busy)} at work" if busy else ""),
-        ("engines", f"{engines} engine(s): {duration(engines * seconds)} held" if explored else ""),
+        ("engines", f"{engines} engine(s): {duration(engines * seconds)} held" if measured.explored else ""),
         ("tokens generated", f"{generated:,.0f}" if generated else ""),
-        ("tokens trained", f"{total('experience/response_tokens'):,.0f}" if total("experience/response_tokens") else ""),
+        ("tokens trained", f"{trained:,.0f}" if trained else ""),
         ("judges and servers", f"{spent.usd:.4f} USD" if spent.usd else "0 USD, or without prices in the configuration"),
     ]
     return [(name, text) for name, text in rows if text]
@@ -280,12 +288,6 @@ def first_and_last(points: Sequence[EvalPoint]) -> list[tuple[EvalPoint, EvalPoi
     """Of each evaluation; `points` are in the order of `eval_points`."""
     mine = [list(group) for _, group in groupby(points, key=lambda p: p.name)]
     return [(m[0], m[-1]) for m in mine]
-
-
-def newest(records: Sequence[MetricRecord], name: str) -> float | None:
-    """The value of the last step that has one."""
-    points = series(records, name)
-    return points[-1][1] if points else None
 
 
 # ------------------------------------------------------------ answers

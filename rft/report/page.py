@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from rft.logs import redact, safe
-from rft.monitor.curves import Points, main_curves, svg
-from rft.monitor.read import series
+from rft.monitor.curves import main_curves, svg
+from rft.monitor.read import AllSeries
 from rft.report.facts import RunFacts, first_and_last
-from rft.types.metrics import MetricRecord
 from rft.view.charts import charted
 
 MAX_BYTES = 5 << 20
@@ -37,18 +35,19 @@ def page(facts: RunFacts) -> str:
         facts=facts,
         css=Markup(css),  # ours
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
-        pictures=[Markup(redact(p)) for p in pictures(facts.records)],  # made by `svg`, which escapes
+        pictures=[Markup(redact(p)) for p in pictures(facts.series)],  # made by `svg`, which escapes
         evals=first_and_last(facts.evals),
     )
 
 
-def pictures(records: Sequence[MetricRecord]) -> list[str]:
+def pictures(found: AllSeries) -> list[str]:
     """One for the reward and every evaluation, then the other charts that `rft view` draws too."""
-    charts: dict[str, dict[str, Points]] = {"Reward, and mean of each evaluation": dict(main_curves(records))}
-    for title, names in charted({n for r in records for n in r.values}).items():
-        if title not in ("Reward", "Evaluation"):
-            charts[title] = {n: series(records, n) for n in names}
-    return [svg(lines, title=title) for title, lines in charts.items() if any(len(points) > 1 for points in lines.values())]
+    main = main_curves(found)
+    drawn = [svg(main, title="Reward, and mean of each evaluation")] if any(len(points) > 1 for points in main.values()) else []
+    for title, names in charted(found.found).items():
+        lines = {n: found.points(n) for n in names if title not in ("Reward", "Evaluation")}
+        drawn += [svg(lines, title=title)] if any(len(points) > 1 for points in lines.values()) else []
+    return drawn
 
 
 def _clean(value: Any) -> Any:

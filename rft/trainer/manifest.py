@@ -28,7 +28,7 @@ from rft.types.ports import MANIFEST_FORMATS, Consumption
 
 log = logging.getLogger(__name__)
 
-FORMAT = MANIFEST_FORMATS[-1]  # xxh3-128 of files; before: 3 sha256 of files, 2 without one of itself, 1 one file for all ranks
+FORMAT = MANIFEST_FORMATS[-1]  # what was otherwise before is in docs/reference/files.md
 NAME = "manifest.json"
 NEWEST = "newest_checkpoint.json"  # in the run's folder
 REPLACED = ".old.tmp"  # behind the name of a checkpoint that another of the same step is about to replace

@@ -17,7 +17,7 @@ from rft.types.ids import Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.task import SamplingArgs
 
-MANIFEST_FORMATS = (1, 2, 3, 4)  # of checkpoints, that are read; the last one is written
+MANIFEST_FORMATS = (1, 2, 3, 4, 5)  # of checkpoints, that are read; the last one is written
 
 # ---------------------------------------------------------------- engine
 
@@ -377,7 +377,7 @@ class Consumption(Struct, frozen=True, kw_only=True):
     """What a checkpoint manifest says about the rows used so far in its lineage."""
 
     num_uses: int
-    digest: str  # xxh3-128 over the sorted lines "id@lineage:step" of all counted uses
+    digest: str  # of all counted uses, see docs/reference/files.md
     cursor: int  # first explore batch that is not wholly used or explained
     mixed: dict[str, int] = field(default_factory=dict)  # uses of rows of other sources, by source
 

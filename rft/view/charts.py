@@ -8,7 +8,7 @@ from typing import Any
 
 from rft.monitor.curves import REWARD, reward_parts
 from rft.monitor.pictures import covered
-from rft.view.metric_curves import AXES, Axis, Curves
+from rft.view.metric_curves import AXES, TOKENS, Axis, Curves
 
 CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart without curves is not drawn
     "Reward": (r"rollout/reward/mean", r"experience/reward/mean"),
@@ -56,9 +56,7 @@ def numbers(curves: Curves) -> dict[str, Any]:
         "reward": next((curves.newest(n) for n in REWARD if n in curves.found), None),
         "evals": list(curves.evals()),
         "cost_usd": curves.cost_usd(),
-        "busy": {
-            n: covered(map(lambda t, v: (t - v, t), c.times, c.values)) for n, k in BUSY.items() if (c := curves.found.get(k))
-        },
+        "busy": {n: covered(c.times, c.values) for n, k in BUSY.items() if (c := curves.found.get(k))},
         "names": sorted(curves.found),
         "num_records": curves.num_records,
         "problems": curves.problems[:3],
@@ -70,7 +68,10 @@ def numbers(curves: Curves) -> dict[str, Any]:
 def of_run(curves: Curves, axis: Axis, extra: str = "") -> dict[str, Any]:
     """All charts of one run; `extra` is a metric that gets one of its own."""
     charts = [{"title": extra, "curves": [_curve(extra, curves, extra, axis)]}] if extra in curves.found else []
-    charts += [{"title": t, "curves": [_curve(n, curves, n, axis) for n in names]} for t, names in charted(curves.found).items()]
+    charts += [
+        {"title": t, "curves": [_curve(n, curves, n, axis) for n in names]}
+        for t, names in charted(n for n, c in curves.found.items() if c).items()
+    ]
     return {"x": AXES[axis], "charts": charts}
 
 
@@ -82,6 +83,12 @@ def charted(measured: Iterable[str]) -> dict[str, list[str]]:
     found["Reward parts"] = parts
     found["Metrics of workflows"] = [n for n in measured if re.fullmatch(_OF_WORKFLOWS, n) and n not in parts]
     return {title: names[:_MOST_CURVES] for title, names in found.items() if names}
+
+
+def may_be_charted(name: str) -> bool:
+    """Whether `charted` can name it, among others, or an axis needs it."""
+    of_charts = any(re.fullmatch(p, name) for patterns in CHARTS.values() for p in patterns)
+    return of_charts or name == TOKENS or (name.startswith("rollout/") and name.endswith(("/mean", "/std")))
 
 
 def several(runs: Mapping[str, Curves], axis: Axis) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rft.errors import ConfigError
 from rft.launch.rundir import STATE, RunDir
-from rft.monitor.curves import REWARD
+from rft.monitor.curves import REWARD, is_evaluation
 from rft.view.metric_curves import Curves, spark
 
 _DEPTH = 5
@@ -48,6 +48,7 @@ class FoundRuns:
         self.folder = folder.resolve()
         self.single = _is_run(self.folder) and not (self.folder / "stages.json").exists()
         self.found: dict[str, Path] = {}
+        self._curves: dict[Path, Curves] = {}
         self._lines: dict[Path, tuple[tuple[int, ...], RunLine]] = {}
 
     def look(self) -> None:
@@ -94,7 +95,7 @@ class FoundRuns:
         return made
 
     def _line(self, key: str, path: Path, changed: float, *, read: bool = True) -> RunLine:
-        curves = Curves(path)
+        curves = self._curves.setdefault(path, Curves(path, lambda name: name in REWARD or is_evaluation(name)))
         if read:
             curves.refresh()
         run, last = RunDir(path), curves.last
@@ -102,7 +103,7 @@ class FoundRuns:
             phase = run.phase(run.read_state())[0]
         except ConfigError:
             phase = "damaged"
-        rewards = next((curves.found[n] for n in REWARD if n in curves.found), None)
+        rewards = next((curve for n in REWARD if (curve := curves.found.get(n))), None)
         return RunLine(
             key=key,
             name=str(path.relative_to(self.folder)) if path != self.folder else path.name,

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from array import array
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +17,7 @@ import numpy as np
 
 from rft.monitor.curves import is_evaluation
 from rft.monitor.pictures import Bar, bars, shares
-from rft.monitor.read import MetricTail, Spent, begins
+from rft.monitor.read import AllSeries, MetricTail, Spent, begins
 from rft.types.metrics import MetricRecord
 
 Axis = Literal["step", "time", "tokens"]
@@ -29,34 +27,6 @@ _ALARM = "alarm/"
 _NOTES = 200
 _RECENT = 400  # records that the timeline is drawn from
 MOST_POINTS = 2000  # of one curve that are drawn
-
-
-@dataclass
-class Curve:
-    """One metric: values by step of its role, with the time of each record."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    times: array[float] = field(default_factory=lambda: array("d"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-    alarm: bool = False
-
-    def add(self, step: int, time: float, value: float) -> None:
-        steps = self.steps
-        if not steps or steps[-1] < step:
-            steps.append(step)
-            self.times.append(time)
-            self.values.append(value)
-            return
-        at = bisect_left(steps, step)  # a resumed run writes steps again; several explorers end batches in any order
-        if steps[at] == step:
-            self.times[at], self.values[at] = time, value
-        else:
-            steps.insert(at, step)
-            self.times.insert(at, time)
-            self.values.insert(at, value)
-
-    def __len__(self) -> int:
-        return len(self.steps)
 
 
 @dataclass(frozen=True)
@@ -72,21 +42,24 @@ class AlarmLine:
 class Curves:
     """All metrics of one run.  A name that two roles use is followed by the second one's role: `frac_reward_zero_std@trainer`."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, wanted: Callable[[str], bool] | None = None) -> None:
+        """`wanted`: which names are followed, without what the timeline is drawn from; None: all, and with it."""
         self._tail = MetricTail(run_dir / "metrics.jsonl")
+        self._wanted = wanted or (lambda name: True)
+        self._recent = 0 if wanted else _RECENT
         self._begin()
 
     def _begin(self) -> None:
-        self.found: dict[str, Curve] = {}
+        self._all = AllSeries(self._wanted)
+        self.found = self._all.found
         self.notes: deque[tuple[str, int, str]] = deque(maxlen=_NOTES)  # role, step, text
         self.alarms: dict[str, AlarmLine] = {}
         self._spent = Spent()
         self.num_records = 0
         self.began = math.inf  # time of the first record
         self.last: MetricRecord | None = None  # train step
-        self.recent: deque[MetricRecord] = deque(maxlen=_RECENT)
+        self.recent: deque[MetricRecord] = deque(maxlen=self._recent)
         self._first_sync: MetricRecord | None = None  # of the newest process
-        self._of_role: dict[str, dict[str, Curve]] = {}
         self._restarts = self._tail.restarts
 
     @property
@@ -104,17 +77,10 @@ class Curves:
         self.num_records += 1
         self._spent.take(record)
         self.began = min(self.began, record.time)
-        step, time, mine = record.step, record.time, self._of_role.setdefault(record.role, {})
-        for name, value in record.values.items():
-            curve = mine.get(name)
-            if curve is None:
-                key = name if name not in self.found else f"{name}@{record.role}"
-                curve = mine[name] = self.found[key] = Curve(alarm=name.startswith(_ALARM))
-            curve.add(step, time, value)
-            if curve.alarm:
-                old = self.alarms.get(name)
-                first = step if old is None else old.first_step
-                self.alarms[name] = AlarmLine(name, 1 if old is None else old.count + 1, first, step)
+        self._all.take(record)
+        for name in (n for n in record.values if n.startswith(_ALARM)):
+            old = self.alarms.get(name, AlarmLine(name, 0, record.step, record.step))
+            self.alarms[name] = AlarmLine(name, old.count + 1, old.first_step, record.step)
         self.notes.extend((record.role, record.step, note) for note in record.notes)
         self.recent.append(record)
         if record.role == "trainer":
@@ -168,7 +134,7 @@ class Curves:
     def evals(self) -> Iterator[dict[str, Any]]:
         """The first and the newest value of each evaluation."""
         for name, curve in sorted(self.found.items()):
-            if is_evaluation(name):
+            if is_evaluation(name) and curve:
                 ends = (("first", curve.values[0], curve.steps[0]), ("newest", curve.values[-1], curve.steps[-1]))
                 yield {"name": name.removeprefix("eval/"), **{k: {"value": v, "step": s} for k, v, s in ends}}
 

@@ -180,12 +180,9 @@ def why(row: dict[str, Any], uses: Sequence[Use], group: dict[str, Any]) -> str:
 
 def path(row: dict[str, Any], uses: Sequence[Use]) -> list[tuple[str, str, str]]:
     """weights → engine → row → lease → step → checkpoint."""
+    shared = "" if row["newest_step"] is None else Filters(version=row["newest_step"]).query()
     found = [
-        (
-            "weights",
-            written_by(row) or "none: it was not sampled",
-            "" if row["newest_step"] is None else Filters(version=row["newest_step"]).query(),
-        ),
+        ("weights", written_by(row) or "none: it was not sampled", shared),
         ("engine", str(row["engine"] or "not recorded"), ""),
         ("row", f"batch {row['batch']}, {row['state']}", Filters(batch=row["batch"]).query()),
     ]
@@ -265,9 +262,8 @@ def task(questions: Questions, index: RolloutIndex | None, taskset: str, number:
         ids = index.ids(index.choose(f, 200).positions)
     by_version: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in by_ids(questions, ids):
-        by_version.setdefault((row["newest_lineage"] or 0, -1 if row["newest_step"] is None else row["newest_step"]), []).append(
-            row
-        )
+        step = -1 if row["newest_step"] is None else row["newest_step"]
+        by_version.setdefault((row["newest_lineage"] or 0, step), []).append(row)
     made = []
     for (lineage, step), rows in sorted(by_version.items()):
         rewards = [r["reward"] for r in rows if r["reward"] is not None]

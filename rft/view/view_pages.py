@@ -54,6 +54,8 @@ class ViewPages:
         self.runs = FoundRuns(folder)
         self.runs.look()
         self.closing = asyncio.Event()
+        self._beside: dict[Path, Curves] = {}  # the runs that were compared last
+        self._comparing = asyncio.Lock()
         self._opened: OrderedDict[Path, OpenedRun] = OrderedDict()
         self._html = environment()
         self._base = ""
@@ -149,14 +151,16 @@ class ViewPages:
         )
 
     async def _compare_points(self, request: web.Request) -> web.Response:
-        def read() -> dict[str, Curves]:
-            found = {}
-            for key, path in self._compared(request).items():
-                found[key] = Curves(path)
-                found[key].refresh()
-            return found
+        paths, axis = self._compared(request), _axis(request)
 
-        return _json(charts.several(await asyncio.to_thread(read), _axis(request)))
+        def read() -> dict[str, Any]:
+            for curves in self._beside.values():
+                curves.refresh()
+            return charts.several({key: self._beside[path] for key, path in paths.items()}, axis)
+
+        async with self._comparing:
+            self._beside = {p: self._beside.get(p) or Curves(p, charts.may_be_charted) for p in paths.values()}
+            return _json(await asyncio.to_thread(read))
 
     # ------------------------------------------------------------ overview
 

@@ -16,7 +16,7 @@ from tests.helpers.viewed import metrics
 def _said(run_dir: Path) -> str:
     console = Console(file=io.StringIO(), soft_wrap=True, width=200)
     report(run_dir, 75.0, console)
-    assert (run_dir / "reward_curve.png").stat().st_size > 0
+    assert "<polyline" in (run_dir / "reward_curve.svg").read_text()
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

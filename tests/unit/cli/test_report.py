@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import re
 import sqlite3
+import tracemalloc
+from collections.abc import Callable
 from contextlib import closing
 from html import unescape
 from html.parser import HTMLParser
@@ -14,13 +18,18 @@ from typing import Any
 import pytest
 
 import rft
+from rft.cli import status_command
 from rft.errors import ConfigError
+from rft.monitor import read as monitor_read
+from rft.monitor.pictures import picture
 from rft.monitor.read import read
-from rft.report.facts import _cost, _subject, collect, eval_points, interval
+from rft.report.comparison import compared
+from rft.report.facts import Measured, _cost, _subject, collect, eval_points, interval
 from rft.report.page import MAX_BYTES, page
 from rft.types.metrics import MetricRecord
 from tests.helpers.asked_ledger import EVIL, play, said
 
+RECORDS = 3000
 INJECTIONS = (
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<svg onload=alert(1)>", "<svg><script>alert(1)</script></svg>",
     "</pre><script>alert(1)</script>", "</style><script>alert(1)</script>", "</title><script>alert(1)</script>", '"><b onclick=alert(1)>',
@@ -178,7 +187,7 @@ def test_costs_of_processes_are_added(tmp_path: Path) -> None:
         record("eval", 1110, eval__sums__time=20.0),
         record("eval", 90_000, bench__sums__time=20.0, judge__j__cost_usd=0.5),  # the next day its checkpoints were evaluated
     ]
-    assert dict(_cost({"trainer": {"world_size": 2}}, records)) == {
+    assert dict(_cost({"trainer": {"world_size": 2}}, Measured(records))) == {
         "duration": "5m00s, pauses between its processes left out",
         "trainer": "2 rank(s): 10m00s held, 1m40s at work",
         "engines": "1 engine(s): 5m00s held",
@@ -188,7 +197,7 @@ def test_costs_of_processes_are_added(tmp_path: Path) -> None:
 
 def test_a_resumed_training_on_data_did_not_last_while_it_was_stopped() -> None:
     steps = [MetricRecord(role="trainer", step=s, time=t, values={"perf/step_s": 10.0}) for s, t in ((1, 10.0), (2, 86_400.0))]
-    assert dict(_cost({}, steps))["trainer"] == "1 rank(s): 20s held, 20s at work"
+    assert dict(_cost({}, Measured(steps)))["trainer"] == "1 rank(s): 20s held, 20s at work"
 
 
 def test_the_subject_says_what_was_played_and_not_what_nobody_has_written() -> None:
@@ -197,10 +206,11 @@ def test_the_subject_says_what_was_played_and_not_what_nobody_has_written() -> N
     both = {"default_workflow_type": "w", "default_eval_workflow_type": "v", "default_reward_fn_type": "r"}
     tree = {"algorithm": {"repeat_times": None}, "buffer": {"batch_size": 4, "explorer_input": tasks | both}}
     values = {"rollout/runs": 40.0, "rollout/groups/accepted": 4.0, "rollout/groups/rejected": 1.0}
-    told = dict(_subject(tree, 2, [MetricRecord(role="explorer", step=1, time=0.0, values=values)]))
+    explored, trained = (MetricRecord(role=r, step=2, time=0.0, values=v) for r, v in (("explorer", values), ("trainer", {})))
+    told = dict(_subject(tree, Measured([explored, trained])))
     assert told["a step"] == "4 tasks, 8 answers each" and told["steps"] == "2"
     assert "workflow w" in told["trained on"] and "workflow v" in told["evaluated on"]
-    assert dict(_subject(tree, 0, []))["a step"] == "4 tasks"
+    assert dict(_subject(tree, Measured([])))["a step"] == "4 tasks"
 
 
 def test_runs_beside_each_other(tmp_path: Path) -> None:
@@ -242,11 +252,58 @@ def test_the_check_of_a_service_is_json() -> None:
 
 def test_points_are_those_of_the_file(tmp_path: Path) -> None:
     run = write(tmp_path, [*curve(0.9), curve(0.8)[-1]])
-    (first, last) = eval_points(read(run / "metrics.jsonl"))
+    (first, last) = eval_points(Measured(read(run / "metrics.jsonl")).series)
     assert (first.step, first.mean, first.low) == (0, 0.25, pytest.approx(0.1755, abs=1e-3))
     assert (last.step, last.mean, last.failed) == (3, 0.8, 2), "of a step that was written twice the later value"
     with pytest.raises(ConfigError):
         collect(rft.open_run(tmp_path / "nothing"))
+
+
+def test_what_a_command_holds_does_not_grow_with_the_metrics_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes at the peak, for each record of 100 metrics that nobody draws; all records of a run were held."""
+    monkeypatch.setattr(monitor_read, "_PORTION_BYTES", 1 << 16)
+
+    def held(run: Path, read_it: Callable[[], object]) -> float:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            read_it()
+            return tracemalloc.get_traced_memory()[1] / RECORDS
+        finally:
+            tracemalloc.stop()
+
+    values = {f"other/{i}": float(i) for i in range(100)} | {"perf/step_s": 1.0, "rollout/reward/mean": 0.5}
+    first = {"role": "synchronizer", "step": 0, "time": 0.0, "values": {"sync/version": 0.0, "sync/stage_s": 0.1}}
+    lines = [{"role": "trainer", "step": s, "time": float(s), "values": values} for s in range(1, RECORDS + 1)]
+    run = write(tmp_path / "run", [first, *lines])
+    reads: dict[str, Callable[[], object]] = {
+        "status": lambda: status_command.collect(run),
+        "report": lambda: page(collect(rft.open_run(run))),
+        "compare": lambda: compared([collect(rft.open_run(run), answers=False)] * 2, ["a", "b"], ["perf/step_s"]),
+        "timeline": lambda: picture(run, tmp_path / "timeline.svg", last=30),
+        "plot": lambda: rft.open_run(run).plot(),
+    }
+    for read_it in reads.values():
+        read_it()  # imports and caches
+    found = {name: held(run, read_it) for name, read_it in reads.items()}
+    assert max(found.values()) < 100 * 24, found
+
+
+def test_a_folder_of_a_model_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    for verb in (("report", str(tmp_path), "-o", str(tmp_path / "r.html")), ("compare", str(tmp_path), str(tmp_path))):
+        _, told, code = said(*verb)
+        assert code == 2 and "is not the folder of a run" in told
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_value_that_is_not_finite_hides_no_cost() -> None:
+    steps = [
+        MetricRecord(role="trainer", step=s, time=10.0 * s, values={"perf/step_s": v, "experience/response_tokens": v})
+        for s, v in ((1, 10.0), (2, math.nan), (3, math.inf))
+    ]
+    told = dict(_cost({}, Measured(steps)))
+    assert told["duration"].startswith("10s") and told["tokens trained"] == "10"
 
 
 def test_what_an_attempt_without_a_checkpoint_reached_is_not_told_of_the_next_one(tmp_path: Path) -> None:

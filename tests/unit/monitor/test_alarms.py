@@ -201,7 +201,7 @@ def test_levels_in_a_file(tmp_path: Path) -> None:
 
 
 def test_the_text_names_rows_that_can_be_asked_for() -> None:
-    found = AlarmFinding("kl_jump", "", 22, 21, "it jumped", "used_step BETWEEN 21 AND 22", "Lower the rate.")
+    found = AlarmFinding("kl_jump", "", "trainer", 22, 21, "it jumped", "Lower the rate.")
     assert found.text() == (
         "alarm kl_jump: it jumped (since step 21).  Look: rft buffer sample RUN --where 'used_step BETWEEN 21 AND 22'.  Lower the rate."
     )

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rft.monitor.curves import evaluations, main_curves, sparkline, svg
+from rft.monitor.curves import evaluations, is_main, main_curves, sparkline, svg
 from rft.monitor.pictures import ticks
+from rft.monitor.read import AllSeries
 from rft.types.metrics import MetricRecord
 
 
@@ -55,6 +56,16 @@ def test_what_is_drawn_first() -> None:
         record("explorer", 1, **reward),
         record("trainer", 1, **loss),
     ]
-    assert main_curves(found) == {"rollout/reward/mean": [(1, 0.5)], "eval/a/mean@4": [(0, 0.1)]}
-    assert main_curves([record("trainer", 1, **loss)]) == {"actor/loss": [(1, 2.0)]}
-    assert evaluations([record("eval", 3, **{"eval/x/loss": 1.0, "eval/x/accuracy": 1.0})]) == ["eval/x/loss"]
+    assert main_curves(AllSeries(is_main, found)) == {"rollout/reward/mean": [(1, 0.5)], "eval/a/mean@4": [(0, 0.1)]}
+    assert main_curves(AllSeries(is_main, [record("trainer", 1, **loss)])) == {"actor/loss": [(1, 2.0)]}
+    assert evaluations(["eval/x/loss", "eval/x/accuracy"]) == ["eval/x/loss"]
+
+
+def test_tens_of_curves_leave_room_for_the_axes() -> None:
+    """From 15 names on the axes stood upside down, and with more of them outside of the picture."""
+    drawn = ElementTree.fromstring(svg({f"eval/{i}/mean@1": [(0, 0.0), (1, float(i))] for i in range(40)}))
+    height = float(drawn.attrib["height"])
+    lines = [e.attrib["points"].split() for e in drawn if e.tag.endswith("polyline")]
+    ends = [[float(place.partition(",")[2]) for place in line] for line in lines]
+    assert len(ends) == 40 and all(0 < y < height for line in ends for y in line)
+    assert ends[-1][0] - ends[-1][1] >= 100, "the greatest value is above the least"

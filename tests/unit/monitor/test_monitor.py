@@ -24,7 +24,7 @@ from rft.errors import ConfigError, DiskFull, RunFailed, SetupError
 from rft.monitor import monitor as mirror
 from rft.monitor.base import OneRun, Row, Tracker, markdown, remembered_id
 from rft.monitor.monitor import ALARM, Monitor, check_available
-from rft.monitor.read import read, scan, series
+from rft.monitor.read import Records, read, series
 from rft.monitor.settings import MonitorSettings
 from rft.plugins import REGISTRY, Plugin
 from rft.types.metrics import MetricRecord
@@ -134,15 +134,21 @@ async def test_a_cut_line_is_reported_and_removed_on_resume(
     path = tmp_path / "metrics.jsonl"
     with path.open("ab") as file:
         file.write(garbage)
-    found = scan(path)
-    assert [r.step for r in found.records] == [1]
+    found = Records(path)
+    assert [r.step for r in found] == [1]
     assert f"cut after {len(garbage)} bytes" in found.note
     m = monitor(tmp_path)
     await m.log(record(2, loss=2.0))
     await m.close()
     assert "cut by a crash" in caplog.text
-    assert [r.step for r in scan(path).records] == [1, 2]
-    assert scan(path).note == ""
+    assert [r.step for r in found] == [1, 2]
+    assert found.note == ""
+
+
+def test_what_is_no_plain_file_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(OSError):
+            read(path)
 
 
 def test_a_file_that_is_one_cut_line_becomes_empty(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from typing import Any
 import bench_explorer
 import bench_growth
 import growth_scale
+import msgspec
 import numpy as np
 import pytest
 import sqlalchemy
+import xxhash
 from torch.utils.flop_counter import FlopCounterMode
 
 from rft.buffer import derived_state
@@ -133,24 +135,59 @@ async def test_a_row_costs_the_same_however_often_a_run_was_resumed(tmp_path: Pa
     assert spent[-1] < 1.5 * spent[0], spent
 
 
-async def test_the_digest_of_many_uses_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_checkpoint_costs_the_same_however_much_was_trained(tmp_path: Path) -> None:
+    """Instructions of the database for each save, and for each row and manifest of an audit."""
+
+    async def costs(steps: int) -> tuple[int, float]:
+        folder = tmp_path / str(steps)
+        with instructions() as found:
+            ledger = Buffer(BufferSettings(folder=folder / "buffer"))
+            await ledger.open()
+            await ledger.start_lineage(None, None)
+            for step in range(1, steps + 1):
+                await fill(ledger, 1, step - 1)
+                await take(ledger, 1, step)
+                await ledger.reader(1).use(step)
+                found.clear()
+                stated = await ledger.reader(1).consumption(step)
+                saved = found["ticks"]
+                manifest = {"format": 5, "version": (1, step), "parent": None, "consumption": stated}
+                path = folder / f"checkpoints/global_step_{step}/manifest.json"
+                path.parent.mkdir(parents=True)
+                path.write_bytes(msgspec.json.encode(manifest))
+            await ledger.close()
+            found.clear()
+            audit = audit_run(folder)
+        assert audit.ok and audit.manifests == steps and audit.num_uses == 8 * steps and audit.digest == stated.digest
+        return saved, found["ticks"] / steps
+
+    few, many = await costs(16), await costs(128)
+    assert many[0] <= 1.5 * few[0] and many[1] <= 1.5 * few[1], (few, many)
+
+
+@pytest.mark.parametrize("size", (1, 3, 10_000))
+async def test_a_digest_is_that_of_its_uses_in_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(derived_state, "_PART", size)
     ledger = Buffer(BufferSettings(folder=tmp_path / "buffer", max_uses=4))
     await ledger.open()
     await ledger.start_lineage(None, None)
     for batch in range(3):
         await fill(ledger, 1, batch)
-    for step in range(7, 13):  # some rows are used by steps 9 and 10, which sort the other way as text
+    for step in range(7, 13):
         await take(ledger, 1, step)
         await ledger.reader(1).use(step)
-    ancestry = {1: 12}
-    every = ledger._ledger.run(lambda tx: derived_state.uses_of(tx, ancestry))
+    database = sqlite3.connect(tmp_path / "buffer/experience_buffer.db")
+    every = database.execute("SELECT experience, lineage, step FROM uses").fetchall()
+    database.close()
     assert len(every) == 48
-    for size in (1, 3, 10_000):
-        monkeypatch.setattr(derived_state, "_PART", size)
-        for newest in (8, 12):
-            kept = [u for u in every if u[2] <= newest]
-            found = ledger._ledger.run(partial(derived_state.counted, ancestry={1: newest}))
-            assert found == (len(kept), derived_state.digest(kept)), (size, newest)
+    for newest in (6, 8, 12, 10):  # in the order of a run, and then an earlier one
+        lines = sorted(f"{experience}@{lineage}:{step}".encode() for experience, lineage, step in every if step <= newest)
+        total = sum(map(xxhash.xxh3_128_intdigest, lines)) % 2**128
+        stated = await ledger.reader(1).consumption(newest)
+        assert (stated.num_uses, stated.digest) == (len(lines), f"sum:{total:032x}")
+        before = xxhash.xxh3_128_hexdigest(b"\n".join(lines))  # up to format 4 of manifests
+        found = ledger._ledger.run(partial(derived_state.counted_as, before, ancestry={1: newest}))
+        assert found == (len(lines), before), newest
     await ledger.close()
 
 

@@ -43,7 +43,7 @@ async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -
     found = manifests.latest(tmp_path)
     assert found == made
     stored = json.loads((tmp_path / "global_step_3" / "manifest.json").read_text())
-    assert stored["format"] == 4 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
+    assert stored["format"] == 5 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
     assert stored["consumption"] == {"num_uses": 32, "digest": "ab" * 16, "cursor": 4, "mixed": {}}
     assert stored["files"]["trainer/model.safetensors"]["size"] == 12
     assert manifests.latest(tmp_path / "nothing") is None

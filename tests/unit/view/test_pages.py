@@ -25,6 +25,7 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError, SetupError
+from rft.monitor import read as monitor_read
 from rft.testing.storage_contract import fill, row
 from rft.types.block import encode
 from rft.types.ids import GroupId, Version
@@ -254,7 +255,7 @@ async def test_more_runs_at_once_than_are_held_open(tmp_path: Path) -> None:
         assert "is no place in the table" in await read(session, f"{pages[1]}&batch=0&after={'9' * 30}", 422)
 
 
-async def test_compare_shows_what_differs(tmp_path: Path) -> None:
+async def test_compare_shows_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rate in (("a", 1e-5), ("b", 3e-5)):
         await stored(tmp_path / name)
         tree = {"seed": 1, "algorithm": {"optimizer": {"lr": rate}}, "buffer": {"tasksets": [{"name": name}]}}
@@ -266,6 +267,11 @@ async def test_compare_shows_what_differs(tmp_path: Path) -> None:
         assert "seed" not in page
         points = json.loads(await read(session, f"{server.address}compare.json?run=a&run=b&x=tokens"))
         assert [c["label"] for c in points["charts"][0]["curves"]][:2] == ["a", "a: experience/reward/mean"]
+        assert max(points["charts"][0]["curves"][0]["x"]) > 0
+        decoded = []
+        monkeypatch.setattr(monitor_read, "_record", lambda *given: decoded.append(given))
+        assert points == json.loads(await read(session, f"{server.address}compare.json?run=a&run=b&x=tokens"))
+        assert not decoded, "only what was added since is read"
         for wrong in ("?run=a", "?run=a&run=nothing", "?" + "&".join(["run=a"] * 3)):
             await read(session, f"{server.address}compare{wrong}", 422)
 

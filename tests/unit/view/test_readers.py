@@ -16,6 +16,7 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError, RunFailed
+from rft.monitor import read as monitor_read
 from rft.monitor.pictures import bars, shares
 from rft.monitor.read import MetricTail, read, series
 from rft.testing.storage_contract import fill, take
@@ -71,6 +72,35 @@ def test_curves_are_the_series_that_others_read(tmp_path: Path) -> None:
     x, y = curves.points("x", "step")
     assert list(zip(x.tolist(), y.tolist(), strict=True)) == series(read(tmp_path / "metrics.jsonl"), "x")
     assert curves.newest("x") == (6, 7.0)
+
+
+def test_what_an_attempt_reached_beyond_a_checkpoint_is_no_point(tmp_path: Path) -> None:
+    """The newest reward was one of the attempt that was left behind."""
+    lines = [line("synchronizer", 0, sync__version=0.0), *(line("trainer", s, x=float(s)) for s in (1, 2, 3, 4))]
+    lines += [line("synchronizer", 2, sync__version=2.0), line("trainer", 3, x=30.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    curves = Curves(tmp_path)
+    curves.refresh()
+    x, y = curves.points("x", "step")
+    assert (
+        list(zip(x.tolist(), y.tolist(), strict=True))
+        == series(read(tmp_path / "metrics.jsonl"), "x")
+        == [(1, 1), (2, 2), (3, 30)]
+    )
+    assert curves.newest("x") == (3, 30.0)
+
+
+def test_the_table_of_runs_reads_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records decoded: a run of weeks was read from its begin at each look."""
+    metrics(tmp_path, steps=400)
+    decoded = []
+    monkeypatch.setattr(monitor_read, "_record", lambda *given, real=monitor_read._record: decoded.append(given) or real(*given))
+    found = FoundRuns(tmp_path)
+    assert found.lines()[0].step == 400 and len(decoded) >= 400
+    decoded.clear()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(line("trainer", 401, 9e9, perf__step_s=1.0))
+    assert found.lines()[0].step == 401 and len(decoded) == 1
 
 
 def test_axes_of_time_and_tokens(tmp_path: Path) -> None:
