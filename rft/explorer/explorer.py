@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from rft.buffer.operators.experience_pipeline import ExperiencePipeline
 from rft.buffer.settings import ROLLOUT_MODEL
@@ -28,7 +29,7 @@ from rft.plugins import load_all
 from rft.reward import judge_metrics
 from rft.taskset.base import Taskset
 from rft.taskset.open_source import open_taskset
-from rft.taskset.task_order import TaskOrder
+from rft.taskset.task_order import TaskOrder, num_batches
 from rft.types.metrics import MetricRecord
 from rft.types.ports import Assignment, BufferWriter, ChatModel, ExploreGate, MetricSink, StoredGroup, TaskOutcome
 from rft.worker import job_pool
@@ -52,13 +53,14 @@ class Explorer:
         sink: MetricSink,
         lineage: int,
         cursor: int = 0,
+        evaluates: bool = False,  # an earlier process of the run ended in an evaluation
         models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
         """Opens the tasksets and finds every workflow and reward they name.  Raises ConfigError, PluginError."""
         load_all(settings.plugin_dirs)
         self.settings = settings
         self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
-        self._cursor, self._models = cursor, models
+        self._cursor, self._models, self._evaluates = cursor, models, evaluates and settings.eval_interval > 0
         self.order = self._order([open_taskset(t) for t in settings.tasksets])
         self._pipeline = ExperiencePipeline(settings.pipeline, judge, settings.max_timeout_s)
         self._recipes = Recipes()
@@ -70,7 +72,7 @@ class Explorer:
                 refuse_group_reward(recipe, taskset.task(0))
         self.num_batches = settings.total_batches
         if self.num_batches is None and settings.total_epochs is not None:
-            self.num_batches = self.order.num_batches(settings.total_epochs)
+            self.num_batches = num_batches([len(t) for t in self.order.tasksets], settings.batch_size, settings.total_epochs)
         self._runner = BatchRunner(
             settings,
             model=model,
@@ -142,11 +144,14 @@ class Explorer:
         async with AsyncExitStack() as over, asyncio.TaskGroup() as tasks:
             if self.settings.report_interval_s > 0:
                 over.callback(asyncio.ensure_future(self._report_often()).cancel)
-            while isinstance(given := await self._next_batch(), Assignment):
+            lag, fingerprint = self.order.lag if self.order.learns else None, self.order.fingerprint
+            next_batch = partial(self._gate.next_batch, lag=lag, fingerprint=fingerprint, total=self.num_batches)
+            while isinstance(given := await next_batch(), Assignment):
                 b = given.batch
                 if given.again:
                     held[b] = [g for g in await self._buffer.stored_groups(b) if g.batch == b]
-                if self._eval_due(b):
+                if self._eval_due(b) or self._evaluates:
+                    self._evaluates = False
                     await self._evaluator.announce(given.version)
                     if evaluation is not None:
                         await evaluation
@@ -160,11 +165,6 @@ class Explorer:
                     before = batch
                 await batch.submitted.wait()
             return given
-
-    async def _next_batch(self) -> Assignment | str:
-        order = self.order
-        lag = order.lag if order.learns else None
-        return await self._gate.next_batch(lag=lag, fingerprint=order.fingerprint, total=self.num_batches)
 
     def _order(self, tasksets: Sequence[Taskset]) -> TaskOrder:
         return TaskOrder(tasksets, self.settings.batch_size, self.settings.seed, lag=self.settings.feedback_lag)

@@ -20,6 +20,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, pstdev
@@ -84,16 +85,17 @@ def report(
 ) -> dict[str, Any]:
     """All numbers; None where they are not defined.  `counted`: how the judge's metrics grew meanwhile."""
     middle = _middle(rows) if label_threshold is None else label_threshold
+    scored = [(v, float(r.length)) for r in rows if (v := _first(r)) is not None]
     out: dict[str, Any] = {
         "answers": len(rows),
-        "unscored": sum(_first(r) is None for r in rows),
+        "unscored": len(rows) - len(scored),
         "labelled": sum(r.label is not None for r in rows),
-        "mean_score": _mean([v for r in rows if (v := _first(r)) is not None]),
+        "mean_score": _mean([v for v, _ in scored]),
         "threshold": threshold,
         "label_threshold": middle,
     }
     out |= agreement(rows, threshold, middle) if middle is not None else dict.fromkeys(PARTS)
-    out["length_correlation"] = _pearson(*_pairs((_first(r), float(r.length)) for r in rows))
+    out["length_correlation"] = _pearson(*np.array(scored).reshape(-1, 2).T)
     out |= consistency(rows, threshold)
     pairs, flips = (dict(counted or {}).get(name, 0.0) for name in ("pairs", "order_flips"))
     out["position_bias"] = flips / pairs if pairs else None
@@ -121,8 +123,7 @@ def agreement(rows: Sequence[Labelled], threshold: float, middle: float) -> dict
 
 
 def consistency(rows: Sequence[Labelled], threshold: float) -> dict[str, float | None]:
-    whole = [[v for v in r.values if v is not None] for r in rows]
-    several = [v for v in whole if len(v) > 1]
+    several = [v for r in rows if len(v := [x for x in r.values if x is not None]) > 1]
     return {
         "self_consistency": _mean([float(len({x >= threshold for x in v}) == 1) for v in several]),
         "repeat_std": _mean([pstdev(v) for v in several]),
@@ -167,17 +168,10 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def number(label: object) -> float:
     """A label as a number: yes/no, true/false, good/bad, or a number.  Raises ConfigError for anything else."""
-    if isinstance(label, bool | int | float) and math.isfinite(label):
-        return float(label)
-    if isinstance(label, str):
-        word = label.strip().lower()
-        if word in _WORDS:
-            return _WORDS[word]
-        try:
-            if math.isfinite(found := float(word)):
-                return found
-        except ValueError:
-            pass
+    word: Any = label.strip().lower() if isinstance(label, str) else label
+    with suppress(TypeError, ValueError):
+        if math.isfinite(found := float(_WORDS.get(word, word))):
+            return found
     raise ConfigError(f"{label!r:.60} is no label; use a number, or {', '.join(_WORDS)}", key="--label-key", given=label)
 
 
@@ -194,11 +188,6 @@ def _middle(rows: Sequence[Labelled]) -> float | None:
     if not labels:
         return None
     return 0.5 if min(labels) >= 0 and max(labels) <= 1 else (min(labels) + max(labels)) / 2
-
-
-def _pairs(pairs: Any) -> tuple[np.ndarray, np.ndarray]:
-    both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return np.array([a for a, _ in both]), np.array([b for _, b in both])
 
 
 def _pearson(a: np.ndarray, b: np.ndarray) -> float | None:

@@ -81,7 +81,9 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
     if begun := [run for run in runs if run.run_s]:  # others were ended before there was room for them
         out["rollout/time/run"] = fmean(run.run_s for run in begun)
         out["rollout/time/reward"] = fmean(run.reward_s for run in begun)
-    out |= _spread("rollout/reward", [reward for g in groups for reward in g.rewards])
+    if rewards := [reward for g in groups for reward in g.rewards]:
+        spread = {"mean": fmean(rewards), "std": pstdev(rewards), "max": max(rewards), "min": min(rewards)}
+        out |= {f"rollout/reward/{name}": value for name, value in spread.items()}
     by_taskset: defaultdict[str, list[float]] = defaultdict(list)
     for g in groups:
         by_taskset[g.task.taskset] += g.rewards
@@ -100,7 +102,7 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
         out["rollout/clipped_logprobs"] = float(sum(r.clipped_logprobs for r in whole))
     if percentiles:
         responses = [r.num_response_tokens for r in whole]
-        out |= _percentiles("rollout/reward", [reward for g in groups for reward in g.rewards])
+        out |= _percentiles("rollout/reward", rewards)
         out |= _percentiles("rollout/response_length", responses)
         out |= _percentiles("rollout/prompt_length", [r.num_tokens - n for r, n in zip(whole, responses, strict=True)])
         out |= _percentiles("rollout/time/run", [run.run_s for run in begun])
@@ -131,17 +133,6 @@ def _percentiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     return {f"{prefix}/p{p}": float(v) for p, v in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}
-
-
-def _spread(prefix: str, values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    return {
-        f"{prefix}/mean": fmean(values),
-        f"{prefix}/std": pstdev(values),
-        f"{prefix}/max": max(values),
-        f"{prefix}/min": min(values),
-    }
 
 
 def _named(runs: Sequence[PlayedRun]) -> dict[str, list[float]]:

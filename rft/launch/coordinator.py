@@ -30,6 +30,7 @@ from rft.monitor.read import MetricTail
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.waits import Waits
+from rft.trainer.checkpoints import Evaluations
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import Assignment, Engine, Scorer, Sender, WeightManifest
 
@@ -43,6 +44,7 @@ class Joined(Struct, frozen=True, kw_only=True):
     member: int
     start: Start
     engines: tuple[int, ...]  # their numbers
+    evaluates: bool  # an evaluation was due when the earlier process of the run ended
 
 
 class MonitorPart:
@@ -51,6 +53,7 @@ class MonitorPart:
     def __init__(self, plan: Plan) -> None:
         self.monitor = Monitor(plan.monitor)
         self._alarms = Alarms(plan.monitor.alarms, RULES)
+        self._evaluations = Evaluations()  # of earlier processes
         self._take_history(plan.monitor.folder / METRICS)
         self._records: deque[MetricRecord] = deque(maxlen=KEPT)
         self._num_records = 0  # with those that are not kept any more
@@ -59,7 +62,7 @@ class MonitorPart:
     def _take_history(self, path: Path) -> None:
         """What an earlier process of this run has measured, as far as that can be read."""
         tail = MetricTail(path)
-        self._alarms.resume(tail.new())
+        self._alarms.resume(map(self._evaluations.take, tail.new()))
         for problem in tail.problems:
             log.warning("alarms know nothing of this line: %s", problem)
 
@@ -133,6 +136,7 @@ class Coordinator(MonitorPart):
         self._assigner = BatchAssigner(Assignments(*limits), buffer.room, self.sync.may_explore, self._waits)
         self._fingerprint = ""
         self._evaluator = ""
+        self._evaluates = any(step <= start.step for _, step in self._evaluations.due)  # later ones come again by themselves
         sync = self.sync
         self.wait_for_demand, self.step_started, self.allow_batch = sync.wait_for_demand, sync.step_started, sync.allow_batch
         self.wait_verified, self.wait_final, self.revive = sync.wait_verified, sync.wait_final, sync.revive
@@ -182,7 +186,8 @@ class Coordinator(MonitorPart):
             where, which = ", ".join(dict.fromkeys(nodes)), ", ".join(map(str, numbers))
             log.info("explorer %s on %s has joined with engines %s", name, where, which)
             self._write()
-        return Joined(member=member.number, start=self._start, engines=numbers)
+        evaluates, self._evaluates = self._evaluates, False
+        return Joined(member=member.number, start=self._start, engines=numbers, evaluates=evaluates)
 
     def _check_way(self, name: str, nodes: Sequence[str], way: SyncSettings) -> None:
         sync = self._plan.sync

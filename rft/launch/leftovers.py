@@ -14,6 +14,7 @@ import ipaddress
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -198,17 +199,20 @@ def _command(process: psutil.Process) -> str:
 
 def _ending(process: psutil.Process) -> bool:
     status = _quietly(process.status)
-    return (
-        status is None
-        or status == psutil.STATUS_DEAD
-        or (status == psutil.STATUS_ZOMBIE and _quietly(process.ppid) != os.getpid())
-    )
+    return status in (None, psutil.STATUS_DEAD) or (status == psutil.STATUS_ZOMBIE and _quietly(process.ppid) != os.getpid())
 
 
-def _runs(pid: int) -> bool:
-    """Whether `pid` is there and has not ended; a zombie only waits to be collected."""
-    status = _quietly(lambda: psutil.Process(pid).status())
-    return status not in (None, psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+def began(pid: int | str) -> int | None:
+    """When a process began, in ticks since the machine did, which no change of the clock alters; None for one that is gone, or a zombie.
+
+    On systems other than Linux in seconds since the epoch.
+    """
+    if sys.platform != "linux":
+        process = _quietly(lambda: psutil.Process(int(pid)))
+        ended = process is None or _quietly(process.status) in (None, psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+        return None if process is None or ended else int(process.create_time())
+    stat = (_quietly(Path(f"/proc/{pid}/stat").read_bytes) or b") X").rpartition(b")")[2].split()
+    return None if stat[0] in (b"Z", b"X") else int(stat[19])
 
 
 def _key(process: psutil.Process) -> str:
@@ -249,23 +253,24 @@ class _Others:
                     self._closed.append(process)
 
     def use(self, path: Path) -> bool:
-        inside = f"{path}/"
+        inside, stat = f"{path}/", _quietly(path.lstat)
         return (
             any(not _ending(p) for p in self._closed)
-            or str(path) in self._paths
+            or (stat is not None and f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino}" in self._paths)
             or self.own(path)
-            or any(p.startswith(inside) for p in self._paths)
+            or any(f"{p}/".startswith(inside) for p in self._paths)
             or any(inside in c or c.endswith(str(path)) for c in self._commands)
         )
 
     def own(self, path: Path) -> bool:
         """Whether the process that the name of a file or folder tells is alive and one of these."""
         owner = _OWNER_IN_NAME.match(path.name)
-        return owner is not None and int(owner[1]) not in self._exclude and _runs(int(owner[1]))
+        return owner is not None and int(owner[1]) not in self._exclude and began(owner[1]) is not None
 
 
 def _open_paths(pid: int) -> Iterable[str]:
-    """Paths below /dev/shm and the temporary folder that process `pid` has open or mapped.
+    """Paths below /dev/shm and the temporary folder that process `pid` has open or mapped; device and inode of what is mapped, too, since
+    a semaphore is mapped under a name that it had only while it was made.
 
     Raises PermissionError for a process of another user, and for one that hides its memory, as rft does where it runs programs.
     """
@@ -279,6 +284,7 @@ def _open_paths(pid: int) -> Iterable[str]:
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
             if (at := line.find("/")) >= 0 and line.startswith(wanted, at):
                 yield line[at:]
+                yield " ".join(line.split(None, 5)[3:5])  # device and inode
     except PermissionError:
         raise
     except OSError:
@@ -305,14 +311,12 @@ def _temp_folders() -> list[Path]:
 
 
 def _is_mine(path: Path) -> bool:
-    stat = _quietly(path.lstat)
-    return stat is not None and stat.st_uid == os.getuid()
+    return (stat := _quietly(path.lstat)) is not None and stat.st_uid == os.getuid()
 
 
 def _age_s(path: Path) -> float:
     """Since it was changed; 0 where it is gone."""
-    stat = _quietly(path.lstat)
-    return 0.0 if stat is None else time.time() - stat.st_mtime
+    return time.time() - stat.st_mtime if (stat := _quietly(path.lstat)) is not None else 0.0
 
 
 # ------------------------------------------------------------ listeners

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -21,12 +22,14 @@ import numpy as np
 import psutil
 
 from rft.config.plan import Plan
+from rft.disk import write_whole
 from rft.engine.settings import AuxiliarySettings, EngineSettings
 from rft.errors import SetupError
 from rft.launch.remote import Proxy
 from rft.launch.start import Start, schedule, windows
 from rft.types.experience import Demonstration
 from rft.types.ids import Version
+from rft.types.metrics import MetricRecord
 from rft.types.modelfiles import vocab_size
 from rft.types.ports import (
     BufferReader,
@@ -132,7 +135,7 @@ class ExplorerPart:
                 sides |= {"folder": self.plan.run_dir, "on_listening": settle}
                 self._explorer = Service(self.plan.serve, self.plan.explorer.pipeline, **sides)
             else:
-                self._explorer = Explorer(self.plan.explorer, cursor=joined.start.cursor, **sides)
+                self._explorer = Explorer(self.plan.explorer, cursor=joined.start.cursor, evaluates=joined.evaluates, **sides)
             await self._explorer.run()
 
     async def bench(
@@ -252,7 +255,14 @@ class TrainerPart:
             return
         assert s.offline_data is not None and s.batch_groups is not None, "the plan says so"
         data = await asyncio.to_thread(open_offline_data, s.offline_data)
-        held_out = HeldOut(await asyncio.to_thread(open_offline_data, s.held_out)) if s.held_out is not None else None
+        held_out = None
+        if s.held_out is not None:
+            rows = await asyncio.to_thread(open_offline_data, s.held_out)
+            held_out, noted = HeldOut(rows), self.plan.run_dir / "held_out.txt"
+            if consumption is not None and noted.exists() and noted.read_text() != rows.fingerprint:
+                note = f"the rows of {held_out.name} are not those of earlier evaluations: do not compare their values with later ones"
+                await sink.log(MetricRecord(role="eval", step=start.step, time=time.time(), values={}, notes=(note,)))
+            write_whole(noted, rows.fingerprint)
         reader = OfflineReader(data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps)
         if consumption is not None:
             reader.go_on(start.step, consumption)

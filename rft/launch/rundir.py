@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from rft.disk import full, is_full, read_regular, write_whole
 from rft.errors import ConfigError, Interrupted, SetupError
+from rft.launch.leftovers import began
 from rft.logs import redact
 from rft.strictjson import parse_json
 
@@ -49,10 +50,10 @@ class RunDir:
             run._lock = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(run._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(run._lock, 0)
-            os.pwrite(run._lock, str(os.getpid()).encode(), 0)
+            os.pwrite(run._lock, f"{os.getpid()} {began(os.getpid())}".encode(), 0)
         except BlockingIOError:
             run._let_go()
-            holder = run.lock_file.read_text().strip() or "unknown"
+            holder, *_ = run.lock_file.read_text().split() or ["unknown"]
             raise SetupError(
                 f"run folder {path} is in use by process {holder}. Wait for it, stop it, or give this run another `name`."
             ) from None
@@ -92,7 +93,7 @@ class RunDir:
 
     def state(self, phase: str, **facts: Any) -> None:
         """What the run is doing, for `rft status`."""
-        me = {"pid": os.getpid(), "node": os.uname().nodename}
+        me = {"pid": os.getpid(), "began": began(os.getpid()), "node": os.uname().nodename, "folder": self.path.stat().st_ino}
         write_json(self.path / STATE, {"phase": phase, **me, "time": time.time(), "run_id": self.run_id, **facts})
 
     @contextmanager
@@ -139,17 +140,23 @@ class RunDir:
         gone = holder is None if here else not self._locked()
         return "died" if gone and phase in ("starting", "waiting for the trainer", "running", "stopping") else phase, holder
 
+    def copied_from_one_that_lives(self, state: Mapping[str, Any]) -> bool:
+        """Whether what wrote `state`, which was in this folder before it was ours, may be at work in another one."""
+        if state.get("node", os.uname().nodename) != os.uname().nodename:
+            return state.get("folder") != self.path.stat().st_ino
+        return state.get("pid") != os.getpid() and lives(state.get("pid"), state.get("began"))
+
     def _holder(self) -> int | None:
         """The process that holds the run's lock now; None when it is free, or its holder was killed.
 
-        The holder's number stands in the file from the moment it took the lock.  The lock itself is left alone: trying it could make a
-        run that starts at this moment fail.
+        The holder stands in the file from the moment it took the lock.  The lock itself is left alone: trying it could make a run that
+        starts at this moment fail.
         """
         try:
-            text, since = self.lock_file.read_text().strip(), self.lock_file.stat().st_mtime
-        except FileNotFoundError:
+            pid, since = (*map(int, self.lock_file.read_text().split()), None, None)[:2]
+        except (FileNotFoundError, ValueError):
             return None
-        return int(text) if text.isdecimal() and lives(int(text), since) else None
+        return pid if lives(pid, since) else None
 
     def _locked(self) -> bool:
         """Whether a process of another machine, which cannot be asked, has the lock; also where that cannot be found out."""
@@ -161,15 +168,9 @@ class RunDir:
         return False
 
 
-def lives(pid: int, since: float) -> bool:
-    """Whether the process that had this number at `since`, seconds since the epoch, is still there."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return bool(process.create_time() <= since + 1 and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def lives(pid: object, since: int | None) -> bool:
+    """Whether the process that had this number and had `began` at `since` is still there; earlier versions did not note that (None)."""
+    return isinstance(pid, int) and (found := began(pid)) is not None and since in (None, found)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -304,13 +304,18 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
     )
 
 
-def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -> str:
-    """xxh3-128 over the number of rows, `facts`, and the rows themselves: all of them, or `limit` evenly spread ones."""
-    digest = xxhash.xxh3_128()
-    digest.update(repr((len(rows), facts)).encode())
+def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000, whole: Callable[[], str] | None = None) -> str:
+    """Of the number of rows, `facts`, and the rows themselves: all of them, or `limit` evenly spread ones behind what `whole` says."""
     count = min(len(rows), limit)
-    for i in range(count):
-        digest.update(_as_bytes(rows[i * len(rows) // count]))
+    sample = fingerprint_of((rows[i * len(rows) // count] for i in range(count)), len(rows), facts)
+    return sample if whole is None or len(rows) == count else f"{whole()}-{sample}"
+
+
+def fingerprint_of(rows: Iterable[Row], *facts: object) -> str:
+    """xxh3-128 over `facts` and all rows."""
+    digest = xxhash.xxh3_128(repr(facts).encode())
+    for row in rows:
+        digest.update(_as_bytes(row))
     return digest.hexdigest()
 
 
@@ -435,10 +440,8 @@ def _missing(settings: TasksetSettings, where: str, which: str, name: str, row: 
 
 
 def _wrong(settings: TasksetSettings, where: str, which: str, name: str, value: Any, wanted: str) -> ConfigError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return ConfigError(
-        f"{where}: key {name!r} is {shown} ({type(value).__name__}); it must be {wanted}.",
+        f"{where}: key {name!r} is {value!r:.80} ({type(value).__name__}); it must be {wanted}.",
         key=_key(settings, f"format.{which}"),
         given=value,
     )

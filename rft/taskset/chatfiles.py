@@ -32,7 +32,6 @@ RENDER_S = 10.0
 MAX_TEXT = 32 << 20
 MAX_TEMPLATE = 1 << 20
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")
-
 _NAMED = 5
 
 
@@ -333,12 +332,10 @@ def _counted(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimi
             indexes.append([index for index, _, _ in part])
             yield [(messages, tools) for _, messages, tools in part]
 
-    several = settings.num_process > 1 and second
-    answers = (
-        parallel.spread("chatfiles:count", common, questions(), settings.num_process)
-        if several
-        else (count(common, q) for q in questions())
-    )
+    if settings.num_process > 1 and second:
+        answers = parallel.spread("chatfiles:count", common, questions(), settings.num_process)
+    else:
+        answers = (count(common, q) for q in questions())
     for answer in answers:
         yield from zip(indexes.pop(0), answer, strict=True)
 

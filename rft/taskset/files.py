@@ -18,11 +18,10 @@ import xxhash
 
 from rft.errors import ConfigError, SetupError
 from rft.strictjson import parse_json
-from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, sample_fingerprint
+from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, fingerprint_of, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 
 _MEDIA = re.compile(r"\bbytes: (large_)?binary")  # part of the Arrow type in which Hugging Face keeps an image, sound or video
-_SAMPLED = 1000  # rows of a Parquet file that its fingerprint reads
 _SPOKEN = {"role", "function", "parameters", "arguments"}  # keys of messages, tools and calls
 
 
@@ -122,9 +121,9 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
     )
     rows = ByIndex(len(stored), lambda i: _own(stored[i]), lambda: map(_own, stored))
     where = f"{path}, row "
-    fingerprint = sample_fingerprint(stored, table.column_names, limit=_SAMPLED)
-    if len(stored) > _SAMPLED:  # the rows between those of the sample count too
-        fingerprint = f"{xxhash.xxh3_128_hexdigest(pa.memory_map(str(path)).read_buffer())}-{fingerprint}"
+    fingerprint = sample_fingerprint(
+        stored, table.column_names, whole=lambda: xxhash.xxh3_128_hexdigest(pa.memory_map(str(path)).read_buffer())
+    )
     return RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
 
 
@@ -191,10 +190,11 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
         loaded = loaded[settings.split]
     _of_texts(settings, source, loaded.features.arrow_schema)
     rows = ByIndex(len(loaded), lambda i: _own(loaded[i]), lambda: map(_own, loaded))
+    plain = (row for table in loaded.with_format("arrow").iter(1024) for row in table.to_pylist())
     return RowSource(
         rows=rows,
         where=lambda i: f"{source} ({settings.split}), row {i}",
-        fingerprint=sample_fingerprint(loaded, loaded.column_names),
+        fingerprint=sample_fingerprint(loaded, loaded.column_names, whole=lambda: fingerprint_of(plain)),
         check_all=len(rows) <= CHECKED,
     )
 

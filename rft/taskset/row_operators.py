@@ -26,21 +26,19 @@ from rft.taskset.base import ABSENT, Row, lookup
 task_operator = kind("task_operator")
 
 
-class RowOperator:
+class _Operator:
     """`__init__` takes the checked `args` as keyword arguments; `needs` maps libraries to the extra that installs them."""
 
     needs: ClassVar[Mapping[str, str]] = {}
 
+
+class RowOperator(_Operator):
     def apply(self, row: Row) -> Row | None:
         """The row with other or further columns; None takes it out."""
         raise NotImplementedError
 
 
-class SetOperator:
-    """`__init__` takes the checked `args` as keyword arguments; `needs` maps libraries to the extra that installs them."""
-
-    needs: ClassVar[Mapping[str, str]] = {}
-
+class SetOperator(_Operator):
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
         """Numbers of the rows that stay, each once, in their new order."""
         raise NotImplementedError

@@ -60,10 +60,6 @@ class TaskOrder:
         ]
         return xxhash.xxh3_128_hexdigest(repr((facts, self._shares, self.batch_size, self._seed)).encode())
 
-    def num_batches(self, epochs: int) -> int:
-        """Whole batches in `epochs` epochs.  Raises ConfigError if there is not even one."""
-        return num_batches([len(t) for t in self.tasksets], self.batch_size, epochs)
-
     @property
     def learns(self) -> bool:
         """Whether a selector goes by outcomes."""

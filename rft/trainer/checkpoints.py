@@ -110,13 +110,14 @@ class BestSteps:
         self._name, self._mode = name, mode
         self._names: set[str] = set()  # of all metrics
         self._served: int | None = None  # this and the next: of this process of the run
-        self._due, self._ended = set[int](), set[int]()
+        self._evaluations = Evaluations()
 
     def __call__(self, steps: Collection[int]) -> set[int]:
         """The best one of `steps`, and those that may get a value yet: steps whose evaluation was announced and has not ended, and the
         one served, as the next may be of it."""
         best = self.best(steps)
-        awaited = {self._served, *(self._due - self._ended)} if self._name.startswith("eval/") else set()
+        due = {step for name, step in self._evaluations.due if self._name.startswith(f"{name}/")}
+        awaited = {self._served, *due} if self._name.startswith("eval/") else set()
         return {step for step in steps if step == best or step in awaited}
 
     def best(self, steps: Collection[int]) -> int | None:
@@ -135,12 +136,25 @@ class BestSteps:
         self._series.take(record)
         self._names |= record.values.keys()
         if begins(record):
-            self._served, self._due, self._ended = None, set(), set()
+            self._served, self._evaluations = None, Evaluations()
         if "sync/version" in record.values:
             self._served = record.step
-        for what, seen in (("due", self._due), ("time", self._ended)):
-            if any(n.endswith(what) and self._name.startswith(n.removesuffix(what)) for n in record.values):
-                seen.add(record.step)
+        self._evaluations.take(record)
+
+
+class Evaluations:
+    """Which were announced and have not ended: (what their metrics begin with, train step).  `take` gives a record back."""
+
+    def __init__(self) -> None:
+        self.due: set[tuple[str, int]] = set()
+
+    def take(self, record: MetricRecord) -> MetricRecord:
+        for name, _, what in (n.rpartition("/") for n in record.values) if record.role == "eval" else ():
+            if what == "due":
+                self.due.add((name, record.step))
+            elif what == "time":
+                self.due = {(n, step) for n, step in self.due if n != name or step > record.step}
+        return record
 
 
 @cache

@@ -151,6 +151,22 @@ def test_a_resumed_run_is_the_same_run(config: Callable[..., Path], kind: str) -
         execute(file, [at, "name=halves", "trainer.total_steps=6"], in_process=True)
 
 
+def test_other_rows_that_are_held_out_are_told_where_a_run_goes_on(config: Callable[..., Path], tmp_path: Path) -> None:
+    rows = [{"prompt": f"ab{i}", "response": str(i)} for i in range(8)]
+
+    def notes(steps: int, held_out: list[dict[str, str]]) -> list[str]:
+        for split, written in (("train", rows), ("test", held_out)):
+            (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+        given = config("sft", str(tmp_path), source={"eval_split": "test"})
+        run = execute(given, [f"trainer.total_steps={steps}"], in_process=True).run_dir
+        return [note for r in read(run / "metrics.jsonl") if r.role == "eval" for note in r.notes]
+
+    assert notes(1, rows[:3]) == notes(2, rows[:3]) == []
+    (told,) = notes(3, rows[1:4])
+    assert "_test are not those of earlier evaluations" in told
+    assert notes(4, rows[1:4]) == [told], "once"
+
+
 def test_it_begins_with_the_checkpoint_of_another_run(config: Callable[..., Path]) -> None:
     file = config("sft")
     first = execute(file, ["name=first"], in_process=True)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from rft.sync.settings import SyncSettings
 from rft.sync.waits import cancel
 from rft.taskset.settings import TasksetSettings
 from rft.trainer.settings import TrainerSettings
+from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 from tests.helpers import simulated
 from tests.helpers.counted import Counted
@@ -328,6 +330,23 @@ def test_each_evaluation_is_played_once(plan, tmp_path):
     steps = [r.step for r in found.records if "eval/eval/tasks" in r.values]
     assert [r.step for r in found.records if "eval/eval/due" in r.values] == steps[:-1], "the last one is of the end"
     assert len(steps) == 4 and steps[0] == 0 and steps[-1] == 9
+
+
+def test_an_evaluation_that_was_under_way_is_given_to_the_first_that_joins_a_run_that_goes_on(plan, tmp_path):
+    """The one of step 4 had; that of step 6 comes again by itself, as its batch is explored again."""
+    lines = [(2, "due"), (2, "score"), (4, "due"), (2, "time"), (6, "due")]
+    written = [{"role": "eval", "step": s, "time": 0.0, "values": {f"eval/x/{name}": 1.0}} for s, name in lines]
+    plan = replace(plan, run_dir=tmp_path, monitor=replace(plan.monitor, folder=tmp_path))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+
+    async def joined(step: int) -> list[bool]:
+        coordinator = Coordinator(plan, simulated.Ranks(), SimpleNamespace(room=None), Start(2, step, Version(1, step)), "here")
+        try:
+            return [(await coordinator.join(name, ["here"], [], None, SyncSettings())).evaluates for name in ("a", "b")]
+        finally:
+            await coordinator.close()
+
+    assert [asyncio.run(joined(step)) for step in (3, 5, 6)] == [[False, False], [True, False], [True, False]]
 
 
 def test_no_explorer_comes(plan, tmp_path):

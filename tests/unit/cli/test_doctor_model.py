@@ -21,7 +21,6 @@ from rft.trainer.policy import Policy
 from tests.helpers import families
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
-SLOW = pytest.mark.slow
 Report = Callable[[Path], tuple[list[dict[str, Any]], RftError | None]]
 
 
@@ -42,9 +41,7 @@ def report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     return run
 
 
-@pytest.mark.parametrize(
-    ("family", "exact"), [("gemma2", ("shared", "packed", "padded")), pytest.param("lfm2", ("padded",), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("family", "exact"), [("gemma2", ("shared", "packed", "padded")), ("lfm2", ("padded",))])
 def test_every_layout_has_a_verdict(family: str, exact: tuple[str, ...], tmp_path: Path, report: Report) -> None:
     lines, error = report(families.make(family, tmp_path / "model"))
     assert error is None
@@ -88,8 +85,8 @@ def _lie(folder: Path, **entries: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "entries"),
-    [("qwen3", {"head_dim": 16}), ("mixtral", {"num_local_experts": 8}), pytest.param("llama", {"num_hidden_layers": 3}, marks=SLOW)],
-)  # fmt: skip
+    [("qwen3", {"head_dim": 16}), ("mixtral", {"num_local_experts": 8}), ("llama", {"num_hidden_layers": 3})],
+)
 def test_a_configuration_that_lies_about_its_weights_is_refused(
     family: str, entries: dict[str, Any], tmp_path: Path, report: Report
 ) -> None:
@@ -116,8 +113,10 @@ def test_a_configuration_without_a_model_is_refused(
     assert said in str(error) and str(error).startswith("model.model_path: ") and len(str(error)) < 600
 
 
-@SLOW
-@pytest.mark.parametrize("family", ["deepseek_v4", "gemma3n_text", "longcat_flash"])  # adapters; padding; routers without a call
+@pytest.mark.e2e
+@pytest.mark.parametrize(  # adapters; padding; routers without a call
+    "family", [pytest.param("deepseek_v4", marks=pytest.mark.slow), "gemma3n_text", "longcat_flash"]
+)
 def test_gradients_are_exact_wherever_they_are_not_refused(family: str, tmp_path: Path) -> None:
     report = model_check.compare(families.make(family, tmp_path / "model"), "cpu", objectives=get_args(model_check.Objective))
     assert report.good and report.error is None, report.lines
@@ -184,7 +183,6 @@ def test_an_engine_that_is_not_installed_is_not_started(tmp_path: Path, monkeypa
     assert (line.state, line.text) == ("note", "not installed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["sft", "lora"])
 def test_the_other_objectives_of_the_table_are_exact_too(objective: Any, tmp_path: Path) -> None:
     folder = families.make("mistral", tmp_path / "model")
@@ -192,7 +190,6 @@ def test_the_other_objectives_of_the_table_are_exact_too(objective: Any, tmp_pat
     assert found.good and all(0 < line.gradients[objective] <= 1e-5 for line in found.lines[1:])
 
 
-@pytest.mark.slow
 def test_a_window_that_is_ignored_is_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_reach", lambda module, window: (None, None))
     found = model_check.compare(families.make("mistral", tmp_path / "model"), "cpu")

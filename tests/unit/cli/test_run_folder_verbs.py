@@ -105,6 +105,8 @@ def test_status_of_a_run_that_goes_on(run_dir: Path) -> None:
     assert (facts["phase"], facts["holder"]) == ("running", os.getpid())
     text = "\n".join(status_command.lines(facts))
     assert "waiting      the trainer waits for rows" in text and f"engine-0 {2**22 - 1} (gone)" in text
+    os.utime(claimed.lock_file, (1, 1))  # the clock was put forward since
+    assert status_command.collect(run_dir)["phase"] == "running"
     state = json.loads((run_dir / "state.json").read_text()) | {"node": "elsewhere"}
     (run_dir / "state.json").write_text(json.dumps(state))
     text = "\n".join(status_command.lines(status_command.collect(run_dir)))
@@ -118,8 +120,7 @@ def test_status_of_a_run_that_was_killed(run_dir: Path) -> None:
     run.state("running")
     run.lock_file.write_text(child.stdout)
     assert status_command.collect(run_dir)["phase"] == "died"
-    run.lock_file.write_text("1")  # the number was given to another process since
-    os.utime(run.lock_file, (1, 1))
+    run.lock_file.write_text("1 1000000")  # the number was given to another process since
     assert status_command.collect(run_dir)["phase"] == "died"
 
 

@@ -168,7 +168,9 @@ class World:
             }
         )
 
-    def explorer(self, *, lineage: int = 1, cursor: int = 0, models: Any = None, **changes: Any) -> Explorer:
+    def explorer(
+        self, *, lineage: int = 1, cursor: int = 0, evaluates: bool = False, models: Any = None, **changes: Any
+    ) -> Explorer:
         assignments = Assignments(cursor, None, changes.get("max_inflight"))
         self.gate.assigner = BatchAssigner(assignments, self.buffer.room, self.gate.may_explore, Waits(60.0))
         changes = {"tasksets": (self.taskset(),), "batch_size": 2, "total_batches": 3, "max_retry_times": 0, **changes}
@@ -180,6 +182,7 @@ class World:
             sink=self.sink,
             lineage=lineage,
             cursor=cursor,
+            evaluates=evaluates,
             models=models or {},
         )
 

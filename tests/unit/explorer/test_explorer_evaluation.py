@@ -190,3 +190,14 @@ async def test_a_group_without_a_baseline_is_replaced(world):
 
     await world.explorer(tasksets=(world.taskset(reward="test_evaluation_no_greedy"),), total_batches=1, baseline=True).run()
     assert world.buffer.closed == [(0, 2, 2, {"no_baseline": 1})]
+
+
+@pytest.mark.parametrize(("interval", "played"), [(5, [1]), (0, [])])
+async def test_an_evaluation_that_a_stop_interrupted_is_played_once_when_the_run_goes_on(world, interval, played):
+    """Under the weights of the checkpoint; unless there are to be no more evaluations."""
+    held_out = world.taskset("held_out", is_eval=True)
+    explorer = world.explorer(
+        cursor=1, evaluates=True, eval_tasksets=(held_out,), eval_interval=interval, eval_in_background=True, eval_at_end=False
+    )
+    await explorer.run()
+    assert list(world.sink.of("eval")) == played

@@ -243,3 +243,17 @@ def test_what_a_process_maps_is_found_although_it_closes_a_file_meanwhile(monkey
         assert asked
     finally:
         ended(child)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="semaphores have names in /dev/shm on Linux")
+def test_a_semaphore_of_a_living_process_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C library makes it under another name, which is the one that the process seems to map."""
+    monkeypatch.setattr(leftovers, "SHM", Path("/dev/shm"))
+    made = "import multiprocessing; made = multiprocessing.get_context('spawn').Lock(); "
+    child = started(f"{made} import sys; print('up'); print(made._semlock.name, flush=True); sys.stdin.read()")
+    try:
+        assert child.stdout is not None
+        name = f"sem.{child.stdout.readline().strip().removeprefix('/')}"
+        assert (leftovers.SHM / name).exists() and name not in leftovers.unused_shm()
+    finally:
+        ended(child)

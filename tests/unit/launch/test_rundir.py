@@ -6,12 +6,11 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
-import psutil
 import pytest
 
 from rft.errors import SetupError
 from rft.launch.execute import _clean_after_a_crash
-from rft.launch.rundir import RunDir, write_json
+from rft.launch.rundir import RunDir, began, write_json
 from rft.logs import learn_secrets
 
 
@@ -85,11 +84,18 @@ def test_a_copy_of_a_run_that_lives_leaves_its_processes_alone(tmp_path):
         run = RunDir(tmp_path)
         run.run_id = "0123456789ab"
         run.state("running")
-        state = json.loads((tmp_path / "state.json").read_text()) | {"pid": launcher.pid}
-        (tmp_path / "state.json").write_text(json.dumps(state))
-        _clean_after_a_crash(run)
-        assert part.poll() is None
+        own = json.loads((tmp_path / "state.json").read_text())
+        state = own | {"pid": launcher.pid, "began": began(launcher.pid), "time": 0.0}  # the clock was put forward since
+
+        def cleaned(**facts: object) -> bool:
+            write_json(tmp_path / "state.json", state | facts)
+            _clean_after_a_crash(run)
+            return part.poll() is not None
+
+        assert not cleaned()
+        assert not cleaned(node="elsewhere", folder=0), "whether its launcher lives cannot be asked from here"
         launcher.kill()
         launcher.wait()
-        _clean_after_a_crash(run)
-        assert not psutil.pid_exists(part.pid)
+        assert cleaned()
+        part = sleeper(RFT_RUN_ID="0123456789ab")
+        assert cleaned(node="elsewhere"), "this folder was that run's: it has ended"
