@@ -29,6 +29,9 @@ from rft.types.row_layout import KEY
 
 _WASTE = 0.6  # a rectangle takes branches down to this share of its longest
 _PIECE = 64  # slots of a piece at least, where a window is shorter
+_SMALL = (
+    1 << 20
+)  # scores of a rectangle, up to which plain float32 products are faster on CPUs, and their softmax takes little memory
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,9 @@ class _Scores:
 def _rectangle(r: Rectangle, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Scores) -> torch.Tensor:
     (count, width), height, kv, fold = r.keys.shape, r.height, how.kv, how.heads // how.kv
     keys, values = (F.embedding(r.keys, x).view(count, width, kv, -1).transpose(1, 2) for x in (k, v))
-    if r.causal and how.plain:
+    small = q.device.type == "cpu" and q.dtype.itemsize > 2 and count * height * width * how.heads <= _SMALL
+    fused = how.plain and not small
+    if r.causal and fused:
         queries = q.view(count, height, how.heads, -1).transpose(1, 2)
         if fold > 1:
             keys, values = keys.repeat_interleave(fold, 1), values.repeat_interleave(fold, 1)
@@ -278,7 +283,7 @@ def _rectangle(r: Rectangle, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
         return out.transpose(1, 2).reshape(count * height, -1)
     queries = q.view(count, height, kv, fold, -1).permute(0, 2, 3, 1, 4).reshape(count, kv, fold * height, -1)
     mask = r.mask(fold, q.dtype)
-    if how.plain:
+    if fused:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=how.scaling)
     else:
         out = _softmax(queries @ keys.transpose(2, 3), mask, how, height) @ values
