@@ -50,7 +50,7 @@ def test_vllm_hangs(tiny_model: Path, tmp_path: Path) -> None:
     (core,) = (p for p in host.children() if "EngineCore" in p.name() + "".join(p.cmdline()))
     core.send_signal(signal.SIGSTOP)
     run.wait_for("step 7/", 300)
-    assert not core.is_running(), "what a hung engine leaves is ended with it"
+    assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, "what a hung engine leaves is ended with it"
     assert run.end(600) == 0, run.output
     said = log(root, "coordinator")
     assert "vLLM hangs: no sign of life" in said and "is stopped" in said and "engine 0 was restarted" in said, said

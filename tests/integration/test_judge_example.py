@@ -100,7 +100,6 @@ def test_a_cap_on_the_cost_stops_the_run_which_goes_on_with_a_higher_one(
     assert done.version.step == 3 and len(server.asked) > paid
 
 
-@pytest.mark.slow
 def test_over_the_cap_answers_stay_unscored_if_one_says_so(server: JudgeServer, tiny_model: Path, tmp_path: Path) -> None:
     args = "buffer.explorer_input.taskset.reward_fn_args"
     limits = [f"{args}.max_cost_usd=0.0022", f"{args}.over_budget=unscored", "buffer.on_short_batch=train", "buffer.max_refill=0"]

@@ -15,6 +15,7 @@ from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.errors import EngineFailed
+from rft.launch import leftovers
 from rft.testing.engine_contract import ask, clean, shaken, stage
 from rft.types.completion import Completion
 from rft.types.ids import Version
@@ -40,9 +41,10 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
         os.environ.pop(name, None)
     os.environ |= cpu_environment(settings) | {"RFT_FAULT": "sync.corrupt_byte:5"}
-    made = await VllmEngine.start(settings)
-    yield made
-    await made.close()
+    with leftovers.collected():  # memory that the killed worker shared
+        made = await VllmEngine.start(settings)
+        yield made
+        await made.close()
     os.environ.clear()
     os.environ.update(before)
 

@@ -8,7 +8,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import closing
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -117,51 +119,53 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
-seen = 0
-def count(*_):
-    global seen
-    seen += 1
-    if seen == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-event.listen(Engine, "before_cursor_execute", count)
-event.listen(Engine, "commit", count)
-async def main():
-    buffer = Buffer(BufferSettings(folder=Path(sys.argv[1]) / "buffer", run="old/run/name"))
+async def main(folder, nth):
+    seen = 0
+    def count(*_):
+        nonlocal seen
+        seen += 1
+        if seen == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+    event.listen(Engine, "before_cursor_execute", count)
+    event.listen(Engine, "commit", count)
+    buffer = Buffer(BufferSettings(folder=Path(folder) / "buffer", run="old/run/name"))
     await buffer.open()
     await buffer.close()
-    os.write(1, str(seen).encode())
-asyncio.run(main())
+    return seen
+for line in sys.argv[1:]:
+    folder, nth = line.rsplit(":", 1)
+    child = os.fork()
+    if not child:
+        seen = asyncio.run(main(folder, int(nth)))
+        os._exit(seen)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def migrate(folder: Path, nth: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", MIGRATE, str(folder), str(nth)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
-
-
-def killed_at(folder: Path, nth: int) -> None:
-    path = old(folder)
-    before = contents(path)
-    assert migrate(folder, nth).returncode == -signal.SIGKILL
-    assert contents(path) == before, f"half migrated by a death at event {nth}"
-    assert audit_run(folder).ok
-    assert migrate(folder, 0).returncode == 0
-    assert audit_run(folder).ok
+def migrate(*folders: Path, dies: Sequence[int] = (0,)) -> list[int]:
+    """Each in a process that ends at that event, by -9, or else with their number."""
+    orders = [f"{folder}:{nth}" for folder, nth in zip(folders, cycle(dies), strict=False)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", MIGRATE, *orders], capture_output=True, text=True, check=True, env=environment, timeout=600
+    )
+    return [int(line) for line in done.stdout.split()]
 
 
 @pytest.mark.e2e
-def test_a_death_in_between_leaves_the_old_ledger(tmp_path: Path) -> None:
-    old(tmp_path / "whole")
-    whole = int(migrate(tmp_path / "whole", 0).stdout)
-    killed_at(tmp_path / "early", whole // 3)
-    killed_at(tmp_path / "commit", whole)  # the last event is the commit
-
-
-@pytest.mark.slow
-def test_a_death_at_any_statement_leaves_the_old_ledger(tmp_path: Path) -> None:
-    old(tmp_path / "whole")
-    for nth in range(1, int(migrate(tmp_path / "whole", 0).stdout) + 1):
-        killed_at(tmp_path / str(nth), nth)
+def test_a_death_at_any_event_leaves_the_old_ledger(tmp_path: Path) -> None:
+    """Before a statement, or before a commit, which is the last event."""
+    old(tmp_path)
+    before = contents(tmp_path / "buffer/experience_buffer.db")
+    (whole,) = migrate(tmp_path)
+    folders = [tmp_path / str(nth) for nth in range(1, whole + 1)]
+    paths = [old(folder) for folder in folders]
+    assert migrate(*folders, dies=range(1, whole + 1)) == [-signal.SIGKILL] * whole
+    for folder, path in zip(folders, paths, strict=True):
+        assert contents(path) == before, f"half migrated by a death at event {folder.name}"
+        assert audit_run(folder).ok
+    assert all(events > 0 for events in migrate(*folders))
+    assert all(audit_run(folder).ok for folder in folders)
 
 
 async def test_an_old_sqlite_cannot_take_columns_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

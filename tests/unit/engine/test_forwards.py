@@ -24,7 +24,6 @@ from rft.types.ports import ScoreRow
 from tests.helpers import experts, families
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
-QUICK = ("deepseek_v3", "gemma2", "lfm2", "qwen3_5_text")
 REFUSED = {"minimax": "MiniMax", "deepseek_v4": "DeepseekV4"}  # their caches do not follow rows that leave
 
 
@@ -37,10 +36,7 @@ def loaded(family: str, folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32, **how).eval()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in families.FAMILIES if f not in REFUSED],
-)
+@pytest.mark.parametrize("family", [f for f in families.FAMILIES if f not in REFUSED])
 def test_a_cache_changes_nothing(family: str, tmp_path: Path) -> None:
     forwards.prove(loaded(family, tmp_path / "m"), "engine")
 

@@ -23,8 +23,8 @@ from rft.trainer.settings import LearnerSettings, LoraSettings, OptimSettings
 from tests.helpers import families
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
-SLOW = pytest.mark.slow
-EXPERTS = ["deepseek_v3", *(pytest.param(f, marks=SLOW) for f in ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "nemotron_h"))]
+OTHERS = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "nemotron_h")
+EXPERTS = ["deepseek_v3", *(pytest.param(f, marks=pytest.mark.e2e) for f in OTHERS)]
 
 
 def shaken(learner: Learner) -> Learner:
@@ -113,9 +113,7 @@ def _exported_only(folder: Path, exported: Path, learner: Learner) -> Path:
     return folder / "only" / "trainer"
 
 
-@pytest.mark.parametrize(
-    "family", ["nemotron_h", *(pytest.param(f, marks=SLOW) for f in ("deepseek_v3", "qwen3_moe", "llama4_text"))]
-)
+@pytest.mark.parametrize("family", ["nemotron_h", "deepseek_v3", "qwen3_moe", "llama4_text"])
 def test_an_adapter_is_added_to_a_base_with_other_names(family: str, tmp_path: Path) -> None:
     base = families.make(family, tmp_path / "base")
     lora = LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")

@@ -21,7 +21,6 @@ from tests.helpers import families
 
 Settings = Callable[..., LearnerSettings]
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
-FAST = {"qwen3_moe", "gpt_oss", "deepseek_v3"}
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe", "deepseek_v2", "deepseek_v3", "qwen3_next", "minimax")
 
 
@@ -72,7 +71,7 @@ def grouped(rows: list[TrainRow]) -> list[TrainRow]:
     return [msgspec.structs.replace(r, tokens=r.tokens % families.VOCABULARY) for r in rows]
 
 
-@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_forced_disagreement_is_replayed(family: str, tmp_path: Path, settings: Settings, grouped: list[TrainRow]) -> None:
     folder = families.make(family, tmp_path / family)
     learner = Learner(settings(model_path=str(folder), router_replay=True))

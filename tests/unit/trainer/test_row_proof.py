@@ -28,7 +28,7 @@ MakeRow = Callable[..., TrainRow]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
 
-FAST = {
+LAYOUTS = {
     "lfm2": "padded",  # short convolutions
     "qwen3_5_text": "padded",  # linear attention
     "jamba": "padded",  # Mamba
@@ -70,12 +70,12 @@ def apart(learner: Learner, rows: list[TrainRow]) -> float:
     return worst
 
 
-@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in families.FAMILIES])
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_family_is_exact(family: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow]) -> None:
     folder = families.make(family, tmp_path / family)
     learner = Learner(settings(model_path=str(folder)))
     assert apart(learner, group_of_rows) <= 1e-5
-    assert learner.settings.row_layout == FAST.get(family, learner.settings.row_layout)
+    assert learner.settings.row_layout == LAYOUTS.get(family, learner.settings.row_layout)
     padded = Learner(settings(model_path=str(folder), row_layout="padded"))
     assert apart(padded, group_of_rows) <= 1e-5
 
