@@ -80,11 +80,12 @@ TABLE: dict[str, Inert] = {
     f"{_AUXILIARY}.use_v1": Inert("vLLM has no other engine", "warned"),
     f"{_AUXILIARY}.fully_sharded_loras": Inert("its weights have no adapter", "warned"),
     f"{_AUXILIARY}.max_cpu_loras": Inert("its weights have no adapter", "warned"),
-    **{
-        f"explorer.runner_{n}": Inert(_ONE_PROCESS, "noted")
-        for n in ("per_model", "num", "prepare_concurrency", "prepare_max_retries")
-    },
-    **{f"explorer.{n}": Inert(_ONE_PROCESS, "noted") for n in ("max_repeat_times_per_runner", "concurrent_mode")},
+    "explorer.runner_num": Inert(_ONE_PROCESS, "noted"),
+    "explorer.runner_per_model": Inert(_ONE_PROCESS, "noted"),
+    "explorer.runner_prepare_concurrency": Inert(_ONE_PROCESS, "noted"),
+    "explorer.runner_prepare_max_retries": Inert(_ONE_PROCESS, "noted"),
+    "explorer.max_repeat_times_per_runner": Inert(_ONE_PROCESS, "noted"),
+    "explorer.concurrent_mode": Inert(_ONE_PROCESS, "noted"),
     "explorer.service_status_check_interval": Inert(
         "new weights are served when they are verified; nothing looks for them", "warned"
     ),
