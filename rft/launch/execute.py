@@ -88,10 +88,12 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
         check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
     if plan.serve is not None:
         known = clients(plan.serve)  # before anything starts; the service's process may not have this one's environment
-        # with an address, explorers may be on other machines; what is left of a run that was killed may still hold the port
-        if plan.cluster.ray_address is None and not ((folder or plan.run_dir) / STATE).exists():
-            listening(plan.serve.host, plan.serve.port).close()
         plan = replace(plan, serve=replace(plan.serve, clients=known))
+    # with an address, explorers may be on other machines; what is left of a run that was killed may still hold the ports
+    if plan.cluster.ray_address is None and not ((folder or plan.run_dir) / STATE).exists():
+        ports = [("127.0.0.1", api.port or 0) for api in plan.explorer.apis if plan.mode != "train"]
+        for host, port in ports if plan.serve is None else [(plan.serve.host, plan.serve.port), *ports]:
+            listening(host, port).close()
     loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})  # also those of the command line
     runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)

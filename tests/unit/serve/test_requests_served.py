@@ -256,14 +256,21 @@ def test_without_a_good_key_nothing_starts(tmp_path, monkeypatch, environment, l
         clients(ServeSettings(clients_file=file, batch_size=1))
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, monkeypatch, tiny_model):
+@pytest.mark.parametrize(
+    "example, given",
+    [
+        ("serve", ["explorer.proxy_port={port}"]),
+        ("tiny", ["explorer.rollout_model.enable_openai_api=true", "explorer.rollout_model.base_port={port}"]),
+    ],
+)
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, monkeypatch, tiny_model, example, given):
     """It was told when the engines were there."""
     monkeypatch.setenv(ENVIRONMENT, KEY)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", f"explorer.proxy_port={port}"]
-        with pytest.raises(SetupError, match=f"cannot listen on .*:{port} .*explorer.proxy_port"):
-            execute(ROOT / "examples" / "serve" / "config.yaml", given, in_process=True)
+        given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", *(g.format(port=port) for g in given)]
+        with pytest.raises(SetupError, match=f"cannot listen on .*:{port} .*explorer.proxy_port.*base_port"):
+            execute(ROOT / "examples" / example / "config.yaml", given, in_process=True)
     assert not list(tmp_path.iterdir())
 
 
