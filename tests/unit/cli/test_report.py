@@ -24,7 +24,7 @@ from rft.monitor import read as monitor_read
 from rft.monitor.pictures import picture
 from rft.monitor.read import read
 from rft.report.comparison import compared
-from rft.report.facts import Measured, _cost, _subject, collect, eval_points, interval
+from rft.report.facts import RunSummary, _cost, _subject, collect, eval_points, interval
 from rft.report.page import MAX_BYTES, page
 from rft.types.metrics import MetricRecord
 from tests.helpers.asked_ledger import EVIL, play, said
@@ -187,7 +187,7 @@ def test_costs_of_processes_are_added(tmp_path: Path) -> None:
         record("eval", 1110, eval__sums__time=20.0),
         record("eval", 90_000, bench__sums__time=20.0, judge__j__cost_usd=0.5),  # the next day its checkpoints were evaluated
     ]
-    assert dict(_cost({"trainer": {"world_size": 2}}, Measured(records))) == {
+    assert dict(_cost({"trainer": {"world_size": 2}}, RunSummary(records))) == {
         "duration": "5m00s, pauses between its processes left out",
         "trainer": "2 rank(s): 10m00s held, 1m40s at work",
         "engines": "1 engine(s): 5m00s held",
@@ -197,7 +197,7 @@ def test_costs_of_processes_are_added(tmp_path: Path) -> None:
 
 def test_a_resumed_training_on_data_did_not_last_while_it_was_stopped() -> None:
     steps = [MetricRecord(role="trainer", step=s, time=t, values={"perf/step_s": 10.0}) for s, t in ((1, 10.0), (2, 86_400.0))]
-    assert dict(_cost({}, Measured(steps)))["trainer"] == "1 rank(s): 20s held, 20s at work"
+    assert dict(_cost({}, RunSummary(steps)))["trainer"] == "1 rank(s): 20s held, 20s at work"
 
 
 def test_the_subject_says_what_was_played_and_not_what_nobody_has_written() -> None:
@@ -207,10 +207,10 @@ def test_the_subject_says_what_was_played_and_not_what_nobody_has_written() -> N
     tree = {"algorithm": {"repeat_times": None}, "buffer": {"batch_size": 4, "explorer_input": tasks | both}}
     values = {"rollout/runs": 40.0, "rollout/groups/accepted": 4.0, "rollout/groups/rejected": 1.0}
     explored, trained = (MetricRecord(role=r, step=2, time=0.0, values=v) for r, v in (("explorer", values), ("trainer", {})))
-    told = dict(_subject(tree, Measured([explored, trained])))
+    told = dict(_subject(tree, RunSummary([explored, trained])))
     assert told["a step"] == "4 tasks, 8 answers each" and told["steps"] == "2"
     assert "workflow w" in told["trained on"] and "workflow v" in told["evaluated on"]
-    assert dict(_subject(tree, Measured([])))["a step"] == "4 tasks"
+    assert dict(_subject(tree, RunSummary([])))["a step"] == "4 tasks"
 
 
 def test_runs_beside_each_other(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_the_check_of_a_service_is_json() -> None:
 
 def test_points_are_those_of_the_file(tmp_path: Path) -> None:
     run = write(tmp_path, [*curve(0.9), curve(0.8)[-1]])
-    (first, last) = eval_points(Measured(read(run / "metrics.jsonl")).series)
+    (first, last) = eval_points(RunSummary(read(run / "metrics.jsonl")).series)
     assert (first.step, first.mean, first.low) == (0, 0.25, pytest.approx(0.1755, abs=1e-3))
     assert (last.step, last.mean, last.failed) == (3, 0.8, 2), "of a step that was written twice the later value"
     with pytest.raises(ConfigError):
@@ -302,7 +302,7 @@ def test_a_value_that_is_not_finite_hides_no_cost() -> None:
         MetricRecord(role="trainer", step=s, time=10.0 * s, values={"perf/step_s": v, "experience/response_tokens": v})
         for s, v in ((1, 10.0), (2, math.nan), (3, math.inf))
     ]
-    told = dict(_cost({}, Measured(steps)))
+    told = dict(_cost({}, RunSummary(steps)))
     assert told["duration"].startswith("10s") and told["tokens trained"] == "10"
 
 
