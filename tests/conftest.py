@@ -99,7 +99,7 @@ def _logging_as_it_was() -> Iterator[None]:
 
     def loggers() -> list[logging.Logger]:
         named = logging.root.manager.loggerDict
-        return [logging.root, *(x for name, x in named.items() if name.split(".")[0] == "rft" and isinstance(x, logging.Logger))]
+        return [logging.root, *(x for name, x in named.items() if name.startswith("rft") and isinstance(x, logging.Logger))]
 
     before = {x: (x.level, x.propagate, x.disabled) for x in loggers()}
     silenced, secrets = logging.root.manager.disable, set(logs._values)

@@ -176,6 +176,7 @@ async def test_a_message_of_the_wrong_form_is_refused_not_failed(message: Any) -
     assert got.status_code == 400 and "messages[0]" in got.json()["error"]["message"]
 
 
+@pytest.mark.e2e
 @attack("L", "three hundred slow connections", "closed at their deadline; others are served meanwhile")
 async def test_three_hundred_slow_connections_are_closed_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "HEAD_S", 2.0)

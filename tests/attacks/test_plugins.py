@@ -281,6 +281,7 @@ def test_m9_what_blocks_the_main_thread_is_named(tmp_path: Path) -> None:
     assert held_up_by(-1) is None
 
 
+@pytest.mark.e2e
 @attack("M9", "a plugin blocks the check of a configuration and computes nothing", "named, then ended with exit code 4")
 def test_m9_what_blocks_a_check_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "slow_plugin.py"

@@ -129,6 +129,7 @@ async def test_everything_logged_can_be_read_back(kind: str, tmp_path: Path, cap
             assert str(value) in text
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 async def test_several_at_once(tmp_path: Path) -> None:
     kinds = tuple(k for k in READERS if k != "jsonl" and installed(k))

@@ -102,6 +102,7 @@ def planted(run: Path, evil: str) -> None:
     write(run, records, state={"phase": "failed", "reason": evil, "time": 1.0}, config=tree)
 
 
+@pytest.mark.e2e
 async def test_thirty_injections_are_shown_and_never_executed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     await play(run)
@@ -154,6 +155,7 @@ async def test_half_a_ledger_and_a_cut_line_are_named(tmp_path: Path) -> None:
     assert "nothing has" not in page(found) and found.answers == []
 
 
+@pytest.mark.e2e
 def test_the_file_stays_small(tmp_path: Path) -> None:
     """300,000 records, each with many names; texts are cut where answers are shown."""
     many = [
@@ -259,6 +261,7 @@ def test_points_are_those_of_the_file(tmp_path: Path) -> None:
         collect(rft.open_run(tmp_path / "nothing"))
 
 
+@pytest.mark.e2e
 def test_what_a_command_holds_does_not_grow_with_the_metrics_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes at the peak, for each record of 100 metrics that nobody draws; all records of a run were held."""
     monkeypatch.setattr(monitor_read, "_PORTION_BYTES", 1 << 16)

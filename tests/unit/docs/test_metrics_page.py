@@ -112,6 +112,7 @@ def test_everything_that_is_written_is_documented(written: dict[str, set[str]]) 
     assert not unknown, "add these to docs/reference/metrics.md:\n" + "\n".join(unknown)
 
 
+@pytest.mark.e2e
 def test_what_is_documented_as_always_there_is_written(written: dict[str, set[str]]) -> None:
     missing = [
         f"{role}: {known}"
@@ -122,6 +123,7 @@ def test_what_is_documented_as_always_there_is_written(written: dict[str, set[st
     assert not missing, "these are not written:\n" + "\n".join(missing)
 
 
+@pytest.mark.e2e
 def test_most_conditional_names_were_seen(written: dict[str, set[str]]) -> None:
     every = set().union(*written.values())
     unseen = {
@@ -152,6 +154,7 @@ def test_every_row_has_a_unit_and_a_meaning() -> None:
         assert reduction or meaning, line
 
 
+@pytest.mark.e2e
 def test_what_other_tools_show_is_there_under_the_name_that_migration_gives(written: dict[str, set[str]]) -> None:
     text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8").split("## Names of metrics", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| `.*?\| (.+) \|$", text, re.MULTILINE)
@@ -160,6 +163,7 @@ def test_what_other_tools_show_is_there_under_the_name_that_migration_gives(writ
     assert len(ours) > 40 and [name for name in ours if not any(map(form(name).fullmatch, every))] == []
 
 
+@pytest.mark.e2e
 def test_a_run_with_a_critic_tells_all_of_it(written: dict[str, set[str]]) -> None:
     """What PPO runs show everywhere, under the same names."""
     losses = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "kl_coef", "entropy", "loss", "grad_norm", "lr")

@@ -52,6 +52,7 @@ def test_its_test_needs_no_model_and_no_time(written: Path) -> None:
     assert float(seconds) < 1 and torch == "False"
 
 
+@pytest.mark.e2e
 def test_it_trains_by_its_configuration_alone(written: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands in the README, but for model, size, engine and the judge's address."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -11,6 +11,7 @@ import pytest
 CALLS_PER_RUN = 1000  # of functions, built-in ones too; about 890 on Python 3.11
 
 
+@pytest.mark.e2e
 def test_a_thousand_runs_in_flight_cost_little() -> None:
     runs, writer, profile = 3000, bench_explorer.Writer(), cProfile.Profile()
     taken = profile.runcall(bench_explorer.play, runs, seed=0, writer=writer, loop=bench_explorer.NoTimeForWork)

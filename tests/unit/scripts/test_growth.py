@@ -117,6 +117,7 @@ async def test_a_row_costs_the_same_however_many_are_stored(settings: dict[str, 
     assert {name: many[name] <= 1.5 * few[name] + 0.1 for name in many} == dict.fromkeys(many, True), (few, many)
 
 
+@pytest.mark.e2e
 async def test_a_row_costs_the_same_however_often_a_run_was_resumed(tmp_path: Path) -> None:
     """Instructions of the database."""
     with instructions() as found:
@@ -135,6 +136,7 @@ async def test_a_row_costs_the_same_however_often_a_run_was_resumed(tmp_path: Pa
     assert spent[-1] < 1.5 * spent[0], spent
 
 
+@pytest.mark.e2e
 async def test_a_checkpoint_costs_the_same_however_much_was_trained(tmp_path: Path) -> None:
     """Instructions of the database for each save, and for each row and manifest of an audit."""
 
@@ -251,6 +253,7 @@ def test_a_weight_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
     assert many < 1.5 * few, (few, many)
 
 
+@pytest.mark.e2e
 def test_a_broadcast_sends_each_byte_to_each_receiver_once(tmp_path: Path) -> None:
     sent = {n: growth_scale.broadcast(n, mb=1, versions=2).moved for n in (1, 3)}
     assert sent == {1: 1 << 20, 3: 1 << 20}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from tests.helpers.counted import Counted
 from tests.helpers.serving import HI, serving
 
@@ -21,6 +23,7 @@ async def fewest(play: Callable[[], Awaitable[Any]], times: int = 3) -> int:
     return min(found)
 
 
+@pytest.mark.e2e
 async def test_it_is_flat_in_sessions_that_wait(tmp_path, monkeypatch):
     async with serving(tmp_path, monkeypatch, **GROUPED) as served:
 

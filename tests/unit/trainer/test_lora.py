@@ -644,6 +644,7 @@ def test_however_it_is_spread_it_is_the_same_adapter(name: str, one: Path, two: 
         assert max(float((mine.read(n) - other.read(n)).abs().max()) for n in mine) < limit
 
 
+@pytest.mark.e2e
 def test_one_rank_goes_on_from_two(two: Path, tiny_model: Path) -> None:
     learner = Learner(of_ranks(str(tiny_model), 1))
     learner.load(str(two / "plain" / "2"))
@@ -652,6 +653,7 @@ def test_one_rank_goes_on_from_two(two: Path, tiny_model: Path) -> None:
     assert np.abs(losses - there).max() < 1e-4 * np.abs(there).max()
 
 
+@pytest.mark.e2e
 def test_two_ranks_merge_their_rows(two: Path, tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(of_ranks(str(tiny_model), 1))
     learner.load(str(two / "plain" / "2"))
