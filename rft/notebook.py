@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     from rft.types.ids import Version
     from rft.types.metrics import MetricRecord
 
-_MARKS = (
-    "state.json",
-    "metrics.jsonl",
-    "config.resolved.yaml",
-    "stages.json",
-    "buffer",
-)  # a folder with none of them holds no run
+_MARKS = ("state.json", "metrics.jsonl", "config.resolved.yaml", "stages.json", "buffer")  # without any, a folder holds no run
 
 
 class StoredRun:
