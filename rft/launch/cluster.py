@@ -152,18 +152,11 @@ class Cluster:
     def close(self) -> None:
         import ray
 
-        started, workers = time.monotonic(), set[psutil.Process]()
-        for process in self._processes:
-            with suppress(psutil.Error):
-                workers.update(process.children(recursive=True))
-        workers.difference_update(self._processes)
+        started = time.monotonic()
         ray.shutdown()
         if self._folder is None:
             return
-        for worker in workers:  # one that is only starting would make its folders anew
-            with suppress(psutil.Error):
-                worker.kill()
-        _end([*self._processes, *workers])
+        _end(self._processes)
         gone = self._folder.with_suffix(".gone")
         with suppress(FileNotFoundError):
             self._folder.rename(gone)  # so that a worker that ends late cannot write a file into what is being removed
