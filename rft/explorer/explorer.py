@@ -27,7 +27,7 @@ from rft.explorer.state import Batch, Slots
 from rft.explorer.stoppable import StoppableWork
 from rft.plugins import load_all
 from rft.reward import judge_metrics
-from rft.taskset.base import Taskset
+from rft.taskset.base import OTHER_ROWS, Taskset
 from rft.taskset.open_source import open_taskset
 from rft.taskset.task_order import TaskOrder, num_batches
 from rft.types.metrics import MetricRecord
@@ -137,7 +137,7 @@ class Explorer:
         rows = {t.settings.name: t.fingerprint for t in self.order.tasksets}
         rows |= {f"eval/{t.settings.name}": t.fingerprint for t in self._evaluator.tasksets}
         if others := await self._buffer.same_tasksets(rows):
-            note = f"the rows of {', '.join(others)} are not those of earlier evaluations: do not compare their values with later ones"
+            note = OTHER_ROWS.format(", ".join(others))
             await self._sink.log(MetricRecord(role="explorer", step=self._cursor + 1, time=time.time(), values={}, notes=(note,)))
         before: Batch | None = None
         evaluation: asyncio.Task[object] | None = None

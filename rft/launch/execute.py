@@ -91,7 +91,7 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
         plan = replace(plan, serve=replace(plan.serve, clients=known))
     # with an address, explorers may be on other machines; what is left of a run that was killed may still hold the ports
     if plan.cluster.ray_address is None and not ((folder or plan.run_dir) / STATE).exists():
-        ports = [("127.0.0.1", api.port or 0) for api in plan.explorer.apis if plan.mode != "train"]
+        ports = [("127.0.0.1", api.port) for api in plan.explorer.apis if api.port and plan.mode != "train"]
         for host, port in ports if plan.serve is None else [(plan.serve.host, plan.serve.port), *ports]:
             listening(host, port).close()
     loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})  # also those of the command line

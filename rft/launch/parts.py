@@ -246,6 +246,7 @@ class TrainerPart:
 
     async def run_offline(self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None) -> None:
         """Train on a data set, with no engines to sample from or publish to.  `consumption`: what the checkpoint of `start` says."""
+        from rft.taskset.base import OTHER_ROWS
         from rft.taskset.offline_data import open_offline_data
         from rft.trainer.offline_reader import HeldOut, OfflineReader
 
@@ -260,7 +261,7 @@ class TrainerPart:
             rows = await asyncio.to_thread(open_offline_data, s.held_out)
             held_out, noted = HeldOut(rows), self.plan.run_dir / "held_out.txt"
             if consumption is not None and noted.exists() and noted.read_text() != rows.fingerprint:
-                note = f"the rows of {held_out.name} are not those of earlier evaluations: do not compare their values with later ones"
+                note = OTHER_ROWS.format(held_out.name)
                 await sink.log(MetricRecord(role="eval", step=start.step, time=time.time(), values={}, notes=(note,)))
             write_whole(noted, rows.fingerprint)
         reader = OfflineReader(data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps)

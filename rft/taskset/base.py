@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 CHECKED = 100_000  # tables with at most this many rows are checked as a whole when they are opened
 MAX_CHARS = 32 << 20  # of a prompt
+OTHER_ROWS = "the rows of {} are not those of earlier evaluations: do not compare their values with later ones"
 _NAMED = 3  # errors that are reported of rows that are left out
 
 

@@ -29,9 +29,7 @@ from rft.types.row_layout import KEY
 
 _WASTE = 0.6  # a rectangle takes branches down to this share of its longest
 _PIECE = 64  # slots of a piece at least, where a window is shorter
-_SMALL = (
-    1 << 20
-)  # scores of a rectangle, up to which plain float32 products are faster on CPUs, and their softmax takes little memory
+_SMALL = 1 << 20  # scores of a rectangle, up to which plain float32 products are faster on CPUs than the fused kernel
 
 
 @dataclass(frozen=True)
