@@ -241,7 +241,7 @@ class _Others:
         self._exclude = exclude
         self._paths: set[str] = set()
         self._commands: list[str] = []
-        self._closed: list[psutil.Process] = []  # ours, but what they have open cannot be seen
+        self._hidden: list[psutil.Process] = []  # ours; they may have any semaphore open
         for process in psutil.process_iter():
             if process.pid in exclude:
                 continue
@@ -250,12 +250,13 @@ class _Others:
                 self._paths.update(_open_paths(process.pid))
             except PermissionError:
                 if _may_be_ours(process):
-                    self._closed.append(process)
+                    self._hidden.append(process)
 
     def use(self, path: Path) -> bool:
         inside, stat = f"{path}/", _quietly(path.lstat)
+        nameless = path.parent == SHM and _OWNER_IN_NAME.match(path.name) is None
         return (
-            any(not _ending(p) for p in self._closed)
+            (nameless and any(not _ending(p) for p in self._hidden))
             or (stat is not None and f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino}" in self._paths)
             or self.own(path)
             or any(f"{p}/".startswith(inside) for p in self._paths)

@@ -101,7 +101,7 @@ def test_what_somebody_uses_is_not_left_over(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("command", "uses"), [("python -m somebody", True), ("ssh-agent -s", False)])
-def test_a_python_of_this_account_that_cannot_be_looked_into_uses_everything(
+def test_a_python_of_this_account_that_cannot_be_looked_into_uses_what_bears_no_owners_name(
     monkeypatch: pytest.MonkeyPatch, command: str, uses: bool
 ) -> None:
     def open_paths(pid: int) -> list[str]:
@@ -117,8 +117,11 @@ def test_a_python_of_this_account_that_cannot_be_looked_into_uses_everything(
     file.write_bytes(b"x")
     os.utime(file, (1, 1))
     assert leftovers.unused_shm() == ([] if uses else ["psm_abc"])
+    of_dead = leftovers.SHM / "rft-weights-4194304_1", Path(tempfile.gettempdir(), "rft-dead")  # no process has that number
+    of_dead[0].write_bytes(b"x")
+    (of_dead[1] / "ray" / "session_1").mkdir(parents=True)
     leftovers.clean("no such run")
-    assert file.exists() is uses
+    assert file.exists() is uses and not any(path.exists() for path in of_dead)
 
 
 def test_listeners_beyond_loopback() -> None:
