@@ -157,7 +157,6 @@ class Cluster:
         if self._folder is None:
             return
         _end(self._processes)
-        _end_starting(self._folder)
         gone = self._folder.with_suffix(".gone")
         with suppress(FileNotFoundError):
             self._folder.rename(gone)  # so that a worker that ends late cannot write a file into what is being removed
@@ -199,20 +198,6 @@ def _end(processes: list[psutil.Process]) -> None:
         log.warning("process %d (%s) did not exit; killing it", process.pid, process.name())
         process.kill()
     psutil.wait_procs(alive, timeout=5)
-
-
-def _end_starting(folder: Path) -> None:
-    """Kill Ray's workers that have not met it yet: each would make its folders anew.
-
-    They have its folder in their command line; one that has met Ray replaces that by a title, and ends with it.
-    """
-    starting: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(str(folder) in part for part in process.cmdline()):
-                process.kill()
-                starting.append(process)
-    psutil.wait_procs(starting, timeout=5)
 
 
 @contextmanager

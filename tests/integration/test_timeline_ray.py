@@ -1,7 +1,6 @@
 """What a Ray of our own is told, starts and writes: cluster.ray_init.num_cpus and monitor.enable_ray_timeline."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,49 +44,3 @@ def test_what_a_ray_of_our_own_is_told_starts_and_writes(tmp_path: Path) -> None
     events = json.loads(path.read_text())
     assert any("work" in str(e.get("name")) for e in events), events
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-# What a worker of Ray loads first: it makes its folders when those of the run are gone, as on a busy machine.
-LATE = """
-import os, sys, time
-
-if "default_worker.py" in " ".join(sys.orig_argv[:3]):
-    makedirs, ends = os.makedirs, time.monotonic() + 30
-
-    def late(path, *args, **kwargs):
-        open(os.environ["STARTING"], "w").close()
-        while os.path.exists(path) and time.monotonic() < ends:
-            os.sched_yield()
-        makedirs(path, *args, **kwargs)
-
-    os.makedirs = late
-"""
-STARTING = """
-import os, time, psutil
-from rft.launch.cluster import Cluster
-
-cluster, ends = Cluster.connect(None, num_cpus=3), time.monotonic() + 60
-folder = cluster._folder
-try:
-    import ray
-    part = ray.remote(type("Part", (), {})).options(num_cpus=0).remote()
-    while not os.path.exists(os.environ["STARTING"]):
-        assert time.monotonic() < ends, "Ray started no worker"
-    raylet, = (p for p in psutil.Process().children(recursive=True) if p.name() == "raylet")
-    raylet.kill()  # where it is asked to end, it kills its workers
-    raylet.wait(60)
-finally:
-    cluster.close()
-alive = [p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())]
-print("left:", *alive, *folder.parent.glob(folder.name + "*"))
-"""
-
-
-def test_a_worker_that_is_only_starting_ends_with_ray(tmp_path: Path) -> None:
-    """It would make Ray's folders anew, and then find nobody."""
-    tmp_path.joinpath("sitecustomize.py").write_text(LATE)
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": path, "STARTING": str(tmp_path / "starting")}
-    command = [sys.executable, "-c", STARTING]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stdout.split("left:")[-1].strip()) == (0, ""), done.stdout + done.stderr[-4000:]
