@@ -254,9 +254,8 @@ class _Others:
 
     def use(self, path: Path) -> bool:
         inside, stat = f"{path}/", _quietly(path.lstat)
-        nameless = path.parent == SHM and _OWNER_IN_NAME.match(path.name) is None
         return (
-            (nameless and any(not _ending(p) for p in self._hidden))
+            (path.parent == SHM and not _OWNER_IN_NAME.match(path.name) and any(not _ending(p) for p in self._hidden))
             or (stat is not None and f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino}" in self._paths)
             or self.own(path)
             or any(f"{p}/".startswith(inside) for p in self._paths)
