@@ -37,6 +37,7 @@ _SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|vllm_dist_|rft-|sem\.mp-|pl
 _OWNER_IN_NAME = re.compile(r"(?:__KMP_REGISTERED_LIB_|rft-weights-|rft-vllm-|rft-pg-)(\d+)[_-]")
 _TEMP_NAMES = re.compile(r"rft-|ray(_|$|-)|ray\.")
 _PROCESS_NAMES = re.compile(r"raylet|gcs_server|ray::|VLLM::|vllm|rft\b")
+_AGENTS = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)\b")  # their titles take the place of their environments
 _HELPERS = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")  # live as long as the process they serve
 
 
@@ -93,11 +94,13 @@ def unused_shm() -> list[str]:
 def clean(run_id: str) -> list[str]:
     """End and remove what the run `run_id`, and killed processes of this user, left; says what it did, one line each.
 
-    Ends processes started with RFT_RUN_ID=run_id; removes shared memory whose owner is dead, or that no process has open and that is
-    not quite new; removes folders of a Ray that no process uses, and of vLLM's sockets whose owner is dead.
+    Ends processes started with RFT_RUN_ID=run_id, and agents whose raylet is gone; removes shared memory whose owner is dead, or that no
+    process has open and that is not quite new; removes folders of a Ray that no process uses, and of vLLM's sockets whose owner is dead.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     ended = _end([p for p in psutil.process_iter() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id])
+    agents = [p for p in psutil.process_iter() if _AGENTS.match(_command(p)) and _may_be_ours(p)]
+    ended += _end([p for p in agents if _name(_quietly(p.parent) or p) != "raylet"])
     return [*ended, *_remove_files()]
 
 

@@ -50,8 +50,8 @@ def smoke(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Smoke:
         "monitor.keep_trainer_logprobs=true",
         f"trainer.total_steps={STEPS}",
     )
-    run = runs.Run(*arguments)
-    run.wait_for("step 2/")
+    run = runs.Run(*arguments, env={"RFT_FAULT": f"trainer.leased:{STEPS}=stop"})
+    run.wait_for(f"step {STEPS - 1}/")
     state = runs.state(root)
     family = [*runs.parts(state["run_id"]), psutil.Process(run.process.pid)]
     listening = [c.laddr.ip for p in family for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
@@ -73,7 +73,7 @@ def test_every_part_is_there_and_listens_on_loopback_alone(smoke: Smoke) -> None
 
 
 def test_the_same_command_goes_on_after_kill_nine(smoke: Smoke) -> None:
-    assert smoke.killed != 0 and smoke.code == 0, smoke.output
+    assert smoke.killed != 0 and smoke.code == 0 and f"step {STEPS}/{STEPS}" in smoke.output, smoke.output
     ok, found = runs.audit(smoke.folder)
     assert ok and found["balanced"] and found["used_twice"] == 0, found
     assert found["used"] == STEPS * 4 * 4, found

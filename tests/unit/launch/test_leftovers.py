@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rft.launch import leftovers
@@ -163,6 +165,26 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
     finally:
         ended(ours)
         ended(other)
+
+
+def test_agents_of_a_ray_that_is_gone_end(tmp_path: Path) -> None:
+    """They live for minutes and use its folder; their titles take the place of the environments that tell whose they are."""
+    name, until = "ray::RuntimeEnvAgent", time.monotonic() + 60
+    (raylet := tmp_path / "raylet").symlink_to("/bin/bash")
+    (tmp_path / name).symlink_to("/bin/cat")
+    agent = f"exec -a {name} {tmp_path / name}"
+    left = subprocess.Popen(["/bin/bash", "-c", agent], stdin=subprocess.PIPE)
+    living = subprocess.Popen([raylet, "-c", f"({agent}) <&0 & wait"], stdin=subprocess.PIPE)
+    try:
+        agents: list[int] = []
+        while len(agents) < 2:
+            agents = [p.pid for p in psutil.Process().children(recursive=True) if leftovers._command(p) == name]
+            assert time.monotonic() < until
+        assert [line.split()[2] for line in leftovers.clean("no such run")] == [str(left.pid)]
+        assert [pid for pid in agents if psutil.pid_exists(pid)] == [pid for pid in agents if pid != left.pid]
+    finally:
+        for process in (left, living):
+            process.communicate()  # the end of its stdin is the end of an agent
 
 
 def test_memory_of_a_process_that_ended_and_is_not_collected_yet() -> None:
