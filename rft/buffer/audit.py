@@ -17,7 +17,7 @@ from rft.buffer.base import Audit, Storage, stored_by
 from rft.buffer.database import cause
 from rft.buffer.derived_state import UseCounts, chain, count, counted_as, strays
 from rft.buffer.location import Location, connect, find
-from rft.buffer.mixing import counted as counted_mixed
+from rft.buffer.mixing import MixedCounts
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta, uses
 from rft.errors import BufferFailed
 from rft.types.block import UNREADABLE, read
@@ -67,9 +67,10 @@ def _audit(
     max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
     latest = manifests[-1].version if manifests else None
     known, often = UseCounts(tx), _often(tx, max_uses)
+    mixed = MixedCounts(tx) if about["format"] != "1" else None  # no rows were mixed in then
     audit, now = count(tx, chain(tx, latest), known, max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
     for manifest in manifests:
-        problems += _compare(tx, manifest, known, often, max_uses)
+        problems += _compare(tx, manifest, known, mixed, often, max_uses)
     problems += strays(tx) if about["format"] == str(FORMAT) else []
     storage = stored_by(about, location.name, folder)
     available, discarded = audit.available, dict(audit.discarded)
@@ -106,7 +107,12 @@ def _often(tx: Connection, max_uses: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def _compare(
-    tx: Connection, manifest: _Manifest, known: UseCounts, often: dict[str, list[tuple[int, int]]], max_uses: int
+    tx: Connection,
+    manifest: _Manifest,
+    known: UseCounts,
+    mixed: MixedCounts | None,
+    often: dict[str, list[tuple[int, int]]],
+    max_uses: int,
 ) -> list[str]:
     """What a manifest says that the ledger does not."""
     version, said = manifest.version, manifest.consumption
@@ -124,8 +130,8 @@ def _compare(
             f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "
             f"the ledger counts {num_uses} ({found})"
         )
-    if (mixed := counted_mixed(tx, ancestry)) != said.mixed:
-        problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {mixed}")
+    if (others := mixed.of(ancestry) if mixed else {}) != said.mixed:
+        problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {others}")
     twice = [x for x, at in often.items() if sum(step <= ancestry.get(line, -1) for line, step in at) > max_uses]
     if twice:
         problems.append(

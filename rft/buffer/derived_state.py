@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -23,6 +23,7 @@ from sqlalchemy import (
     Integer,
     Select,
     Subquery,
+    Table,
     Text,
     and_,
     case,
@@ -85,23 +86,42 @@ def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:
     )
 
 
-class UseCounts:
-    """What counts for any version, after one reading of the uses that fulfil `wanted`."""
+class StepSums:
+    """A number and a sum of facts, for any version."""
 
-    def __init__(self, tx: Connection, *wanted: ColumnElement[bool]) -> None:
+    def __init__(self) -> None:
         self._found: dict[int, list[tuple[int, int, int]]] = {}  # by lineage: step, and number and sum up to it
-        u = uses.c
-        asked = select(u.lineage, u.step, u.experience).where(*wanted).order_by(u.lineage, u.step)
-        for (line, step), rows in groupby(tx.execute(asked, execution_options={"yield_per": _PART}), key=lambda r: r[:2]):
-            hashes = [xxhash.xxh3_128_intdigest(f"{experience}@{line}:{step}".encode()) for _, _, experience in rows]
-            mine = self._found.setdefault(line, [(-1, 0, 0)])
-            mine.append((step, mine[-1][1] + len(hashes), mine[-1][2] + sum(hashes)))
 
-    def of(self, ancestry: dict[int, int]) -> tuple[int, int]:
-        """How many uses count, and the sum of xxh3-128 over each, an ASCII line "id@lineage:step"; it grows with them, in any order."""
+    def add(self, lineage: int, step: int, number: int, total: int = 0) -> None:
+        """The facts of one step; those of a lineage come in its order."""
+        mine = self._found.setdefault(lineage, [(-1, 0, 0)])
+        mine.append((step, mine[-1][1] + number, mine[-1][2] + total))
+
+    def of(self, ancestry: Mapping[int, int]) -> tuple[int, int]:
+        """What counts."""
         known = [(mine, step) for line, step in ancestry.items() if (mine := self._found.get(line))]
         ends = [mine[bisect_right(mine, step, key=itemgetter(0)) - 1] for mine, step in known]
         return sum(n for _, n, _ in ends), sum(total for _, _, total in ends)
+
+
+def beyond(table: Table, lineage: int | None, after: int) -> tuple[ColumnElement[bool], ...]:
+    """Facts of one lineage later than a step; without a lineage all."""
+    return () if lineage is None else (table.c.lineage == lineage, table.c.step > after)
+
+
+class UseCounts(StepSums):
+    """How many uses, and the sum of xxh3-128 over each, an ASCII line "id@lineage:step"; it grows with them, in any order.
+
+    Of all, or of those of `lineage` beyond step `after`, read once.
+    """
+
+    def __init__(self, tx: Connection, lineage: int | None = None, after: int = 0) -> None:
+        super().__init__()
+        u = uses.c
+        asked = select(u.lineage, u.step, u.experience).where(*beyond(uses, lineage, after)).order_by(u.lineage, u.step)
+        for (line, step), rows in groupby(tx.execute(asked, execution_options={"yield_per": _PART}), key=lambda r: r[:2]):
+            hashes = [xxhash.xxh3_128_intdigest(f"{experience}@{line}:{step}".encode()) for _, _, experience in rows]
+            self.add(line, step, len(hashes), sum(hashes))
 
 
 def digest(total: int) -> str:

@@ -26,6 +26,7 @@ from rft.buffer.schema import (
     groups,
     meta,
     metadata,
+    mixed_uses,
     put_meta,
     texts,
     token_logprobs,
@@ -51,6 +52,8 @@ def prepare(tx: Connection, settings: BufferSettings, location: Location, storag
     else:
         then = {r.key: r.value for r in tx.execute(select(meta))}
         migrate(tx, then.get("format", ""), location, storage)
+        for index in mixed_uses.indexes:  # ledgers of format 5 may lack it; every rft of that format can use them with it
+            index.create(tx, checkfirst=True)
         _compare(then, _fixed(settings), location)
         for key, value in _fixed(settings).items():
             put_meta(tx, key, value)
