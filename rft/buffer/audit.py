@@ -24,6 +24,8 @@ from rft.types.block import UNREADABLE, read
 from rft.types.ids import Version
 from rft.types.ports import MANIFEST_FORMATS, Consumption
 
+_Often = dict[str, list[tuple[int, int]]]
+_Known = tuple[UseCounts, MixedCounts | None, _Often]  # read once for all manifests
 _READABLE = {str(n) for n in range(1, FORMAT + 1)}  # what the audit asks for is the same in all of them
 
 
@@ -66,11 +68,11 @@ def _audit(
         )
     max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
     latest = manifests[-1].version if manifests else None
-    known, often = UseCounts(tx), _often(tx, max_uses)
     mixed = MixedCounts(tx) if about["format"] != "1" else None  # no rows were mixed in then
-    audit, now = count(tx, chain(tx, latest), known, max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
+    known = UseCounts(tx), mixed, _often(tx, max_uses)
+    audit, now = count(tx, chain(tx, latest), known[0], max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
     for manifest in manifests:
-        problems += _compare(tx, manifest, known, mixed, often, max_uses)
+        problems += _compare(tx, manifest, known, max_uses)
     problems += strays(tx) if about["format"] == str(FORMAT) else []
     storage = stored_by(about, location.name, folder)
     available, discarded = audit.available, dict(audit.discarded)
@@ -96,24 +98,17 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
     return sorted(valid, key=lambda m: m.version), problems
 
 
-def _often(tx: Connection, max_uses: int) -> dict[str, list[tuple[int, int]]]:
+def _often(tx: Connection, max_uses: int) -> _Often:
     """Lineage and step of each use of those experiences that have more than `max_uses`, whether they count or not."""
     u = uses.c
     several = select(u.experience).group_by(u.experience).having(func.count() > max_uses)
-    found: dict[str, list[tuple[int, int]]] = {}
+    found: _Often = {}
     for experience, line, step in tx.execute(select(u.experience, u.lineage, u.step).where(u.experience.in_(several))):
         found.setdefault(experience, []).append((line, step))
     return found
 
 
-def _compare(
-    tx: Connection,
-    manifest: _Manifest,
-    known: UseCounts,
-    mixed: MixedCounts | None,
-    often: dict[str, list[tuple[int, int]]],
-    max_uses: int,
-) -> list[str]:
+def _compare(tx: Connection, manifest: _Manifest, known: _Known, max_uses: int) -> list[str]:
     """What a manifest says that the ledger does not."""
     version, said = manifest.version, manifest.consumption
     row = tx.execute(select(lineages).where(lineages.c.lineage == version.lineage)).one_or_none()
@@ -124,7 +119,8 @@ def _compare(
     if parent != manifest.parent:
         problems.append(f"checkpoint {version}: its lineage began at {manifest.parent}, the ledger says {parent}")
     ancestry = chain(tx, version)
-    num_uses, found = counted_as(said.digest, tx, ancestry, known)
+    counts, mixed, often = known
+    num_uses, found = counted_as(said.digest, tx, ancestry, counts)
     if (num_uses, found) != (said.num_uses, said.digest):
         problems.append(
             f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import xxhash
 from sqlalchemy import (
@@ -145,20 +146,9 @@ def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Sele
     In this order: used `max_uses` times; dropped when it came; orphaned (its group was written by weights outside the ancestry);
     explained by a counted step; else available.
     """
-    a = ancestors(ancestry)
-    count = (
-        select(uses.c.experience, func.count().label("n"))
-        .join(a, and_(uses.c.lineage == a.c.lineage, uses.c.step <= a.c.step))
-        .group_by(uses.c.experience)
-        .subquery("counted")
-    )
-    reasons = (
-        select(explanations.c.experience, func.min(explanations.c.reason).label("reason"))
-        .join(a, and_(explanations.c.lineage == a.c.lineage, explanations.c.step <= a.c.step))
-        .group_by(explanations.c.experience)
-        .subquery("reasons")
-    )
-    e = experiences
+    a, e = ancestors(ancestry), experiences
+    count = _of_each(uses, a, func.count().label("n")).subquery("counted")
+    reasons = _of_each(explanations, a, func.min(explanations.c.reason).label("reason")).subquery("reasons")
     outside = _outside(a).subquery("outside")
     used = count.c.n >= max_uses
     orphaned = outside.c.group_id.is_not(None) if resume_rows == "orphan" else literal(False)
@@ -177,6 +167,12 @@ def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Sele
         .outerjoin(reasons, reasons.c.experience == e.c.id)
         .outerjoin(outside, outside.c.group_id == e.c.group_id)
     )
+
+
+def _of_each(facts: Table, a: CTE, *found: ColumnElement[Any]) -> Select[tuple[Any, ...]]:
+    """Of the facts that count, by experience."""
+    f = facts.c
+    return select(f.experience, *found).join(a, and_(f.lineage == a.c.lineage, f.step <= a.c.step)).group_by(f.experience)
 
 
 def _outside(a: CTE) -> Select[tuple[str]]:
@@ -231,10 +227,8 @@ def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resum
         gone = or_(gone, groups.c.id.in_(orphaned_groups(ancestry)))
     tx.execute(update(groups).values(held=not_(gone)))
     tx.execute(delete(leases))
-    counted = counted_uses(ancestry).with_only_columns(
-        uses.c.experience, func.max(uses.c.lineage), func.max(uses.c.step), func.max(uses.c.created)
-    )
-    tx.execute(insert(leases).from_select(["experience", "lineage", "step", "created"], counted.group_by(uses.c.experience)))
+    last = _of_each(uses, ancestors(ancestry), *(func.max(uses.c[name]) for name in ("lineage", "step", "created")))
+    tx.execute(insert(leases).from_select(["experience", "lineage", "step", "created"], last))
 
 
 def has_used_rows() -> Exists:
@@ -248,14 +242,10 @@ def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> l
     counts: Counter[str] = Counter()
     if max_uses > 1:
         counts.update(u.experience for u in tx.execute(counted_uses(ancestry)))
-    rows = tx.execute(
-        select(e.id, e.group_id, e.position, e.oldest_step, e.reward, g.batch, g.explorer, g.task, g.locator, g.num_bytes)
-        .join(groups, g.id == e.group_id)
-        .where(e.state == "available")
-        .order_by(e.group_id, e.id)
-    )
+    asked = select(e.id, e.group_id, e.position, e.oldest_step, e.reward, g.batch, g.explorer, g.task, g.locator, g.num_bytes)
+    asked = asked.join(groups, g.id == e.group_id).where(e.state == "available").order_by(e.group_id, e.id)
     found = []
-    for name, members in groupby(rows, key=lambda r: r.group_id):
+    for name, members in groupby(tx.execute(asked), key=lambda r: r.group_id):
         first, *rest = members
         waiting = [WaitingRow(r.id, r.position, r.oldest_step, counts[r.id], r.reward) for r in (first, *rest)]
         found.append(
@@ -280,10 +270,8 @@ def count(
     now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
     of_rows = tx.execute(select(now.c.state, now.c.explained, func.count()).group_by(now.c.state, now.c.explained)).all()
     used = counted_uses(ancestry).subquery("counted")
-    lost = (
-        select(func.count(used.c.experience.distinct())).outerjoin(experiences, e.id == used.c.experience).where(e.id.is_(None))
-    )
-    problems = [f"{n} uses are of experiences that are not stored" for n in [tx.scalar(lost)] if n]
+    lost = select(func.count(used.c.experience.distinct())).outerjoin(experiences, e.id == used.c.experience)
+    problems = [f"{n} uses are of experiences that are not stored" for n in [tx.scalar(lost.where(e.id.is_(None)))] if n]
     stored = select(e.group_id, func.count().label("n")).group_by(e.group_id).subquery("stored")
     short = tx.scalars(
         select(g.id).outerjoin(stored, stored.c.group_id == g.id).where(func.coalesce(stored.c.n, 0) != g.num_rows)

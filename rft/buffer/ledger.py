@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, and_, exists, func, insert, not_, or_, select, update
+from sqlalchemy import Connection, and_, exists, func, not_, or_, select, update
 
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.database import Database
@@ -88,15 +88,8 @@ class Ledger:
                 self._verify(tx, parent, consumption)
                 note_checkpoint(tx, parent, consumption)
             lineage = max(tx.scalar(select(func.max(lineages.c.lineage))) or 0, parent.lineage if parent else 0) + 1
-            tx.execute(
-                insert(lineages).values(
-                    lineage=lineage,
-                    parent_lineage=parent.lineage if parent else None,
-                    parent_step=parent.step if parent else None,
-                    cursor=cursor,
-                    created=time.time(),
-                )
-            )
+            begun = (parent.lineage, parent.step) if parent else (None, None)
+            put_many(tx, lineages, [(lineage, *begun, cursor, time.time())])
             ancestry = chain(tx, Version(lineage, step), whole=True)
             derive_states(tx, ancestry, s.max_uses, s.resume_rows)
             self._forget_lost(tx)

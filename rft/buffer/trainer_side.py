@@ -92,13 +92,7 @@ class TrainerSide(BufferCore):
         await self._free(over)
         if choice.missing:
             log.warning("step %d trains with %d %s fewer than asked for", step, choice.missing, wanted.unit)
-        return Lease(
-            step=step,
-            frame=frame,
-            groups=statistics,
-            available_after=order.num_waiting,
-            missing=choice.missing,
-        )
+        return Lease(step=step, frame=frame, groups=statistics, available_after=order.num_waiting, missing=choice.missing)
 
     async def _leased_rows(self, lineage: int, step: int, choice: Selection) -> tuple[bytes, tuple[GroupStats, ...]]:
         """The chosen rows as a frame, behind them those of another source, and the groups' frozen statistics."""
