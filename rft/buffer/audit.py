@@ -17,13 +17,15 @@ from rft.buffer.base import Audit, Storage, stored_by
 from rft.buffer.database import cause
 from rft.buffer.derived_state import UseCounts, chain, count, counted_as, strays
 from rft.buffer.location import Location, connect, find
-from rft.buffer.mixing import counted as counted_mixed
+from rft.buffer.mixing import MixedCounts
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta, uses
 from rft.errors import BufferFailed
 from rft.types.block import UNREADABLE, read
 from rft.types.ids import Version
 from rft.types.ports import MANIFEST_FORMATS, Consumption
 
+_Often = dict[str, list[tuple[int, int]]]
+_Known = tuple[UseCounts, MixedCounts | None, _Often]  # read once for all manifests
 _READABLE = {str(n) for n in range(1, FORMAT + 1)}  # what the audit asks for is the same in all of them
 
 
@@ -66,10 +68,11 @@ def _audit(
         )
     max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
     latest = manifests[-1].version if manifests else None
-    known, often = UseCounts(tx), _often(tx, max_uses)
-    audit, now = count(tx, chain(tx, latest), known, max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
+    mixed = MixedCounts(tx) if about["format"] != "1" else None  # no rows were mixed in then
+    known = UseCounts(tx), mixed, _often(tx, max_uses)
+    audit, now = count(tx, chain(tx, latest), known[0], max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
     for manifest in manifests:
-        problems += _compare(tx, manifest, known, often, max_uses)
+        problems += _compare(tx, manifest, known, max_uses)
     problems += strays(tx) if about["format"] == str(FORMAT) else []
     storage = stored_by(about, location.name, folder)
     available, discarded = audit.available, dict(audit.discarded)
@@ -95,19 +98,17 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
     return sorted(valid, key=lambda m: m.version), problems
 
 
-def _often(tx: Connection, max_uses: int) -> dict[str, list[tuple[int, int]]]:
+def _often(tx: Connection, max_uses: int) -> _Often:
     """Lineage and step of each use of those experiences that have more than `max_uses`, whether they count or not."""
     u = uses.c
     several = select(u.experience).group_by(u.experience).having(func.count() > max_uses)
-    found: dict[str, list[tuple[int, int]]] = {}
+    found: _Often = {}
     for experience, line, step in tx.execute(select(u.experience, u.lineage, u.step).where(u.experience.in_(several))):
         found.setdefault(experience, []).append((line, step))
     return found
 
 
-def _compare(
-    tx: Connection, manifest: _Manifest, known: UseCounts, often: dict[str, list[tuple[int, int]]], max_uses: int
-) -> list[str]:
+def _compare(tx: Connection, manifest: _Manifest, known: _Known, max_uses: int) -> list[str]:
     """What a manifest says that the ledger does not."""
     version, said = manifest.version, manifest.consumption
     row = tx.execute(select(lineages).where(lineages.c.lineage == version.lineage)).one_or_none()
@@ -118,14 +119,15 @@ def _compare(
     if parent != manifest.parent:
         problems.append(f"checkpoint {version}: its lineage began at {manifest.parent}, the ledger says {parent}")
     ancestry = chain(tx, version)
-    num_uses, found = counted_as(said.digest, tx, ancestry, known)
+    counts, mixed, often = known
+    num_uses, found = counted_as(said.digest, tx, ancestry, counts)
     if (num_uses, found) != (said.num_uses, said.digest):
         problems.append(
             f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "
             f"the ledger counts {num_uses} ({found})"
         )
-    if (mixed := counted_mixed(tx, ancestry)) != said.mixed:
-        problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {mixed}")
+    if (others := mixed.of(ancestry) if mixed else {}) != said.mixed:
+        problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {others}")
     twice = [x for x, at in often.items() if sum(step <= ancestry.get(line, -1) for line, step in at) > max_uses]
     if twice:
         problems.append(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import xxhash
 from sqlalchemy import (
@@ -23,6 +24,7 @@ from sqlalchemy import (
     Integer,
     Select,
     Subquery,
+    Table,
     Text,
     and_,
     case,
@@ -85,23 +87,42 @@ def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:
     )
 
 
-class UseCounts:
-    """What counts for any version, after one reading of the uses that fulfil `wanted`."""
+class StepSums:
+    """A number and a sum of facts, for any version."""
 
-    def __init__(self, tx: Connection, *wanted: ColumnElement[bool]) -> None:
+    def __init__(self) -> None:
         self._found: dict[int, list[tuple[int, int, int]]] = {}  # by lineage: step, and number and sum up to it
-        u = uses.c
-        asked = select(u.lineage, u.step, u.experience).where(*wanted).order_by(u.lineage, u.step)
-        for (line, step), rows in groupby(tx.execute(asked, execution_options={"yield_per": _PART}), key=lambda r: r[:2]):
-            hashes = [xxhash.xxh3_128_intdigest(f"{experience}@{line}:{step}".encode()) for _, _, experience in rows]
-            mine = self._found.setdefault(line, [(-1, 0, 0)])
-            mine.append((step, mine[-1][1] + len(hashes), mine[-1][2] + sum(hashes)))
 
-    def of(self, ancestry: dict[int, int]) -> tuple[int, int]:
-        """How many uses count, and the sum of xxh3-128 over each, an ASCII line "id@lineage:step"; it grows with them, in any order."""
+    def add(self, lineage: int, step: int, number: int, total: int = 0) -> None:
+        """The facts of one step; those of a lineage come in its order."""
+        mine = self._found.setdefault(lineage, [(-1, 0, 0)])
+        mine.append((step, mine[-1][1] + number, mine[-1][2] + total))
+
+    def of(self, ancestry: Mapping[int, int]) -> tuple[int, int]:
+        """What counts."""
         known = [(mine, step) for line, step in ancestry.items() if (mine := self._found.get(line))]
         ends = [mine[bisect_right(mine, step, key=itemgetter(0)) - 1] for mine, step in known]
         return sum(n for _, n, _ in ends), sum(total for _, _, total in ends)
+
+
+def beyond(table: Table, lineage: int | None, after: int) -> tuple[ColumnElement[bool], ...]:
+    """Facts of one lineage later than a step; without a lineage all."""
+    return () if lineage is None else (table.c.lineage == lineage, table.c.step > after)
+
+
+class UseCounts(StepSums):
+    """How many uses, and the sum of xxh3-128 over each, an ASCII line "id@lineage:step"; it grows with them, in any order.
+
+    Of all, or of those of `lineage` beyond step `after`, read once.
+    """
+
+    def __init__(self, tx: Connection, lineage: int | None = None, after: int = 0) -> None:
+        super().__init__()
+        u = uses.c
+        asked = select(u.lineage, u.step, u.experience).where(*beyond(uses, lineage, after)).order_by(u.lineage, u.step)
+        for (line, step), rows in groupby(tx.execute(asked, execution_options={"yield_per": _PART}), key=lambda r: r[:2]):
+            hashes = [xxhash.xxh3_128_intdigest(f"{experience}@{line}:{step}".encode()) for _, _, experience in rows]
+            self.add(line, step, len(hashes), sum(hashes))
 
 
 def digest(total: int) -> str:
@@ -125,20 +146,9 @@ def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Sele
     In this order: used `max_uses` times; dropped when it came; orphaned (its group was written by weights outside the ancestry);
     explained by a counted step; else available.
     """
-    a = ancestors(ancestry)
-    count = (
-        select(uses.c.experience, func.count().label("n"))
-        .join(a, and_(uses.c.lineage == a.c.lineage, uses.c.step <= a.c.step))
-        .group_by(uses.c.experience)
-        .subquery("counted")
-    )
-    reasons = (
-        select(explanations.c.experience, func.min(explanations.c.reason).label("reason"))
-        .join(a, and_(explanations.c.lineage == a.c.lineage, explanations.c.step <= a.c.step))
-        .group_by(explanations.c.experience)
-        .subquery("reasons")
-    )
-    e = experiences
+    a, e = ancestors(ancestry), experiences
+    count = _of_each(uses, a, func.count().label("n")).subquery("counted")
+    reasons = _of_each(explanations, a, func.min(explanations.c.reason).label("reason")).subquery("reasons")
     outside = _outside(a).subquery("outside")
     used = count.c.n >= max_uses
     orphaned = outside.c.group_id.is_not(None) if resume_rows == "orphan" else literal(False)
@@ -157,6 +167,12 @@ def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Sele
         .outerjoin(reasons, reasons.c.experience == e.c.id)
         .outerjoin(outside, outside.c.group_id == e.c.group_id)
     )
+
+
+def _of_each(facts: Table, a: CTE, *found: ColumnElement[Any]) -> Select[tuple[Any, ...]]:
+    """Of the facts that count, by experience."""
+    f = facts.c
+    return select(f.experience, *found).join(a, and_(f.lineage == a.c.lineage, f.step <= a.c.step)).group_by(f.experience)
 
 
 def _outside(a: CTE) -> Select[tuple[str]]:
@@ -211,10 +227,8 @@ def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resum
         gone = or_(gone, groups.c.id.in_(orphaned_groups(ancestry)))
     tx.execute(update(groups).values(held=not_(gone)))
     tx.execute(delete(leases))
-    counted = counted_uses(ancestry).with_only_columns(
-        uses.c.experience, func.max(uses.c.lineage), func.max(uses.c.step), func.max(uses.c.created)
-    )
-    tx.execute(insert(leases).from_select(["experience", "lineage", "step", "created"], counted.group_by(uses.c.experience)))
+    last = _of_each(uses, ancestors(ancestry), *(func.max(uses.c[name]) for name in ("lineage", "step", "created")))
+    tx.execute(insert(leases).from_select(["experience", "lineage", "step", "created"], last))
 
 
 def has_used_rows() -> Exists:
@@ -228,14 +242,10 @@ def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> l
     counts: Counter[str] = Counter()
     if max_uses > 1:
         counts.update(u.experience for u in tx.execute(counted_uses(ancestry)))
-    rows = tx.execute(
-        select(e.id, e.group_id, e.position, e.oldest_step, e.reward, g.batch, g.explorer, g.task, g.locator, g.num_bytes)
-        .join(groups, g.id == e.group_id)
-        .where(e.state == "available")
-        .order_by(e.group_id, e.id)
-    )
+    asked = select(e.id, e.group_id, e.position, e.oldest_step, e.reward, g.batch, g.explorer, g.task, g.locator, g.num_bytes)
+    asked = asked.join(groups, g.id == e.group_id).where(e.state == "available").order_by(e.group_id, e.id)
     found = []
-    for name, members in groupby(rows, key=lambda r: r.group_id):
+    for name, members in groupby(tx.execute(asked), key=lambda r: r.group_id):
         first, *rest = members
         waiting = [WaitingRow(r.id, r.position, r.oldest_step, counts[r.id], r.reward) for r in (first, *rest)]
         found.append(
@@ -260,10 +270,8 @@ def count(
     now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
     of_rows = tx.execute(select(now.c.state, now.c.explained, func.count()).group_by(now.c.state, now.c.explained)).all()
     used = counted_uses(ancestry).subquery("counted")
-    lost = (
-        select(func.count(used.c.experience.distinct())).outerjoin(experiences, e.id == used.c.experience).where(e.id.is_(None))
-    )
-    problems = [f"{n} uses are of experiences that are not stored" for n in [tx.scalar(lost)] if n]
+    lost = select(func.count(used.c.experience.distinct())).outerjoin(experiences, e.id == used.c.experience)
+    problems = [f"{n} uses are of experiences that are not stored" for n in [tx.scalar(lost.where(e.id.is_(None)))] if n]
     stored = select(e.group_id, func.count().label("n")).group_by(e.group_id).subquery("stored")
     short = tx.scalars(
         select(g.id).outerjoin(stored, stored.c.group_id == g.id).where(func.coalesce(stored.c.n, 0) != g.num_rows)

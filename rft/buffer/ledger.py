@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, and_, exists, func, insert, not_, or_, select, update
+from sqlalchemy import Connection, and_, exists, func, not_, or_, select, update
 
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.database import Database
 from rft.buffer.derived_state import UseCounts, chain, count, counted_as, derive_states, has_used_rows, strays, waiting_groups
 from rft.buffer.migrate import prepare
-from rft.buffer.mixing import counted as counted_mixed
+from rft.buffer.mixing import MixedCounts
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
 from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts, put_many
 from rft.buffer.settings import BufferSettings
@@ -47,7 +47,8 @@ class Ledger:
         self.closed: set[tuple[int, int]] = set()
         self.lineage = 0
         self.cursor = 0
-        self.counted: tuple[int, int, int] | None = None  # step of this process's last checkpoint, `UseCounts.of` it
+        self.counted: tuple[int, int, int, dict[str, int]] | None = None  # of the last checkpoint: step, and what counts
+        self.none_before = 0  # explore batch: all rows of earlier ones were used or explained
         self.first_open: dict[int, int] = {}  # by explorer: its batches before this one are closed
         self.newest_step = 0  # newest optimizer step whose weights can exist in this lineage
 
@@ -87,15 +88,8 @@ class Ledger:
                 self._verify(tx, parent, consumption)
                 note_checkpoint(tx, parent, consumption)
             lineage = max(tx.scalar(select(func.max(lineages.c.lineage))) or 0, parent.lineage if parent else 0) + 1
-            tx.execute(
-                insert(lineages).values(
-                    lineage=lineage,
-                    parent_lineage=parent.lineage if parent else None,
-                    parent_step=parent.step if parent else None,
-                    cursor=cursor,
-                    created=time.time(),
-                )
-            )
+            begun = (parent.lineage, parent.step) if parent else (None, None)
+            put_many(tx, lineages, [(lineage, *begun, cursor, time.time())])
             ancestry = chain(tx, Version(lineage, step), whole=True)
             derive_states(tx, ancestry, s.max_uses, s.resume_rows)
             self._forget_lost(tx)
@@ -108,7 +102,7 @@ class Ledger:
 
         start, self.ancestry, waiting = self.run(work)
         self.lineage, self.cursor, self.newest_step = start.lineage, cursor, step
-        self.closed, self.counted, self.first_open = set(), None, {}
+        self.closed, self.counted, self.none_before, self.first_open = set(), None, 0, {}
         if not self.storage.durable:
             self.forget(self.blocks - {g.locator for g in waiting})
         return start, waiting
@@ -119,8 +113,9 @@ class Ledger:
         self.blocks.difference_update(self.garbage)
 
     def _verify(self, tx: Connection, parent: Version, given: Consumption) -> None:
-        num_uses, digest = counted_as(given.digest, tx, chain(tx, parent))
-        if (mixed := counted_mixed(tx, chain(tx, parent))) != given.mixed:
+        ancestry = chain(tx, parent)
+        num_uses, digest = counted_as(given.digest, tx, ancestry)
+        if (mixed := MixedCounts(tx).of(ancestry)) != given.mixed:
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in rows, but the buffer {self.location} knows "
                 f"{mixed or 'none'}: restore the buffer folder that belongs to it, or start a new run from its weights."

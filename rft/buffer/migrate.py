@@ -26,6 +26,7 @@ from rft.buffer.schema import (
     groups,
     meta,
     metadata,
+    mixed_uses,
     put_meta,
     texts,
     token_logprobs,
@@ -51,6 +52,8 @@ def prepare(tx: Connection, settings: BufferSettings, location: Location, storag
     else:
         then = {r.key: r.value for r in tx.execute(select(meta))}
         migrate(tx, then.get("format", ""), location, storage)
+        for index in mixed_uses.indexes:  # ledgers of format 5 may lack it; every rft of that format can use them with it
+            index.create(tx, checkfirst=True)
         _compare(then, _fixed(settings), location)
         for key, value in _fixed(settings).items():
             put_meta(tx, key, value)
@@ -107,9 +110,8 @@ def _from_1(tx: Connection, storage: Storage) -> None:
         log.warning("the payload of %d groups cannot be read; how their experiences were sampled stays unknown (null)", unread)
 
 
-def _from_2(tx: Connection, storage: Storage) -> None:
+def _from_2(tx: Connection, _: Storage) -> None:
     """Texts in their own table."""
-    del storage
     if tx.dialect.name == "sqlite" and sqlite3.sqlite_version_info < (3, 35):
         raise BufferFailed(
             f"SQLite {sqlite3.sqlite_version} cannot migrate this ledger to the present format: open it once where SQLite is 3.35 or newer "
@@ -125,15 +127,13 @@ def _from_2(tx: Connection, storage: Storage) -> None:
     tx.exec_driver_sql(V_EXPERIENCES)
 
 
-def _from_3(tx: Connection, storage: Storage) -> None:
+def _from_3(tx: Connection, _: Storage) -> None:
     """The trainer's log-probs, which a run before did not keep."""
-    del storage
     token_logprobs.create(tx, checkfirst=True)
 
 
-def _from_4(tx: Connection, storage: Storage) -> None:
+def _from_4(tx: Connection, _: Storage) -> None:
     """Advantages beside the log-probs."""
-    del storage
     tx.exec_driver_sql("DROP VIEW v_tokens")
     tx.execute(text(v_tokens(tx)))
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 import xxhash
-from sqlalchemy import Connection, and_, func, select
+from sqlalchemy import Connection, func, select
 
-from rft.buffer.derived_state import ancestors
+from rft.buffer.derived_state import StepSums, beyond
 from rft.buffer.given_rows import expert_row
 from rft.buffer.schema import lineages, meta, mixed_uses, put_meta
 from rft.buffer.settings import MixSettings
@@ -72,16 +72,20 @@ def remember(tx: Connection, lineage: int, name: str, fingerprint: str) -> None:
     put_meta(tx, f"mixed:{name}", fingerprint)
 
 
-def counted(tx: Connection, ancestry: Mapping[int, int]) -> dict[str, int]:
-    """Uses of mixed-in rows that count, by source."""
-    a, u = ancestors(dict(ancestry)), mixed_uses.c
-    rows = tx.execute(
-        select(u.source, func.count())
-        .join(a, and_(u.lineage == a.c.lineage, u.step <= a.c.step))
-        .group_by(u.source)
-        .order_by(u.source)
-    )
-    return {name: int(n) for name, n in rows}
+class MixedCounts:
+    """How many uses of mixed-in rows count, by source; read as `UseCounts` reads."""
+
+    def __init__(self, tx: Connection, lineage: int | None = None, after: int = 0) -> None:
+        self._found: dict[str, StepSums] = {}
+        u = mixed_uses.c
+        by_step = (u.lineage, u.step, u.source)
+        wanted = select(*by_step, func.count()).where(*beyond(mixed_uses, lineage, after)).group_by(*by_step).order_by(*by_step)
+        for line, step, source, n in tx.execute(wanted):
+            self._found.setdefault(source, StepSums()).add(line, step, n)
+
+    def of(self, ancestry: Mapping[int, int]) -> dict[str, int]:
+        """What counts."""
+        return {source: n for source, steps in sorted(self._found.items()) if (n := steps.of(ancestry)[0])}
 
 
 def row_id(index: int) -> ExperienceId:

@@ -277,7 +277,8 @@ class Questions:
         state = getattr(error, "sqlstate", None)
         line = text.splitlines()[0] if text else type(error).__name__
         if line == "interrupted" or state == "57014":
-            return ConfigError(f"took longer than {timeout_s or 0:g} s and was ended; ask for less, or raise --timeout", key=key)
+            remedy = "ask for less, or let `rft buffer query` take longer (--timeout)"
+            return ConfigError(f"took longer than {timeout_s or 0:g} s and was ended; {remedy}", key=key)
         if "one statement" in line or "multiple commands" in line:
             return ConfigError("holds more than one statement; ask one at a time", key=key)
         if "not authorized" in line or "prohibited" in line or state == "25006":

@@ -139,7 +139,11 @@ token_logprobs = _table(  # of the first use that counts, see `rft.types.token_l
 )
 
 mixed_uses = _table(  # of rows that are read from another source than this ledger
-    "mixed_uses", _all(Text, "source", key=True), _all(Id, "experience", key=True), _all(Integer, "lineage", "step", key=True)
+    "mixed_uses",
+    _all(Text, "source", key=True),
+    _all(Id, "experience", key=True),
+    _all(Integer, "lineage", "step", key=True),
+    Index("ix_mixed_uses_step", "lineage", "step"),
 )
 
 explanations = _table(

@@ -21,16 +21,7 @@ from sqlalchemy import Integer as Whole
 
 from rft.buffer.schema import Id, ask, experiences, put_many
 from rft.types.completion import Score
-from rft.types.sessions import (
-    WAITING,
-    CallStored,
-    Explained,
-    Merged,
-    Note,
-    Rewarded,
-    StoredCall,
-    StoredSession,
-)
+from rft.types.sessions import WAITING, CallStored, Explained, Merged, Note, Rewarded, StoredCall, StoredSession
 
 R = TypeVar("R", StoredSession, StoredCall)
 tables = MetaData()

@@ -9,19 +9,20 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, or_, select
+from sqlalchemy import Connection, and_, func, select
 
 from rft.buffer import schema
 from rft.buffer.core import BufferCore
-from rft.buffer.derived_state import UseCounts, chain, counted_uses, digest, move
+from rft.buffer.derived_state import NO_LIMIT, UseCounts, beyond, chain, counted_uses, digest, move
 from rft.buffer.intake import clean
 from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger, note_checkpoint, verify
-from rft.buffer.mixing import counted as counted_mixed
+from rft.buffer.mixing import MixedCounts
 from rft.buffer.row_selectors import DAMAGED, DROPPED, LeaseRequest, Selection, WaitingGroup
 from rft.buffer.schema import ask, batches, experiences, explanations, leases, mixed_uses, parts, put_many, uses
 from rft.errors import BufferFailed, DeadlineExceeded, PayloadDamaged, ShortBatch
@@ -91,13 +92,7 @@ class TrainerSide(BufferCore):
         await self._free(over)
         if choice.missing:
             log.warning("step %d trains with %d %s fewer than asked for", step, choice.missing, wanted.unit)
-        return Lease(
-            step=step,
-            frame=frame,
-            groups=statistics,
-            available_after=order.num_waiting,
-            missing=choice.missing,
-        )
+        return Lease(step=step, frame=frame, groups=statistics, available_after=order.num_waiting, missing=choice.missing)
 
     async def _leased_rows(self, lineage: int, step: int, choice: Selection) -> tuple[bytes, tuple[GroupStats, ...]]:
         """The chosen rows as a frame, behind them those of another source, and the groups' frozen statistics."""
@@ -300,33 +295,30 @@ def settled(tx: Connection, lineage: int, step: int) -> str | None:
 def consumed(tx: Connection, ledger: Ledger, step: int) -> Consumption:
     """What the manifest of `step` has to say; it is also written down here, for `v_lineage`."""
     version = Version(ledger.lineage, step)
-    ancestry = chain(tx, version)
-    before, u = ledger.counted, uses.c
-    if before is None or step < before[0]:  # the first of this process
-        num_uses, total = UseCounts(tx).of(ancestry)
-    else:
-        more = UseCounts(tx, u.lineage == ledger.lineage, u.step > before[0]).of({ledger.lineage: step})
-        num_uses, total = before[1] + more[0], before[2] + more[1]
-    ledger.counted = step, num_uses, total
-    found = Consumption(
-        num_uses=num_uses,
-        digest=digest(total),
-        cursor=_cursor(tx, ledger, step),
-        mixed=counted_mixed(tx, ancestry),
-    )
+    last, num_uses, total, mixed = ledger.counted or (NO_LIMIT, 0, 0, {})
+    since: tuple[int, ...] = (ledger.lineage, last)
+    ancestry = {ledger.lineage: step}
+    if step < last:  # the first of this process
+        since, ancestry, num_uses, total, mixed = (), chain(tx, version), 0, 0, {}
+    more, of_more = UseCounts(tx, *since).of(ancestry)
+    num_uses, total = num_uses + more, total + of_more
+    mixed = dict(sorted((Counter(mixed) + Counter(MixedCounts(tx, *since).of(ancestry))).items()))
+    ledger.counted = step, num_uses, total, mixed
+    found = Consumption(num_uses=num_uses, digest=digest(total), cursor=_cursor(tx, ledger, step), mixed=mixed)
     note_checkpoint(tx, version, found)
     return found
 
 
 def _cursor(tx: Connection, ledger: Ledger, step: int) -> int:
-    e = experiences.c
-    later = [e.id.in_(select(t.c.experience).where(t.c.lineage == ledger.lineage, t.c.step > step)) for t in (uses, explanations)]
-    waiting = e.state == "available"
+    e, first = experiences.c, select(func.min(experiences.c.batch))
+    waiting = first.where(e.state == "available", e.batch >= ledger.none_before)
     if ledger.settings.max_uses > 1:  # rows that wait for another use do not hold the cursor back
-        waiting = and_(waiting, ~counted_uses(ledger.ancestry).where(uses.c.experience == e.id).exists())
-    first = tx.scalar(select(func.min(e.batch)).where(or_(waiting, *later)))
+        waiting = waiting.where(~counted_uses(ledger.ancestry).where(uses.c.experience == e.id).exists())
+    later = [select(t.c.experience).where(*beyond(t, ledger.lineage, step)) for t in (uses, explanations)]
+    unused, *others = [tx.scalar(x) for x in (waiting, *(first.where(e.id.in_(x)) for x in later))]
     found = [_first_open(tx, ledger, explorer) for explorer in range(ledger.settings.num_explorers)]
-    return int(min([*found, *([] if first is None else [first])]))
+    ledger.none_before = min([*found, *([] if unused is None else [unused])])
+    return min([ledger.none_before, *(int(x) for x in others if x is not None)])
 
 
 def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:

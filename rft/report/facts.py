@@ -13,11 +13,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from rft.buffer.inspect import Shown, look
-from rft.buffer.query import Order, Questions
+from rft.buffer.query import READ_TIMEOUT_S, Questions
 from rft.buffer.query import open_run as questions_of
 from rft.config.save import changed
 from rft.errors import ConfigError, RftError
@@ -294,22 +295,21 @@ def first_and_last(points: Sequence[EvalPoint]) -> list[tuple[EvalPoint, EvalPoi
 
 
 def _answers(run: StoredRun, missing: list[str]) -> list[ShownAnswer]:
-    """The best, worst and most usual answers of the last quarter of what was trained; where nothing was yet, of all there is."""
+    """The best, worst and most usual answers, each of different tasks; nothing is drawn at random, so a report can be repeated."""
     if not (run.run_dir / "buffer").is_dir():
         missing.append("answers: the run has no buffer of rollouts")
         return []
+    found, told = [], set[str]()
     try:
         with questions_of(run.run_dir) as questions:
-            with questions.ask("SELECT max(used_step) AS last FROM v_experiences") as answer:
-                last = next(iter(answer.rows))[0]
-            where = f"used_step > {last * 3 // 4}" if last else ""
-            found, told = [], set[str]()
-            kinds: list[tuple[str, Order, str | None]] = [("best", "best", where), ("worst", "worst", where)]
-            kinds.append(("typical", "best", _typical(questions, where)))  # nothing is drawn at random: a report can be repeated
-            for kind, order, within in kinds:
-                for id in _of_different_tasks(questions, within, order, told) if within is not None else ():
-                    told.add(id)
-                    found.append(_answer(kind, look(questions, id=id)[0]))
+            for kind, rows in zip(("best", "worst", "typical"), _looked_at(questions), strict=True):
+                of_groups: dict[str, str] = {}
+                for id, group in rows:
+                    if id not in told:
+                        of_groups.setdefault(group, id)
+                ids = list(of_groups.values())[:ANSWERS]
+                told.update(ids)
+                found += [_answer(kind, look(questions, id=id)[0]) for id in ids]
     except RftError as e:
         missing.append(f"answers: {e.message if isinstance(e, ConfigError) else e}")
         return []
@@ -318,22 +318,25 @@ def _answers(run: StoredRun, missing: list[str]) -> list[ShownAnswer]:
     return found
 
 
-def _of_different_tasks(questions: Questions, where: str, order: Order, told: set[str]) -> list[str]:
-    """Ids of the first `ANSWERS` rows in this order, one of a group each, without those that were shown before."""
-    found: dict[str, str] = {}
-    for row in questions.draw(where, 40 * ANSWERS, order=order):
-        if row["id"] not in told:
-            found.setdefault(row["group_id"], row["id"])
-    return list(found.values())[:ANSWERS]
+def _looked_at(questions: Questions) -> list[list[tuple[str, str]]]:
+    """(id, group) of the best, the worst, and those of the median reward, as far as a value that occurs can be it; at most so many of each.
 
-
-def _typical(questions: Questions, where: str) -> str | None:
-    """A condition: the reward is the median, as far as a value that occurs can be."""
-    scored = f"{where + ' AND ' if where else ''}reward IS NOT NULL"
-    count = f"SELECT count(*) FROM v_experiences WHERE {scored}"
-    with questions.ask(f"SELECT reward FROM v_experiences WHERE {scored} ORDER BY reward LIMIT 1 OFFSET ({count}) / 2") as answer:
-        row = next(iter(answer.rows), None)
-    return None if row is None else f"{scored} AND reward = {float(row[0])!r}"
+    Of the last quarter of what was trained; where nothing was yet, of all there is.
+    """
+    with questions.ask("SELECT max(used_step) FROM v_experiences", timeout_s=READ_TIMEOUT_S) as answer:
+        last = next(iter(answer.rows))[0]
+    where = f"used_step > {last * 3 // 4} AND reward IS NOT NULL" if last else "reward IS NOT NULL"
+    sql = f"SELECT id, group_id, reward, count(*) OVER () FROM v_experiences WHERE {where} ORDER BY reward DESC, id"
+    best, worst, typical = list[tuple[str, str]](), list[tuple[str, str]](), list[tuple[str, str]]()
+    end = 0
+    with questions.ask(sql, timeout_s=READ_TIMEOUT_S) as answer:
+        for (_, count), rows in groupby(answer.rows, key=itemgetter(2, 3)):
+            alike = [(id, group) for id, group, *_ in islice(rows, 40 * ANSWERS)]
+            begin, end = end, end + len(alike) + sum(1 for _ in rows)
+            best = [*best, *alike][: 40 * ANSWERS]
+            worst = [*alike, *worst][: 40 * ANSWERS]
+            typical = alike if begin <= (count - 1) // 2 < end else typical
+    return [best, worst, typical]
 
 
 def _answer(kind: str, x: Shown) -> ShownAnswer:

@@ -13,6 +13,7 @@ from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rft.buffer.audit import audit_run
@@ -67,7 +68,11 @@ async def opened(folder: Path) -> Buffer:
 async def test_an_old_ledger_goes_on(tmp_path: Path, number: int) -> None:
     path = old(tmp_path, number)
     before = contents(path)
-    assert audit_run(tmp_path).ok
+    manifest = tmp_path / "checkpoints/global_step_1/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_bytes(msgspec.json.encode({"format": 1, "version": Version(1, 1), "parent": None, "consumption": STATED}))
+    audit = audit_run(tmp_path)
+    assert audit.ok and audit.manifests == 1
     buffer = await opened(tmp_path)
     assert rows(path, "SELECT value FROM meta WHERE key = 'format'") == [(str(FORMAT),)]
     assert contents(path)["rows"] == before["rows"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -69,9 +71,13 @@ async def test_every_batch_has_its_rows_and_a_resume_takes_the_same(tmp_path: Pa
     assert consumption.mixed == {"sft_dataset": 6}
     assert (await buffer.reader(1).consumption(4)).mixed == {"sft_dataset": 12}
     await buffer.close()
+    with closing(sqlite3.connect(tmp_path / "buffer/experience_buffer.db")) as ledger:
+        ledger.execute("DROP INDEX ix_mixed_uses_step")  # as an earlier rft left it
 
     buffer = await opened(tmp_path, Mix(MixSettings(name="sft_dataset", rows=3), shown(5)))
     await buffer.start_lineage(Version(1, 2), consumption)
+    with open_run(tmp_path) as questions, questions.ask("SELECT name FROM sqlite_master WHERE name LIKE 'ix_mixed%'") as answer:
+        assert list(answer.rows) == [("ix_mixed_uses_step",)]
     held = await buffer.writer(2).stored_groups(2)
     assert [h.batch for h in held] == [2]
     await fill(buffer, 2, 2, groups=1, version=Version(2, 2))

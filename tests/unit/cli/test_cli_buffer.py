@@ -201,7 +201,7 @@ def test_wrong_questions_have_an_answer(run_dir: Path, sql: str, why: str) -> No
 def test_a_question_ends_by_its_deadline(run_dir: Path) -> None:
     endless = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
     out, err, code = said("buffer", "query", str(run_dir), endless, "--timeout", "0.3")
-    assert code == 2 and "took longer than 0.3 s" in err and not out
+    assert code == 2 and "took longer than 0.3 s" in err and "rft buffer query" in err and not out
 
 
 def test_other_wrong_words(run_dir: Path, tmp_path: Path) -> None:

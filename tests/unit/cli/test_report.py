@@ -8,6 +8,7 @@ import math
 import re
 import sqlite3
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from html import unescape
@@ -18,6 +19,10 @@ from typing import Any
 import pytest
 
 import rft
+from rft.buffer.buffer import Buffer
+from rft.buffer.query import Questions
+from rft.buffer.query import open_run as query_run
+from rft.buffer.settings import BufferSettings
 from rft.cli import status_command
 from rft.errors import ConfigError
 from rft.monitor import read as monitor_read
@@ -26,6 +31,7 @@ from rft.monitor.read import read
 from rft.report.comparison import compared
 from rft.report.facts import RunSummary, _cost, _subject, collect, eval_points, interval
 from rft.report.page import MAX_BYTES, page
+from rft.testing.storage_contract import fill, take
 from rft.types.metrics import MetricRecord
 from tests.helpers.asked_ledger import EVIL, play, said
 
@@ -130,6 +136,55 @@ async def test_answers_equal_the_ledgers(tmp_path: Path) -> None:
         mine = [(a.id, a.reward, a.text) for a in answers if a.kind == kind]
         assert mine[0] == (told[0]["id"], told[0]["reward"], told[0]["response_text"])
         assert len({id[:-13] for id, *_ in mine}) == len(mine) == 2, "one of each group"
+
+
+async def test_answers_are_found_in_two_readings_of_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instructions of SQLite's machine for each row, beside those of one reading."""
+    opened, ticks = Questions.open, Counter[str]()
+
+    def counted(questions: Questions) -> None:
+        opened(questions)
+        questions._raw.set_progress_handler(lambda: ticks.update(n=1), 10)
+
+    monkeypatch.setattr(Questions, "open", counted)
+
+    async def costs(steps: int) -> tuple[int, int]:
+        run = tmp_path / str(steps)
+        buffer = Buffer(BufferSettings(folder=run / "buffer"))
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+        for step in range(1, steps + 1):
+            await fill(buffer, 1, step - 1)
+            await take(buffer, 1, step)
+            await buffer.reader(1).use(step)
+        await buffer.close()
+        with closing(sqlite3.connect(run / "buffer/experience_buffer.db")) as ledger, ledger:
+            ledger.execute("DROP TRIGGER reward_edit")
+            ledger.execute("UPDATE experiences SET reward = (batch * 31 + task * 17 + run * 7) % 11 / 2.0 WHERE run != 3")
+            asked = "SELECT id, group_id, reward FROM v_experiences WHERE used_step > ? ORDER BY id"
+            rows = ledger.execute(asked, (steps * 3 // 4,)).fetchall()
+        ticks.clear()
+        found = collect(rft.open_run(run)).answers
+        spent = ticks.total()
+        with query_run(run) as questions:
+            ticks.clear()
+            with questions.ask("SELECT max(used_step) FROM v_experiences") as answer:
+                assert list(answer.rows) == [(steps,)]
+        middle = sorted(reward for *_, reward in rows)[len(rows) // 2]
+        told = set[str]()
+        orders = {"best": lambda r: -r[2], "worst": lambda r: r[2], "typical": lambda r: r[2] != middle}
+        for kind, order in orders.items():
+            first: dict[str, str] = {}
+            for id, group, _ in sorted(rows, key=order):
+                if id not in told:
+                    first.setdefault(group, id)
+            ids = list(first.values())[:3]
+            told.update(ids)
+            assert [a.id for a in found if a.kind == kind] == ids
+        return spent, ticks.total()
+
+    few, many = await costs(16), await costs(64)
+    assert many[0] - few[0] < 3 * (many[1] - few[1]), (few, many)
 
 
 def test_the_page_has_what_the_run_has(tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from rft.buffer import derived_state
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
-from rft.buffer.settings import BufferSettings, ReplaySettings
+from rft.buffer.mixing import Mix
+from rft.buffer.settings import BufferSettings, MixSettings, ReplaySettings
 from rft.testing import tiny
-from rft.testing.storage_contract import fill, take
+from rft.testing.storage_contract import fill, group, take
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch
 from rft.trainer.settings import LearnerSettings, LoraSettings
@@ -137,13 +138,16 @@ async def test_a_row_costs_the_same_however_often_a_run_was_resumed(tmp_path: Pa
 
 
 @pytest.mark.e2e
-async def test_a_checkpoint_costs_the_same_however_much_was_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["once", "with mixed rows", "with replay"])
+async def test_a_checkpoint_costs_the_same_however_much_was_trained(tmp_path: Path, kind: str) -> None:
     """Instructions of the database for each save, and for each row and manifest of an audit."""
+    settings = {"max_uses": 3, "replay": ReplaySettings(cooldown_s=1e4)} if kind == "with replay" else {}
+    mix = Mix(MixSettings(name="old_run", rows=8), group(1, 0, 0, runs=8)) if kind == "with mixed rows" else None
 
     async def costs(steps: int) -> tuple[int, float]:
         folder = tmp_path / str(steps)
         with instructions() as found:
-            ledger = Buffer(BufferSettings(folder=folder / "buffer"))
+            ledger = Buffer(BufferSettings(folder=folder / "buffer", **settings), mix=mix)
             await ledger.open()
             await ledger.start_lineage(None, None)
             for step in range(1, steps + 1):
@@ -161,10 +165,33 @@ async def test_a_checkpoint_costs_the_same_however_much_was_trained(tmp_path: Pa
             found.clear()
             audit = audit_run(folder)
         assert audit.ok and audit.manifests == steps and audit.num_uses == 8 * steps and audit.digest == stated.digest
+        assert stated.cursor == steps and stated.mixed == ({"old_run": 8 * steps} if mix else {})
         return saved, found["ticks"] / steps
 
     few, many = await costs(16), await costs(128)
     assert many[0] <= 1.5 * few[0] and many[1] <= 1.5 * few[1], (few, many)
+
+
+async def test_a_checkpoint_costs_the_same_however_much_waits(tmp_path: Path) -> None:
+    """Instructions of the database."""
+
+    async def cost(batches: int) -> int:
+        with instructions() as found:
+            ledger = Buffer(BufferSettings(folder=tmp_path / str(batches)))
+            await ledger.open()
+            await ledger.start_lineage(None, None)
+            for batch in range(batches):
+                await fill(ledger, 1, batch)
+            for step in (1, 2):
+                await take(ledger, 1, step)
+                await ledger.reader(1).use(step)
+                found.clear()
+                assert (await ledger.reader(1).consumption(step)).cursor == step
+            await ledger.close()
+        return found["ticks"]
+
+    few, many = await cost(8), await cost(128)
+    assert many <= few + 3, (few, many)
 
 
 @pytest.mark.parametrize("size", (1, 3, 10_000))
@@ -187,6 +214,7 @@ async def test_a_digest_is_that_of_its_uses_in_both_forms(tmp_path: Path, monkey
         total = sum(map(xxhash.xxh3_128_intdigest, lines)) % 2**128
         stated = await ledger.reader(1).consumption(newest)
         assert (stated.num_uses, stated.digest) == (len(lines), f"sum:{total:032x}")
+        assert stated.cursor == {6: 0, 8: 0, 12: 2, 10: 1}[newest], "what is used again later is not wholly used"
         before = xxhash.xxh3_128_hexdigest(b"\n".join(lines))  # up to format 4 of manifests
         found = ledger._ledger.run(partial(derived_state.counted_as, before, ancestry={1: newest}))
         assert found == (len(lines), before), newest
