@@ -17,7 +17,7 @@ from typing import Any
 
 # before anything imports torch, transformers or ray
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a learner takes two threads: one that waits must not spin on a core of others
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a learner has two threads; one that waits is to leave its core
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(
     WANDB_MODE="offline", HF_HUB_DISABLE_TELEMETRY="1", RAY_USAGE_STATS_ENABLED="0", DO_NOT_TRACK="1", MPLBACKEND="Agg"
@@ -70,6 +70,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # files in the order below, not those of many small tests first
     return Scheduling(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` does not import files that have only end-to-end tests."""
+    if set(config.option.markexpr.split(" and ")) != {"not slow", "not e2e"} or not collection_path.match("test_*.py"):
+        return None
+    text, whole = collection_path.read_text(encoding="utf-8"), WHOLE_RUNS & set(collection_path.parts)
+    return ("mark.smoke" not in text if whole else "\npytestmark = pytest.mark.e2e" in text) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
