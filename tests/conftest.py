@@ -4,6 +4,7 @@ that a test leaves nothing behind."""
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import logging
 import os
@@ -11,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     text, whole = collection_path.read_text(encoding="utf-8"), WHOLE_RUNS & set(collection_path.parts)
     return ("mark.smoke" not in text if whole else "\npytestmark = pytest.mark.e2e" in text) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: nobody looks for garbage in it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # else triton tells of leaks
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
