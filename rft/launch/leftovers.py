@@ -245,9 +245,7 @@ class _Others:
         self._paths: set[str] = set()
         self._commands: list[str] = []
         self._hidden: list[psutil.Process] = []  # ours; they may have any semaphore open
-        for process in psutil.process_iter():
-            if process.pid in exclude:
-                continue
+        for process in (p for p in psutil.process_iter() if p.pid not in exclude):
             self._commands.append(_command(process))
             try:
                 self._paths.update(_open_paths(process.pid))
@@ -288,9 +286,7 @@ def _open_paths(pid: int) -> Iterable[str]:
             if (at := line.find("/")) >= 0 and line.startswith(wanted, at):
                 yield line[at:]
                 yield " ".join(line.split(None, 5)[3:5])  # device and inode
-    except PermissionError:
-        raise
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return  # it has ended
 
 
