@@ -32,6 +32,9 @@ _LOCAL = re.compile(r"https?://(localhost|127\.|\[::1\])")
 
 
 def storage(plan: Plan, problems: Problems) -> None:
+    there = next(p for p in (plan.run_dir, *plan.run_dir.parents) if os.path.lexists(p))
+    if not there.is_dir():
+        problems.error("checkpoint_root_dir", f"{there} is no folder, and the run would be in {plan.run_dir}; name another")
     from rft.buffer.base import STORAGE_KEY, make_storage
     from rft.buffer.location import ledger_location  # SQLAlchemy takes a quarter of a second
 

@@ -85,8 +85,9 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
 
     problems = Problems()
     plan_checks.storage(plan, problems)
-    for need in playable.operators(plan):
-        problems.error(need.key, need.message)
+    with problems.taking():
+        for need in (*playable.operators(plan), *playable.trackers(plan, plan.monitor)):
+            problems.error(need.key, need.message)
     model = _model(plan, problems)
     rows = plan_checks.models(config, plan, model, problems) if model is not None else None
     seen = preview.look(plan, model, problems)
