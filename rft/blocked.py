@@ -38,7 +38,8 @@ def own_lines(error: BaseException) -> str:
     lines = whole = (cause or error).__traceback__
     while lines is not None and is_ours(lines.tb_frame.f_code.co_filename):
         lines = lines.tb_next
-    return "".join(traceback.format_exception(type(error), error, lines or whole, chain=cause is None)).rstrip()
+    shown = whole if lines is None and not isinstance(error, SyntaxError) else lines
+    return "".join(traceback.format_exception(type(error), error, shown, chain=cause is None)).rstrip()
 
 
 def held_up_by(thread: int) -> tuple[FrameType, str] | None:

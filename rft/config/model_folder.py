@@ -385,16 +385,7 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
     mlp = (3 if gated else 2) * hidden * (expert * experts if experts else width)
     formula = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
     return ModelShape(
-        parameters=counted or formula,
-        vocab=vocab,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp=expert * int(c.get("num_experts_per_tok") or 1) if experts else width,
-        gated=gated,
-        lean=kind in LEAN,
-        tied=tied,
-        experts=experts,
-    )
+        parameters=counted or formula, vocab=vocab, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, mlp=expert * int(c.get("num_experts_per_tok") or 1) if experts else width, gated=gated,
+        lean=kind in LEAN, tied=tied, experts=experts,
+    )  # fmt: skip

@@ -118,15 +118,10 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
         _tools_shown(plan, tasks, recipes, model, key, problems)
         _more_golds(taskset, recipes, key, problems, hung)
         preview = TasksetPreview(
-            name=settings.name,
-            key=key,
-            num_rows=len(taskset),
-            is_eval=settings.is_eval,
-            rows=tuple(rows),
+            name=settings.name, key=key, num_rows=len(taskset), is_eval=settings.is_eval, rows=tuple(rows),
             workflows=tuple(dict.fromkeys(t.workflow for t in tasks if t.workflow != "simple_workflow" or t.workflow_args)),
-            mean_prompt_tokens=mean,
-            max_prompt_tokens=longest,
-        )
+            mean_prompt_tokens=mean, max_prompt_tokens=longest,
+        )  # fmt: skip
         result.tasksets.append(preview)
         result.opened.append(taskset)
     overlap(result.opened, problems)

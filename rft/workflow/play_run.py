@@ -55,19 +55,12 @@ def experiences(
         score = _row_score(turns, verdict)
         last = turns[-1]
         row = from_completions(
-            group.run(run, attempt, step),
-            [t.completion for t in turns],
-            taskset=task.taskset,
-            task_index=task.index,
-            workflow=workflow,
-            reward=score.value,
-            reward_parts=score.parts,
-            messages=(*last.messages, last.completion.message),
-            tools=last.tools,
-            prompt_text=_prompt_text(turns[0]),
+            group.run(run, attempt, step), [t.completion for t in turns], taskset=task.taskset, task_index=task.index,
+            workflow=workflow, reward=score.value, reward_parts=score.parts, messages=(*last.messages, last.completion.message),
+            tools=last.tools, prompt_text=_prompt_text(turns[0]),
             metrics={name: float(value) for name, value in transcript.metrics.items()},
             info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
-        )
+        )  # fmt: skip
         rows.append(_taught(_masked(row, turns), turns))
     if transcript.limited:
         rows[-1] = msgspec.structs.replace(rows[-1], status="truncated")
@@ -497,10 +490,7 @@ def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, 
     text = redact(reason_of(error))
     lines = redact(own_lines(error)).splitlines()[-_TRACEBACK_LINES:]
     return failed(
-        group.run(run, attempt),
-        taskset=task.taskset,
-        task_index=task.index,
-        workflow=recipe.name,
+        group.run(run, attempt), taskset=task.taskset, task_index=task.index, workflow=recipe.name,
         reason=text[:_REASON_CHARS] or type(error).__name__,
         info={"traceback": "\n".join(lines)[-4000:], "attempts": attempt + 1},
-    )
+    )  # fmt: skip

@@ -181,12 +181,6 @@ def recipe(plugin: Plugin, task: Task, reward: Reward | None) -> Recipe:
     blocking = not inspect.iscoroutinefunction(cls.run_group if plays_group else cls.run)
     place = None if cls.isolated is False else Place(plugin.obj, cls.isolated, key=f"{where}.workflow")
     return Recipe(
-        task.workflow,
-        lambda: cls(**keywords),
-        blocking,
-        reward,
-        place=place,
-        keywords=keywords,
-        plays_group=plays_group,
+        task.workflow, lambda: cls(**keywords), blocking, reward, place=place, keywords=keywords, plays_group=plays_group,
         scores_itself=cls.scores_itself,
-    )
+    )  # fmt: skip
