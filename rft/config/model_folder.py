@@ -66,7 +66,7 @@ def look(path: str, tokenizer_path: str | None = None, *, trusted: bool = True) 
     `trusted`: Python code that comes with the model may run.
     """
     model_folder = find_model(path)
-    folder = model_folder if tokenizer_path is None else find_model(tokenizer_path)
+    folder = model_folder if tokenizer_path is None else find_model(tokenizer_path, "model.tokenizer_path")
     errors: list[ConfigError] = []
     warnings: list[str] = []
 
@@ -93,13 +93,9 @@ def look(path: str, tokenizer_path: str | None = None, *, trusted: bool = True) 
     if errors:
         raise ConfigErrors(errors)
     return ModelFiles(
-        folder=folder,
-        model_folder=model_folder,
-        config=config,
-        tensors=tensors,
-        tokenizer_config=tokenizer_config,
+        folder=folder, model_folder=model_folder, config=config, tensors=tensors, tokenizer_config=tokenizer_config,
         warnings=tuple(warnings),
-    )
+    )  # fmt: skip
 
 
 def _speaks(tokenizer: dict[str, Any], config: dict[str, Any], folder: Path, wrong: Any) -> None:

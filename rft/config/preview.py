@@ -104,11 +104,8 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
                 problems.note(f"{key}: {line}")
             if settings.feature_keys:
                 taskset.features(settings.feature_keys)
-        except ConfigError as e:
-            problems.take(placed(e, settings))
-            continue
-        except SetupError as e:
-            problems.error(key, str(e))
+        except (ConfigError, SetupError) as e:
+            problems.take(placed(e, settings) if isinstance(e, ConfigError) else ConfigError(str(e), key=key))
             continue
         if taskset.skipped is not None:
             problems.warn(f"{key}: {taskset.skipped}")

@@ -137,14 +137,10 @@ def _memory(
         and (found := _shape(*theirs, f"memory of auxiliary model {m.name}", problems)) is not None
     }
     roles = estimate(
-        plan,
-        known,
-        critic=None if other is None else _shape(*other, "memory of the critic", problems),
-        trained=None if lora is None else lora_plan.parameters(lora, known, sizes[1]),
-        auxiliary=beside,
-        prompt_tokens=prompt_tokens,
-        gpu_memory=facts.gpu_memory,
-    )
+        plan, known, critic=None if other is None else _shape(*other, "memory of the critic", problems),
+        trained=None if lora is None else lora_plan.parameters(lora, known, sizes[1]), auxiliary=beside,
+        prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory,
+    )  # fmt: skip
     roles += phases(plan, roles)
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
     for text in too_much(

@@ -657,3 +657,12 @@ def test_model_files_that_nothing_could_be_built_of(model: Path) -> None:
 def test_a_file_in_place_of_the_runs_folder(model: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     assert f"{tmp_path}/taken is no folder" in errors(run(model, f"checkpoint_root_dir={tmp_path}/taken/runs"))
+    (error,) = run(model, f"monitor.eval_dump_dir={tmp_path}/taken").errors
+    assert error.key == "monitor.eval_dump_dir"
+
+
+def test_names_that_lead_nowhere_are_told_by_their_keys(model: Path) -> None:
+    assert [e.key for e in run(model, "algorithm.advantage_fn=nosuch").errors] == ["algorithm.advantage_fn"]
+    assert [e.key for e in run(model, "model.tokenizer_path=/nosuch").errors] == ["model.tokenizer_path"]
+    (error,) = run(model, f"{TASKSET}.path=https://127.0.0.1/rows.jsonl").errors
+    assert "https://127.0.0.1/rows.jsonl is an address; download it" in error.message
