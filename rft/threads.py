@@ -34,7 +34,9 @@ def as_failure(error: BaseException, what: str = "a plugin") -> Exception:
         return error
     raised = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
     did = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else raised
-    return PluginStopped(f"{what} {did}")
+    stopped = PluginStopped(f"{what} {did}")
+    stopped.__cause__ = None if isinstance(error, StopIteration) else error
+    return stopped
 
 
 @contextmanager

@@ -248,6 +248,21 @@ async def test_a_run_without_scores_of_its_calls_is_cut_once(monkeypatch):
     assert group.rewards == [1.0] and len(times) == 1
 
 
+async def test_the_traceback_of_a_failed_run_begins_at_the_authors_lines():
+    def leaves(task, transcript):
+        raise SystemExit(3)
+
+    async def breaks(self, task, ctx):
+        return {}["none"]
+
+    reward("test_leaves")(leaves)
+    (left,) = (await play(ScriptedEngine("4"), task(reward="test_leaves"))).rows
+    (broken,) = (await play(ScriptedEngine("4"), task(workflow=custom(breaks)))).rows
+    for row, name, says in ((left, "leaves", "called sys.exit(3)"), (broken, "breaks", "KeyError: 'none'")):
+        first, place, *_, last = row.info["traceback"].splitlines()
+        assert first == "Traceback (most recent call last):" and place.endswith(f"in {name}") and says in last, row.info
+
+
 async def test_joined_calls_that_do_not_go_on_are_refused():
     async def disjoint(self, task, ctx):
         await ctx.chat(task.chat())
