@@ -16,7 +16,6 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
+from rft.blocked import own_lines
 from rft.errors import ConfigError, PluginError, nearest
 
 GROUP = "rft.plugins"
@@ -290,7 +290,8 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
     try:
         model = plugin.args(**args)
     except ValueError as e:  # pydantic's ValidationError
-        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]  # type: ignore[attr-defined]
+        said = [(".".join(map(str, f["loc"])), f["msg"].removeprefix("Value error, "), f["input"]) for f in e.errors()]  # type: ignore[attr-defined]
+        faults = [f"{name}: {text}, given {value!r}" if name else text for name, text, value in said]
         raise ConfigError(f"arguments of {what}: {'; '.join(faults)}", key=key) from None
     return {name: getattr(model, name) for name in known}
 
@@ -356,8 +357,8 @@ def _guarded(what: str, load: Callable[[], Any]) -> Any:
         return load()
     except PluginError:
         raise
-    except (Exception, SystemExit):
-        raise PluginError(f"plugin {what} failed to import:\n{traceback.format_exc()}") from None
+    except (Exception, SystemExit) as e:
+        raise PluginError(f"plugin {what} failed to import:\n{own_lines(e)}") from None
 
 
 def _public(module: ModuleType) -> list[str]:

@@ -13,13 +13,12 @@ import inspect
 import logging
 import threading
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from rft.blocked import is_ours
+from rft.blocked import own_lines
 from rft.errors import ConfigError, PluginStopped, RftError, RunFailed
 from rft.logs import redact
 
@@ -35,7 +34,9 @@ def as_failure(error: BaseException, what: str = "a plugin") -> Exception:
         return error
     raised = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
     did = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else raised
-    return PluginStopped(f"{what} {did}")
+    stopped = PluginStopped(f"{what} {did}")
+    stopped.__cause__ = None if isinstance(error, StopIteration) else error
+    return stopped
 
 
 @contextmanager
@@ -59,10 +60,7 @@ def blamed(what: str, key: str = "") -> Iterator[None]:
     except (RftError, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as e:
-        lines = e.__traceback__
-        while lines is not None and lines.tb_next is not None and is_ours(lines.tb_frame.f_code.co_filename):
-            lines = lines.tb_next
-        text = redact(f"{what}:\n{''.join(traceback.format_exception(type(e), e, lines)).rstrip()}")
+        text = redact(f"{what}:\n{own_lines(e)}")
         raise (ConfigError(text, key=key) if key else RunFailed(text)) from None
 
 

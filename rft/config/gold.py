@@ -63,7 +63,8 @@ def gold_of(task: Task, reward: Reward | None, key: str, problems: Problems, hun
     elif not found.full:
         problems.warn(
             f"{key}: the gold answer {found.gold[:60]!r} of row {task.index} scores {found.best:g} with {task.reward} and an empty answer "
-            f"{found.empty:g}; it should get the highest score (1).  Is format.response_key the right column, and the reward the right one?"
+            f"{found.empty:g}; it should get the highest score (1), and more than an empty one.  Is format.response_key the right column, "
+            "and the reward the right one?"
         )
     return found.best
 

@@ -66,7 +66,7 @@ def look(path: str, tokenizer_path: str | None = None, *, trusted: bool = True) 
     `trusted`: Python code that comes with the model may run.
     """
     model_folder = find_model(path)
-    folder = model_folder if tokenizer_path is None else find_model(tokenizer_path)
+    folder = model_folder if tokenizer_path is None else find_model(tokenizer_path, "model.tokenizer_path")
     errors: list[ConfigError] = []
     warnings: list[str] = []
 
@@ -93,13 +93,9 @@ def look(path: str, tokenizer_path: str | None = None, *, trusted: bool = True) 
     if errors:
         raise ConfigErrors(errors)
     return ModelFiles(
-        folder=folder,
-        model_folder=model_folder,
-        config=config,
-        tensors=tensors,
-        tokenizer_config=tokenizer_config,
+        folder=folder, model_folder=model_folder, config=config, tensors=tensors, tokenizer_config=tokenizer_config,
         warnings=tuple(warnings),
-    )
+    )  # fmt: skip
 
 
 def _speaks(tokenizer: dict[str, Any], config: dict[str, Any], folder: Path, wrong: Any) -> None:
@@ -223,12 +219,13 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def _known(config: dict[str, Any], folder: Path, trusted: bool, wrong: Any) -> None:
     """Whether transformers can build the model: read in its tables, because importing it takes seconds."""
     kind, spec = config.get("model_type"), importlib.util.find_spec("transformers")
-    if trusted or not isinstance(kind, str) or spec is None or spec.origin is None:
+    if trusted or not config or spec is None or spec.origin is None:
         return
     tables = sorted((Path(spec.origin).parent / "models" / "auto").glob("*.py"))
     auto = sys.modules.get("transformers.models.auto.configuration_auto")
     registered = () if auto is None else auto.CONFIG_MAPPING  # by model.external_lib
-    if not tables or kind in registered or any(f'"{kind}"' in table.read_text(encoding="utf-8") for table in tables):
+    known = isinstance(kind, str) and any(f'"{kind}"' in table.read_text(encoding="utf-8") for table in tables)
+    if not tables or known or kind in registered:
         return
     own = ", and its own code (auto_map) is not run unless model.trust_remote_code says so" if "auto_map" in config else ""
     wrong(
@@ -384,16 +381,7 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
     mlp = (3 if gated else 2) * hidden * (expert * experts if experts else width)
     formula = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
     return ModelShape(
-        parameters=counted or formula,
-        vocab=vocab,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp=expert * int(c.get("num_experts_per_tok") or 1) if experts else width,
-        gated=gated,
-        lean=kind in LEAN,
-        tied=tied,
-        experts=experts,
-    )
+        parameters=counted or formula, vocab=vocab, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, mlp=expert * int(c.get("num_experts_per_tok") or 1) if experts else width, gated=gated,
+        lean=kind in LEAN, tied=tied, experts=experts,
+    )  # fmt: skip

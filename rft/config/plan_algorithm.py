@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rft.algorithm.settings import AlgorithmSettings
 from rft.config.context import Context, Problems
 from rft.config.plan import Facts
 from rft.config.schema.trainer_section import CriticConfig
-from rft.errors import ConfigError
+from rft.errors import ConfigError, PluginError
 from rft.plugins import REGISTRY
 
 REINFORCE = "reinforce"
@@ -273,8 +274,9 @@ def has_critic(settings: AlgorithmSettings, facts: Facts) -> bool | None:
     """None: of a plugin; it is judged where these are loaded."""
     model: type | None = shipped().get(("advantage_fn", settings.advantage_fn))
     if model is None and facts.plugins_loaded:
-        model = REGISTRY.get("advantage_fn", settings.advantage_fn).args or NoArgs
-    elif model is None:
+        with suppress(PluginError):  # told by `algorithm`
+            model = REGISTRY.get("advantage_fn", settings.advantage_fn).args or NoArgs
+    if model is None:
         return None
     return issubclass(model, Args) and "values" in model.before
 

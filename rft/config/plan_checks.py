@@ -32,6 +32,10 @@ _LOCAL = re.compile(r"https?://(localhost|127\.|\[::1\])")
 
 
 def storage(plan: Plan, problems: Problems) -> None:
+    for key, folder in (("checkpoint_root_dir", plan.run_dir), ("monitor.eval_dump_dir", plan.monitor.dump_dir)):
+        tree = () if folder is None else (folder, *folder.parents)
+        if (there := next(filter(os.path.lexists, tree), None)) is not None and not there.is_dir():
+            problems.error(key, f"{there} is no folder, so {folder} cannot be one; name another")
     from rft.buffer.base import STORAGE_KEY, make_storage
     from rft.buffer.location import ledger_location  # SQLAlchemy takes a quarter of a second
 

@@ -48,39 +48,22 @@ def explorer(
         ctx.derive("explorer.eval_interval", interval, f"next multiple of synchronizer.sync_interval {k}")
     _rules(ctx, evals)
     return filled(
-        ExplorerSettings,
-        ctx.config,
-        ctx.config.buffer,
-        e,
-        tasksets=train,
-        eval_tasksets=evals,
-        total_batches=batches,
-        total_epochs=ctx.config.buffer.total_epochs or 1,
-        max_timeout_s=e.max_timeout,
-        max_group_timeout_s=e.max_group_timeout,
-        whole_groups=e.group_policy == "drop",
-        stop_hopeless=e.stop_hopeless_groups and not ctx.config.deterministic,
+        ExplorerSettings, ctx.config, ctx.config.buffer, e, tasksets=train, eval_tasksets=evals, total_batches=batches,
+        total_epochs=ctx.config.buffer.total_epochs or 1, max_timeout_s=e.max_timeout, max_group_timeout_s=e.max_group_timeout,
+        whole_groups=e.group_policy == "drop", stop_hopeless=e.stop_hopeless_groups and not ctx.config.deterministic,
         timeout_ratio=e.dynamic_timeout.ratio if e.dynamic_timeout.enable else None,
-        timeout_warmup=e.dynamic_timeout.warmup_min_steps,
-        over_rollout=e.over_rollout.ratio,
-        wait_after_s=e.over_rollout.wait_after_min,
-        keep_partial=e.over_rollout.return_partial_tasks,
-        baseline=plan_algorithm.reads_baseline(algorithm),
-        reproducible=not plan_algorithm.takes_any_sampling(algorithm),
+        timeout_warmup=e.dynamic_timeout.warmup_min_steps, over_rollout=e.over_rollout.ratio,
+        wait_after_s=e.over_rollout.wait_after_min, keep_partial=e.over_rollout.return_partial_tasks,
+        baseline=plan_algorithm.reads_baseline(algorithm), reproducible=not plan_algorithm.takes_any_sampling(algorithm),
         drawn=not plan_algorithm.takes_any_sampling(replace(algorithm, rollout_correction=None)),
         by_group=quota or not ctx.config.synchronizer.partial_rollout,
-        max_inflight=e.max_inflight_batches if style == "fully_async" else None,
-        bench_latest=e.bench_on_latest_checkpoint,
-        report_interval_s=e.runner_state_report_interval,
-        eval_interval=interval if evals else 0,
-        eval_on_startup=e.eval_on_startup and bool(evals),
-        eval_at_end=e.eval_at_end and bool(evals),
-        breaker=e.max_failed_groups,
-        apis=_apis(ctx),
+        max_inflight=e.max_inflight_batches if style == "fully_async" else None, bench_latest=e.bench_on_latest_checkpoint,
+        report_interval_s=e.runner_state_report_interval, eval_interval=interval if evals else 0,
+        eval_on_startup=e.eval_on_startup and bool(evals), eval_at_end=e.eval_at_end and bool(evals),
+        breaker=e.max_failed_groups, apis=_apis(ctx),
         eval_samples=None if ctx.config.monitor.eval_dump_dir else ctx.config.monitor.log_eval_samples,
-        percentiles=ctx.config.monitor.detailed_stats,
-        plugin_dirs=ctx.plugin_dirs,
-    )
+        percentiles=ctx.config.monitor.detailed_stats, plugin_dirs=ctx.plugin_dirs,
+    )  # fmt: skip
 
 
 def _rules(ctx: Context, evals: Tasksets) -> None:
@@ -115,18 +98,10 @@ def monitor(ctx: Context, shown: dict[str, Any]) -> MonitorSettings:
     """`shown`: the configuration for trackers that store it."""
     config, dump = ctx.config, ctx.config.monitor.eval_dump_dir
     return filled(
-        MonitorSettings,
-        config,
-        folder=ctx.run_dir,
-        kinds=_trackers(ctx),
-        plugin_dirs=ctx.plugin_dirs,
-        args=_monitor_args(ctx),
-        num_samples=config.monitor.log_eval_samples,
-        dump_dir=Path(dump).expanduser().absolute() if dump else None,
-        alarms=config.monitor.alarms.model_dump(),
-        name=ctx.name,
-        config=shown,
-    )
+        MonitorSettings, config, folder=ctx.run_dir, kinds=_trackers(ctx), plugin_dirs=ctx.plugin_dirs, args=_monitor_args(ctx),
+        num_samples=config.monitor.log_eval_samples, dump_dir=Path(dump).expanduser().absolute() if dump else None,
+        alarms=config.monitor.alarms.model_dump(), name=ctx.name, config=shown,
+    )  # fmt: skip
 
 
 def _monitor_args(ctx: Context) -> dict[str, Any]:
@@ -195,15 +170,10 @@ def buffer(ctx: Context) -> BufferSettings:
         elif in_memory:
             ctx.warn("the experience buffer is kept in memory only (path: none): a crash loses the experiences that wait in it")
     return filled(
-        BufferSettings,
-        b,
-        ctx.config.buffer,
-        folder=ctx.run_dir / "buffer",
-        run=ctx.run_dir.relative_to(Path(ctx.config.checkpoint_root_dir).expanduser().absolute()).as_posix(),
-        ledger_url=url,
-        max_retry_interval_s=b.max_retry_interval,
-        storage_path=path,
-    )
+        BufferSettings, b, ctx.config.buffer, folder=ctx.run_dir / "buffer",
+        run=ctx.run_dir.relative_to(Path(ctx.config.checkpoint_root_dir).expanduser().absolute()).as_posix(), ledger_url=url,
+        max_retry_interval_s=b.max_retry_interval, storage_path=path,
+    )  # fmt: skip
 
 
 def replayed(ctx: Context, settings: BufferSettings) -> BufferSettings:

@@ -9,12 +9,16 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rft.plugins as plugins
 from rft.config import model_folder
 from rft.config.plan import Facts, Plan
+from rft.config.schema.root import TRACKERS
+from rft.errors import SetupError
+from rft.monitor.monitor import check_available
+from rft.monitor.settings import MonitorSettings
 from rft.plugins import REGISTRY
 from rft.reward.build_reward import INSTEAD as REWARDS_INSTEAD
 from rft.reward.data_sources import reward_of
@@ -44,7 +48,8 @@ def look(plan: Plan, facts: Facts) -> tuple[Need, ...]:
     for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets, *data):
         for need in _of_taskset(t, plan, facts):
             found.setdefault(need.message, need)
-    for need in operators(plan):
+    shipped = replace(plan.monitor, kinds=tuple(k for k in plan.monitor.kinds if k in TRACKERS), args={})
+    for need in (*operators(plan), *trackers(plan, shipped)):
         found.setdefault(need.message, need)
     models = {"model.model_path": plan.learner.model_path}
     models |= {
@@ -66,6 +71,15 @@ def operators(plan: Plan) -> Iterator[Need]:
                 yield Need("operator", o.key, f"operator {o.name!r}: no such name is shipped; give its file with --plugin-dir")
         elif ":" not in o.name:
             yield from _packages("operator", o.name, REGISTRY.get("operator", o.name).obj.needs, o.key)
+
+
+def trackers(plan: Plan, given: MonitorSettings) -> Iterator[Need]:
+    """Those whose library is not here, where the run opens them here.  Raises ConfigError for arguments that do not fit."""
+    for kind in () if plan.joins else given.kinds:
+        try:
+            check_available([kind], given.args, given.plugin_dirs)
+        except SetupError as e:
+            yield Need("package", "monitor.monitor_type", str(e))
 
 
 def _packages(kind: str, name: str, needs: Mapping[str, str], key: str) -> Iterator[Need]:

@@ -20,7 +20,7 @@ from rft.config.data_audit import TaskText, overlap, rendered
 from rft.config.gold import gold_of, scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
-from rft.errors import ConfigError, PluginError
+from rft.errors import ConfigError, PluginError, SetupError
 from rft.explorer.stored import transcript
 from rft.reward.base import Reward
 from rft.reward.data_sources import REWARDS
@@ -29,6 +29,7 @@ from rft.taskset.settings import TasksetSettings
 from rft.taskset.task_pipeline import PreparedRows, opened, prepare
 from rft.types.task import Task
 from rft.workflow.recipes import Recipes, refuse_group_reward, refuse_unused_reward
+from rft.workflow.tools import ELSEWHERE
 
 ROWS_COUNTED = 200
 ROWS_SCORED, GOLDS_S = 8, 0.5  # rows from all over a set whose gold answers are scored, and for how long
@@ -67,6 +68,17 @@ class Look:
 
 def look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
     """Opens every taskset of the plan."""
+    away: list[str] = []  # programs that explorers on other machines may have
+    token = ELSEWHERE.set(None if plan.cluster.ray_address is None else away)
+    try:
+        return _look(plan, model, problems)
+    finally:
+        ELSEWHERE.reset(token)
+        for why in away:
+            problems.warn(f"{why}.  Explorers that run on other machines need it there")
+
+
+def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
     result, recipes = Look(), Recipes()
     hung: set[str] = set()  # rewards that took too long
     prepared = _prepared(plan, problems)
@@ -92,8 +104,8 @@ def look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
                 problems.note(f"{key}: {line}")
             if settings.feature_keys:
                 taskset.features(settings.feature_keys)
-        except ConfigError as e:
-            problems.take(placed(e, settings))
+        except (ConfigError, SetupError) as e:
+            problems.take(placed(e, settings) if isinstance(e, ConfigError) else ConfigError(str(e), key=key))
             continue
         if taskset.skipped is not None:
             problems.warn(f"{key}: {taskset.skipped}")
@@ -103,15 +115,10 @@ def look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
         _tools_shown(plan, tasks, recipes, model, key, problems)
         _more_golds(taskset, recipes, key, problems, hung)
         preview = TasksetPreview(
-            name=settings.name,
-            key=key,
-            num_rows=len(taskset),
-            is_eval=settings.is_eval,
-            rows=tuple(rows),
+            name=settings.name, key=key, num_rows=len(taskset), is_eval=settings.is_eval, rows=tuple(rows),
             workflows=tuple(dict.fromkeys(t.workflow for t in tasks if t.workflow != "simple_workflow" or t.workflow_args)),
-            mean_prompt_tokens=mean,
-            max_prompt_tokens=longest,
-        )
+            mean_prompt_tokens=mean, max_prompt_tokens=longest,
+        )  # fmt: skip
         result.tasksets.append(preview)
         result.opened.append(taskset)
     overlap(result.opened, problems)
@@ -172,6 +179,7 @@ def _rows(
         try:
             task = tasks[n] if n < len(tasks) else taskset.task(spread)
             text = json.dumps(task.chat(), ensure_ascii=False) if model is None else rendered(task, model, engine)
+            tokens = model.count_tokens(text) if model is not None and model.can_count else None
         except ConfigError as e:
             problems.take(placed(e, taskset.settings))
             break
@@ -184,7 +192,6 @@ def _rows(
                 "model.custom_chat_template or chat_template_path, or the template of the model",
             )
             break
-        tokens = model.count_tokens(text) if model is not None and model.can_count else None
         lengths += [tokens] if tokens is not None else []
         if n == 0 and task.messages and task.messages[-1]["role"] == "assistant":
             problems.warn(f"{key}: the chat of row {task.index} ends with an answer, which the model reads before it answers")
@@ -218,8 +225,14 @@ def _rows(
 def _tools_shown(
     plan: Plan, tasks: Sequence[Task], recipes: Recipes, model: ModelFiles | None, key: str, problems: Problems
 ) -> None:
-    """Warns where the model would not be told of the tools that it may call."""
-    if model is None or recipes.of(task := tasks[0]).keywords.get("tools_in") != "template":
+    """Warns where the model would not be told of the tools that it may call, or nobody reads its calls."""
+    reads, engine = recipes.of(task := tasks[0]).keywords.get("tools_in"), plan.engines[0]
+    if reads is None and any(t.tools for t in tasks) and engine.tool_call_parser is None and engine.external is None:
+        problems.warn(
+            f"{key}: rows bring tools, and calls of them stay text in the answers.  Write tool_call_parser and enable_auto_tool_choice: "
+            "true in explorer.rollout_model, or use tool_workflow, which reads them there"
+        )
+    if model is None or reads != "template":
         return
     name = "a_tool_of_rft_check"
     tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}}
@@ -247,7 +260,7 @@ def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems
         if found is not None and not found.full:
             low.append(found)
     if low:
-        said = low[0].told("it") if low[0].failed else f"scores {low[0].best:g}"
+        said = low[0].told("it") if low[0].failed else f"scores {low[0].best:g}, an empty one {low[0].empty:g}"
         problems.warn(
             f"{key}: {len(low)} of {checked} further gold answers do not get full marks, e.g. that of row {low[0].index} {said}; "
             "`rft data audit` scores all of them"

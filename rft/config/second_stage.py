@@ -85,8 +85,9 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
 
     problems = Problems()
     plan_checks.storage(plan, problems)
-    for need in playable.operators(plan):
-        problems.error(need.key, need.message)
+    with problems.taking():
+        for need in (*playable.operators(plan), *playable.trackers(plan, plan.monitor)):
+            problems.error(need.key, need.message)
     model = _model(plan, problems)
     rows = plan_checks.models(config, plan, model, problems) if model is not None else None
     seen = preview.look(plan, model, problems)
@@ -136,14 +137,10 @@ def _memory(
         and (found := _shape(*theirs, f"memory of auxiliary model {m.name}", problems)) is not None
     }
     roles = estimate(
-        plan,
-        known,
-        critic=None if other is None else _shape(*other, "memory of the critic", problems),
-        trained=None if lora is None else lora_plan.parameters(lora, known, sizes[1]),
-        auxiliary=beside,
-        prompt_tokens=prompt_tokens,
-        gpu_memory=facts.gpu_memory,
-    )
+        plan, known, critic=None if other is None else _shape(*other, "memory of the critic", problems),
+        trained=None if lora is None else lora_plan.parameters(lora, known, sizes[1]), auxiliary=beside,
+        prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory,
+    )  # fmt: skip
     roles += phases(plan, roles)
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
     for text in too_much(

@@ -296,16 +296,9 @@ def task_pipeline(ctx: Context, train: Tasksets, evals: Tasksets) -> tuple[TaskP
     if not any(t.path == str(output) for t in (*train, *evals)):
         ctx.warn(f"{PIPELINE}.output: no taskset of the run reads {output}")
     pipeline = filled(
-        TaskPipelineSettings,
-        given,
-        inputs=inputs,
-        output=str(output),
-        operators=operators,
-        order=order,
-        priority_weights=weights,
-        seed=ctx.config.seed,
-        plugin_dirs=ctx.plugin_dirs,
-    )
+        TaskPipelineSettings, given, inputs=inputs, output=str(output), operators=operators, order=order,
+        priority_weights=weights, seed=ctx.config.seed, plugin_dirs=ctx.plugin_dirs,
+    )  # fmt: skip
     return pipeline, train, evals
 
 

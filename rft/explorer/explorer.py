@@ -74,17 +74,9 @@ class Explorer:
         if self.num_batches is None and settings.total_epochs is not None:
             self.num_batches = num_batches([len(t) for t in self.order.tasksets], settings.batch_size, settings.total_epochs)
         self._runner = BatchRunner(
-            settings,
-            model=model,
-            models=models,
-            recipes=self._recipes,
-            pipeline=self._pipeline,
-            buffer=buffer,
-            gate=gate,
-            slots=self._slots,
-            sink=sink,
-            lineage=lineage,
-        )
+            settings, model=model, models=models, recipes=self._recipes, pipeline=self._pipeline, buffer=buffer, gate=gate,
+            slots=self._slots, sink=sink, lineage=lineage,
+        )  # fmt: skip
         self._engines = engine_metrics(model, models)
         self._earlier: dict[int, TaskOrder] = {}  # where a selector learns: of batches assigned again that are behind `order`
         self._batches: dict[int, Batch] = {}  # under way

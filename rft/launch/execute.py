@@ -31,7 +31,6 @@ from rft.launch.remote import memory_remedy
 from rft.launch.rundir import INTERRUPTED, STATE, RunDir
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, began_with, refuse_program
-from rft.monitor.monitor import check_available
 from rft.serve.access import clients
 from rft.taskset import task_pipeline as tasks
 from rft.threads import as_failure
@@ -84,8 +83,6 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
     """One run, or one stage of a program; in `folder` where that is not the run's."""
     if plan.mode == "bench":
         return _bench(loaded, plan, in_process)
-    if folder is None:
-        check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
     if plan.serve is not None:
         known = clients(plan.serve)  # before anything starts; the service's process may not have this one's environment
         plan = replace(plan, serve=replace(plan.serve, clients=known))
@@ -141,7 +138,6 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
 
 def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state, stays as it is."""
-    check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
     runtime = _runtime(plan, in_process)
     rundir = RunDir.claim(plan.run_dir)
     began, alone = time.time(), not (plan.run_dir / STATE).exists()  # else there is a run

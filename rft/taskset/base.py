@@ -86,7 +86,7 @@ class TaskSource:
         return f"row {index}"
 
     def fingerprint(self) -> str:
-        """Changes when the rows change; empty: it is taken from a sample of the rows."""
+        """Changes when the rows change; empty: it is taken from all rows, from a sample of them where they are more than 100,000."""
         return ""
 
 
@@ -284,25 +284,15 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
     if system and messages and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return Task(
-        taskset=settings.name,
-        index=index,
-        row=row,
-        prompt=prompt,
-        messages=messages,
-        tools=_tools(settings, row, where),
-        prompt_truncation=settings.prompt_truncation,
-        system_prompt=system,
-        chat_template=fmt.chat_template,
+        taskset=settings.name, index=index, row=row, prompt=prompt, messages=messages, tools=_tools(settings, row, where),
+        prompt_truncation=settings.prompt_truncation, system_prompt=system, chat_template=fmt.chat_template,
         chat_template_args=fmt.chat_template_args,
         truth=_get(settings, row, where, "response_key", fmt.response_key) if has_truth else None,
         workflow=_text(settings, row, where, "workflow_key", fmt.workflow_key) or settings.workflow,
         workflow_args=settings.workflow_args,
         reward=_text(settings, row, where, "reward_fn_key", fmt.reward_fn_key) or settings.reward,
-        reward_args=settings.reward_args,
-        sampling=settings.sampling,
-        num_runs=settings.num_runs,
-        is_eval=settings.is_eval,
-    )
+        reward_args=settings.reward_args, sampling=settings.sampling, num_runs=settings.num_runs, is_eval=settings.is_eval,
+    )  # fmt: skip
 
 
 def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000, whole: Callable[[], str] | None = None) -> str:

@@ -226,7 +226,7 @@ def _compiled(source: str) -> Any:
     return env.from_string(modelfiles.plain_jinja(source))
 
 
-def find_model(path: str) -> Path:
+def find_model(path: str, key: str = KEY) -> Path:
     """The folder that `path` names: a folder, or a hub id in the local cache.  Raises ConfigError."""
     folder = Path(path)
     if folder.is_dir():
@@ -234,7 +234,7 @@ def find_model(path: str) -> Path:
     if folder.exists():
         advice = "  A GGUF cannot be trained; name the original model that it was made from" if folder.suffix == ".gguf" else ""
         raise ConfigError(
-            f"{path} is a file; it must be a folder with config.json, tokenizer and safetensors.{advice}", key=KEY, given=path
+            f"{path} is a file; it must be a folder with config.json, tokenizer and safetensors.{advice}", key=key, given=path
         )
     if (found := modelfiles.snapshot(path)) is not None:
         return found
@@ -246,10 +246,10 @@ def find_model(path: str) -> Path:
                 if folder.name == "tiny-model"
                 else f"Download it first (`hf download {path}`), or write the path of a folder"
             ),
-            key=KEY,
+            key=key,
             given=path,
         )
-    raise ConfigError(f"folder {path} does not exist.{_near(folder)}", key=KEY, given=path)
+    raise ConfigError(f"folder {path} does not exist.{_near(folder)}", key=key, given=path)
 
 
 def _near(path: Path) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from rft.errors import ConfigError, SetupError
+from rft.logs import redact
 from rft.strictjson import parse_json
 from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, fingerprint_of, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
@@ -36,6 +37,8 @@ def open_path(settings: TasksetSettings) -> RowSource:
         if reader is None:
             raise _error(settings, f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_READERS)} or a folder")
         return reader(settings, path)
+    if "://" in settings.path:
+        raise _error(settings, f"{redact(settings.path)} is an address; download it, and name the file, or a data set of the hub")
     if path.suffix.lower() in _READERS or path.is_absolute() or settings.path.startswith((".", "~")):
         if os.path.lexists(path):
             raise _error(settings, f"{path} is no plain file (a pipe, a device or a broken link); name a file or a folder")

@@ -6,15 +6,18 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rft.errors import ConfigError, nearest
+from rft.blocked import own_lines
+from rft.errors import ConfigError, RftError, nearest
+from rft.logs import redact
 from rft.plugins import REGISTRY, checked_args, derived
-from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, sample_fingerprint
+from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, fingerprint_of, sample_fingerprint
 from rft.taskset.gym_rows import NoSuchData, gym_rows
 from rft.taskset.settings import TasksetSettings
-from rft.threads import contained
+from rft.threads import blamed, contained
 
 BUILT_IN = ("file", "sql", "reasoning_gym", "python")
 REWARD = "reasoning_gym"
@@ -87,50 +90,54 @@ def _open_gym(settings: TasksetSettings) -> Taskset:
 
 
 def _open_factory(settings: TasksetSettings) -> Taskset:
-    """Tasksets from Python: the list of rows (dicts) that `func(split=..., **args)` gives.  What it raises reaches the user as it is."""
+    """Tasksets from Python: the list of rows (dicts) that `func(split=..., **args)` gives."""
     func = REGISTRY.get("taskset", _MOVED.get(settings.path, settings.path)).obj
     key = f"taskset {settings.name}"
-    rows = func(**_fitting(func, {"split": settings.split, **settings.args}, settings.path, f"{key}.args"))
-    if not isinstance(rows, Sequence) or not all(isinstance(r, dict) for r in rows):
-        raise ConfigError(
-            f"{settings.path} returned {type(rows).__name__}; it must return a list of dicts, one per task", key=f"{key}.path"
-        )
+    args = _fitting(func, {"split": settings.split, **settings.args}, settings.path, f"{key}.args")
+    try:
+        rows = func(**args)
+    except RftError:
+        raise
+    except (Exception, SystemExit) as e:  # a person may interrupt what takes long
+        raise ConfigError(redact(f"{settings.path} failed:\n{own_lines(e)}"), key=f"{key}.path") from None
+    odd = [f" of {type(r).__name__}" for r in rows if not isinstance(r, dict)] if isinstance(rows, Sequence) else [""]
+    if odd:
+        what = f"{type(rows).__name__}{odd[0]}; it must return a list of dicts, one per task"
+        raise ConfigError(f"{settings.path} returned {what}", key=f"{key}.path")
     where = f"{settings.path}, row "
     fingerprint = sample_fingerprint(rows, limit=len(rows))
     return Taskset(settings, RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=True))
 
 
 def _open_reader(settings: TasksetSettings, name: str, written: str) -> Taskset:
-    """One object of the class `name`, which the configuration names under `written`.
-
-    What its constructor raises reaches the user as it is.
-    """
-    key = f"taskset {settings.name}"
+    """One object of the class `name`, which the configuration names under `written`."""
+    key, whole = f"taskset {settings.name}", f"taskset {settings.name}.{written}"
     plugin = REGISTRY.get("task_source", name)
-    with contained(f"task source {name}"):
-        source = _source_class(plugin.obj, name, f"{key}.{written}")(**_source_arguments(plugin, settings, name, key))
+    made = _source_class(plugin.obj, name, whole)
+    args = _source_arguments(plugin, settings, name, key)
+    blame = partial(blamed, f"task source {name} failed", whole)
+    with blame(), contained(f"task source {name}"):
+        source = made(**args)
+        count, fingerprint = len(source), str(source.fingerprint() or "")
+
+    def where(i: int) -> str:
+        with blame():
+            return f"{name}, {source.where(i)}"
 
     def fetch(i: int) -> Row:
         try:
             with contained(f"task source {name}"):
                 row = source[i]
         except Exception as e:  # a source may raise anything; it is a bad row, named as such
-            raise ConfigError(f"{name}, {source.where(i)}: {type(e).__name__}: {e}", key=f"{key}.{written}") from e
+            raise ConfigError(f"{where(i)}: {type(e).__name__}: {e}", key=whole) from e
         if not isinstance(row, dict):
-            what = f"is {type(row).__name__}; it must be a dict of columns"
-            raise ConfigError(f"{name}, {source.where(i)}: {what}", key=f"{key}.{written}")
+            raise ConfigError(f"{where(i)}: is {type(row).__name__}; it must be a dict of columns", key=whole)
         return row
 
-    rows = ByIndex(len(source), fetch)
-    fingerprint = source.fingerprint()
-    if not fingerprint and len(rows) and not settings.skip_bad_rows:
-        fingerprint = sample_fingerprint(rows, name)
-    found = RowSource(
-        rows=rows,
-        where=lambda i: f"{name}, {source.where(i)}",
-        fingerprint=fingerprint or f"{name}-{len(rows)}",
-        check_all=len(rows) <= CHECKED,
-    )
+    rows = ByIndex(count, fetch)
+    if not fingerprint and count and not settings.skip_bad_rows:
+        fingerprint = sample_fingerprint(rows, name, whole=partial(fingerprint_of, rows) if count <= CHECKED else None)
+    found = RowSource(rows=rows, where=where, fingerprint=fingerprint or f"{name}-{count}", check_all=count <= CHECKED)
     return Taskset(settings, found)
 
 

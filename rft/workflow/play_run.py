@@ -11,15 +11,16 @@ import inspect
 import logging
 import math
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
+from rft.blocked import own_lines
 from rft.engine.base import PromptTooLong
 from rft.errors import PluginStopped, RftError
 from rft.logs import redact
@@ -54,19 +55,12 @@ def experiences(
         score = _row_score(turns, verdict)
         last = turns[-1]
         row = from_completions(
-            group.run(run, attempt, step),
-            [t.completion for t in turns],
-            taskset=task.taskset,
-            task_index=task.index,
-            workflow=workflow,
-            reward=score.value,
-            reward_parts=score.parts,
-            messages=(*last.messages, last.completion.message),
-            tools=last.tools,
-            prompt_text=_prompt_text(turns[0]),
+            group.run(run, attempt, step), [t.completion for t in turns], taskset=task.taskset, task_index=task.index,
+            workflow=workflow, reward=score.value, reward_parts=score.parts, messages=(*last.messages, last.completion.message),
+            tools=last.tools, prompt_text=_prompt_text(turns[0]),
             metrics={name: float(value) for name, value in transcript.metrics.items()},
             info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
-        )
+        )  # fmt: skip
         rows.append(_taught(_masked(row, turns), turns))
     if transcript.limited:
         rows[-1] = msgspec.structs.replace(rows[-1], status="truncated")
@@ -90,9 +84,14 @@ def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
     ends = np.zeros(len(transcript.turns), np.int64)  # tokens up to the end of each chain's last call
     sums = np.zeros(len(transcript.turns), np.uint64)  # `_prefix_sums` there
     for turn in transcript.turns:
-        prompt = turn.completion.prompt_tokens
-        mine = _prefix_sums(np.concatenate([prompt, turn.completion.tokens]))
-        begun = ends[: len(chains)].clip(max=len(prompt))
+        if chains and _continues(turn, chains[-1][-1]):  # as in nearly every run
+            chains[-1].append(turn)
+            continue
+        if chains and len(chains[-1]) > 1:
+            last = _prefix_sums(chains[-1][-1])
+            ends[len(chains) - 1], sums[len(chains) - 1] = len(last) - 1, last[-1]
+        mine = _prefix_sums(turn)
+        begun = ends[: len(chains)].clip(max=len(turn.completion.prompt_tokens))
         alike = np.flatnonzero((begun == ends[: len(chains)]) & (mine[begun] == sums[: len(chains)])).tolist()
         home = next((n for n in reversed(alike) if _continues(turn, chains[n][-1])), len(chains))
         if home == len(chains):
@@ -102,10 +101,17 @@ def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
     return [tuple(c) for c in chains]
 
 
-def _prefix_sums(tokens: np.ndarray) -> np.ndarray:
+def _prefix_sums(turn: Turn) -> np.ndarray:
     """A number for each prefix, the empty one first: equal prefixes have equal numbers (others hardly ever)."""
-    powers = np.cumprod(np.full(len(tokens), 0x9E3779B97F4A7C15, np.uint64))
-    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(tokens.astype(np.uint64) * powers)])
+    c = turn.completion
+    found = np.concatenate([[0], c.prompt_tokens, c.tokens], dtype=np.uint64, casting="unsafe")
+    found *= _powers(len(found).bit_length())[: len(found)]
+    return np.cumsum(found, out=found)
+
+
+@cache
+def _powers(bits: int) -> np.ndarray:
+    return np.cumprod(np.full(1 << bits, 0x9E3779B97F4A7C15, np.uint64))
 
 
 def _continues(turn: Turn, before: Turn) -> bool:
@@ -456,7 +462,8 @@ def check_transcript(transcript: Any, recipe: Recipe) -> None:
 
 async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: float) -> Score | None:
     """The score of the whole run; None where its calls have their own."""
-    own = [any(t.score is not None for t in turns) for turns in cut(transcript)]
+    scored = any(t.score is not None for t in transcript.turns)  # else the cut, which takes time, says nothing new
+    own = [any(t.score is not None for t in turns) for turns in cut(transcript)] if scored else []
     if transcript.score is not None:
         given, steps = checked(transcript.score), _row_score(transcript.turns, None).value
         if own == [True] and not math.isclose(math.nan if given.value is None else given.value, steps or 0.0, abs_tol=1e-9):
@@ -481,12 +488,9 @@ def reason_of(error: BaseException) -> str:
 def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:
     """The header row: one line of reason, and the end of the traceback for the person who wrote the workflow; without secrets."""
     text = redact(reason_of(error))
-    lines = redact("".join(traceback.format_exception(error))).splitlines()[-_TRACEBACK_LINES:]
+    lines = redact(own_lines(error)).splitlines()[-_TRACEBACK_LINES:]
     return failed(
-        group.run(run, attempt),
-        taskset=task.taskset,
-        task_index=task.index,
-        workflow=recipe.name,
+        group.run(run, attempt), taskset=task.taskset, task_index=task.index, workflow=recipe.name,
         reason=text[:_REASON_CHARS] or type(error).__name__,
         info={"traceback": "\n".join(lines)[-4000:], "attempts": attempt + 1},
-    )
+    )  # fmt: skip

@@ -153,6 +153,14 @@ def workflow_class(plugin: Plugin, *, key: str = "") -> type[Workflow]:
     cls = derived(plugin.obj, Workflow) if inspect.isclass(plugin.obj) else Workflow
     if cls.run is Workflow.run and cls.run_group is Workflow.run_group:
         raise ConfigError(f"workflow {plugin.name!r} must be a class with a method run(self, task, ctx)", key=key)
+    for method in filter(inspect.isfunction, (inspect.getattr_static(cls, name) for name in ("run", "run_group"))):
+        given = inspect.signature(method)
+        try:
+            given.bind("self", "task", "ctx")
+        except TypeError:
+            raise ConfigError(
+                f"workflow {plugin.name!r}: {method.__name__}{given} must take (self, task, ctx)", key=key
+            ) from None
     return cls
 
 
@@ -173,12 +181,6 @@ def recipe(plugin: Plugin, task: Task, reward: Reward | None) -> Recipe:
     blocking = not inspect.iscoroutinefunction(cls.run_group if plays_group else cls.run)
     place = None if cls.isolated is False else Place(plugin.obj, cls.isolated, key=f"{where}.workflow")
     return Recipe(
-        task.workflow,
-        lambda: cls(**keywords),
-        blocking,
-        reward,
-        place=place,
-        keywords=keywords,
-        plays_group=plays_group,
+        task.workflow, lambda: cls(**keywords), blocking, reward, place=place, keywords=keywords, plays_group=plays_group,
         scores_itself=cls.scores_itself,
-    )
+    )  # fmt: skip

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_type_hints, runtime_checkable
 
@@ -252,11 +253,20 @@ def _function(name: str) -> Callable[..., Any]:
     return function
 
 
+ELSEWHERE: ContextVar[list[str] | None] = ContextVar("elsewhere", default=None)
+"""Set where runs may be played on other machines: takes why a program cannot be started on this one, which is no error then."""
+
+
 def missing(program: str, env: Mapping[str, str]) -> str:
-    """Why a program cannot be started with these variables besides ours; empty: it can."""
+    """Why a program cannot be started with these variables besides ours; empty: it can, or others are to start it."""
     path = env.get("PATH", os.environ.get("PATH"))
-    here = shutil.which(program, path=path) is not None
-    return "" if here else f"{program!r} is no program here (PATH: {path}); install it, or write its whole path"
+    if shutil.which(program, path=path) is not None:
+        return ""
+    why = f"{program!r} is no program here (PATH: {path}); install it, or write its whole path"
+    if (told := ELSEWHERE.get()) is None:
+        return why
+    told.append(why)
+    return ""
 
 
 def as_text(value: Any) -> str:

@@ -265,7 +265,7 @@ def test_tracker_that_is_not_installed(tiny_model: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr("rft.monitor.trackers.TensorBoard.requires", ("no_such_package",))
     done = start(tmp_path, tiny_model, "monitor.monitor_type=tensorboard")
     says = "monitor 'tensorboard' needs no_such_package, which is not installed: pip install no_such_package"
-    assert_refused(done, 3, says, "or take 'tensorboard' out of monitor.monitor_type", root=tmp_path)
+    assert_refused(done, 2, says, "or take 'tensorboard' out of monitor.monitor_type", root=tmp_path)
 
 
 def test_a_second_run_in_the_same_folder(tiny_model: Path, tmp_path: Path, launch: Callable[..., Any]) -> None:

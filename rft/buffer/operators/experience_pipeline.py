@@ -13,7 +13,6 @@ import inspect
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +25,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
+from rft.blocked import own_lines
 from rft.buffer.operators.base import STAGES, GroupView, Operator, Result, Stage, engines_named
 from rft.buffer.settings import OperatorSettings, PipelineSettings
 from rft.disk import drop_cut_line
@@ -426,7 +426,7 @@ class _Running:
             raise self._failed(e, what) from e
 
     def _failed(self, error: BaseException, what: str) -> OperatorFailed:
-        lines = redact("".join(traceback.format_exception(error))).splitlines()[-_TRACEBACK_LINES:]
+        lines = redact(own_lines(error)).splitlines()[-_TRACEBACK_LINES:]
         return OperatorFailed(redact(f"operator {self.name} {what}"), "\n".join(lines))
 
     async def life(self, method: str, *args: Any) -> None:

@@ -578,3 +578,91 @@ def test_tools_that_the_chat_template_does_not_show_are_a_warning(model: Path, t
     assert warned() and not warned(f"{TASKSET}.workflow_args.tools_in=system")
     (tmp_path / "tools.jinja").write_text("{% if tools %}{{ tools }}{% endif %}" + TEMPLATE)
     assert not warned(f"model.chat_template_path={tmp_path}/tools.jinja")
+
+
+def test_a_tracker_that_is_not_installed_is_told_with_all_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rft.monitor.trackers.Mlflow.requires", ("no_such_package",))
+    report = run(model, "monitor.monitor_type=mlflow", f"{TASKSET}.path=none.jsonl")
+    assert "monitor.monitor_type: monitor 'mlflow' needs no_such_package" in errors(report) and "none.jsonl" in errors(report)
+    assert "unknown argument 'nope' for monitor 'wandb'" in errors(
+        run(model, "monitor.monitor_type=wandb", "monitor.monitor_args.nope=1")
+    )
+    (need,) = [n for n in run(model, "monitor.monitor_type=mlflow", schema_only=True).needs if n.kind == "package"]
+    assert "pip install no_such_package" in need.message
+
+
+WORKFLOWS = """
+from rft import Workflow, register
+
+@register.workflow("lacks_a_library")
+class Lacks(Workflow):
+    needs = {"no_such_library": "agent"}
+    async def run(self, task, ctx): ...
+
+@register.workflow("takes_nothing")
+class TakesNothing:
+    async def run(self): ...
+
+@register.workflow("takes_all")
+class TakesAll:
+    @staticmethod
+    async def run(task, ctx, *more): ...
+"""
+
+
+def test_workflows_that_cannot_be_played_are_told_beside_other_errors(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "flows.py").write_text(WORKFLOWS)
+
+    def told(name: str) -> str:
+        flow = f"{TASKSET}.default_workflow_type={tmp_path}/flows.py:{name}"
+        return errors(run(model, flow, "buffer.explorer_input.eval_tasksets=[{path: none.jsonl}]"))
+
+    assert "needs no_such_library: pip install 'rft-platform[agent]'" in told("Lacks") and "none.jsonl" in told("Lacks")
+    assert "run(self) must take (self, task, ctx)" in told("TakesNothing")
+    assert "must take" not in told("TakesAll")
+
+
+def test_a_program_may_be_on_the_machines_of_the_explorers(model: Path) -> None:
+    agent = [f"{TASKSET}.default_workflow_type=agent_command_workflow", f"{TASKSET}.workflow_args.command=[no-such-agent]"]
+    (error,) = run(model, *agent).errors
+    assert "agent_command_workflow': 'no-such-agent' is no program here" in error.message
+    report = run(model, *agent, "cluster.ray_address=192.0.2.1:6379")
+    assert report.ok, errors(report)
+    (warning,) = [w for w in report.warnings if "no-such-agent" in w]
+    assert warning.endswith("Explorers that run on other machines need it there")
+
+
+def test_tools_whose_calls_nobody_reads(model: Path, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}
+    rows = [{"question": f"{i}", "answer": f"{i}", "tools": [tool]} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+    def warned(*changes: str) -> bool:
+        report = run(model, f"{TASKSET}.path={tmp_path}/rows.jsonl", *changes)
+        return any("calls of them stay text in the answers" in w for w in report.warnings)
+
+    engine = "explorer.rollout_model"
+    assert warned() and not warned(f"{engine}.enable_auto_tool_choice=true", f"{engine}.tool_call_parser=hermes")
+    assert not warned(f"{TASKSET}.default_workflow_type=tool_workflow")
+
+
+def test_model_files_that_nothing_could_be_built_of(model: Path) -> None:
+    (model / "tokenizer.json").write_text('{"model": 7}')
+    assert "tokenizer.json is no tokenizer" in errors(run(model))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "model_type"}))
+    assert "has model_type None, which the installed transformers does not know" in errors(run(model))
+
+
+def test_a_file_in_place_of_the_runs_folder(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    assert f"{tmp_path}/taken is no folder" in errors(run(model, f"checkpoint_root_dir={tmp_path}/taken/runs"))
+    (error,) = run(model, f"monitor.eval_dump_dir={tmp_path}/taken").errors
+    assert error.key == "monitor.eval_dump_dir"
+
+
+def test_names_that_lead_nowhere_are_told_by_their_keys(model: Path) -> None:
+    assert [e.key for e in run(model, "algorithm.advantage_fn=nosuch").errors] == ["algorithm.advantage_fn"]
+    assert [e.key for e in run(model, "model.tokenizer_path=/nosuch").errors] == ["model.tokenizer_path"]
+    (error,) = run(model, f"{TASKSET}.path=https://127.0.0.1/rows.jsonl").errors
+    assert "https://127.0.0.1/rows.jsonl is an address; download it" in error.message

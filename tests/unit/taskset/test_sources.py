@@ -162,6 +162,80 @@ def test_readers_refused(reader, name, args, message):
         reader("Nothing")
 
 
+BROKEN = """
+import sys
+from rft.taskset.base import TaskSource
+
+def raises(split):
+    return [{"prompt": {}["none"]}]
+
+def leaves(split):
+    sys.exit(3)
+
+def numbers(split):
+    return [{"prompt": "a"}, 2]
+
+class Made:
+    def __init__(self, path, split): raise OSError("no such place")
+    def __len__(self): return 1
+    def __getitem__(self, i): return {"prompt": "a"}
+
+class Rows(TaskSource):
+    def __init__(self, path, split): pass
+    def __len__(self): return 1
+    def __getitem__(self, i): return 5
+
+class Length(Rows):
+    def __len__(self): raise OSError("no such length")
+
+class Where(Rows):
+    def where(self, i): raise OSError("no such row")
+
+class Print(Rows):
+    def fingerprint(self): raise OSError("no such print")
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"path": "FILE:raises"}, "line 6, in raises.*KeyError: 'none'"),
+        ({"path": "FILE:leaves"}, "line 9, in leaves.*SystemExit: 3"),
+        ({"path": "FILE:numbers"}, "returned list of int; it must return a list of dicts"),
+        ({"storage_type": "FILE:Made"}, "line 15, in __init__.*OSError: no such place"),
+        ({"storage_type": "FILE:Length"}, "in __len__.*OSError: no such length"),
+        ({"storage_type": "FILE:Where"}, "in where.*OSError: no such row"),
+        ({"storage_type": "FILE:Print"}, "in fingerprint.*OSError: no such print"),
+    ],
+)
+def test_what_code_for_rows_raises_is_told_with_its_authors_lines(tmp_path, changes, says):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    changes = {name: text.replace("FILE", f"{tmp_path}/mine.py") for name, text in changes.items()}
+    with pytest.raises(ConfigError, match=f"(?s){says}") as caught:
+        open_taskset(settings(**{"path": "data", **changes}))
+    assert caught.value.key == f"taskset tasks.{next(iter(changes))}" and "open_source.py" not in str(caught.value)
+
+
+MANY = """
+class Many:
+    def __init__(self, path, split, odd=-1): self.odd = odd
+    def __len__(self): return 3000
+    def __getitem__(self, i): return {"prompt": f"p{i}" + "!" * (i == self.odd)}
+"""
+
+
+def test_a_change_of_any_row_of_a_source_is_noticed(tmp_path):
+    (tmp_path / "many.py").write_text(MANY)
+
+    def opened(**args):
+        return open_taskset(settings("data", storage_type=f"{tmp_path}/many.py:Many", args=args))
+
+    now, between, sampled = opened(), opened(odd=1), opened(odd=3)
+    assert len({t.fingerprint for t in (now, between, sampled)}) == 3
+    sample = now.fingerprint.partition("-")[2]  # what earlier versions noted; runs that go on compare the end
+    assert between.fingerprint.endswith(sample) and not sampled.fingerprint.endswith(sample)
+
+
 # ---------------------------------------------------------------- bad rows
 
 BAD = (

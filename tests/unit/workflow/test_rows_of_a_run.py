@@ -18,6 +18,7 @@ from rft.types.block import decode, encode
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task
+from rft.workflow import play_run
 from rft.workflow.base import Workflow, workflow
 from rft.workflow.group import run_group
 from rft.workflow.play_run import RunLimits, cut
@@ -223,6 +224,43 @@ def test_a_call_costs_the_same_however_many_a_run_has():
 
     few, many = lines(20), lines(400)
     assert many < 1.25 * few, (few, many)
+
+
+def test_a_chat_that_goes_on_is_compared_with_its_last_call_alone(monkeypatch):
+    summed = []
+    sums = play_run._prefix_sums
+    monkeypatch.setattr(play_run, "_prefix_sums", lambda turn: summed.append(turn) or sums(turn))
+    grown = [turn(range(3 * i + 1), [3 * i + 1, 3 * i + 2]) for i in range(20)]
+    assert [len(c) for c in cut(Transcript(turns=tuple(grown), layout="chains"))] == [20] and len(summed) == 1
+    told = [*grown, turn([7], [8]), turn(range(61), [1])]  # another talk, then back to the first
+    assert [len(c) for c in cut(Transcript(turns=tuple(told), layout="chains"))] == [21, 1]
+
+
+async def test_a_run_without_scores_of_its_calls_is_cut_once(monkeypatch):
+    async def talks(self, task, ctx):
+        first = await ctx.chat(task.chat())
+        await ctx.chat([*task.chat(), first.message, {"role": "user", "content": "Sure?"}])
+        return ctx.transcript(layout="chains")
+
+    times = []
+    monkeypatch.setattr(play_run, "cut", lambda transcript: times.append(transcript) or cut(transcript))
+    group = await play(ScriptedEngine("5", "4"), task(workflow=custom(talks), reward="exact_answer"))
+    assert group.rewards == [1.0] and len(times) == 1
+
+
+async def test_the_traceback_of_a_failed_run_begins_at_the_authors_lines():
+    def leaves(task, transcript):
+        raise SystemExit(3)
+
+    async def breaks(self, task, ctx):
+        return {}["none"]
+
+    reward("test_leaves")(leaves)
+    (left,) = (await play(ScriptedEngine("4"), task(reward="test_leaves"))).rows
+    (broken,) = (await play(ScriptedEngine("4"), task(workflow=custom(breaks)))).rows
+    for row, name, says in ((left, "leaves", "called sys.exit(3)"), (broken, "breaks", "KeyError: 'none'")):
+        first, place, *_, last = row.info["traceback"].splitlines()
+        assert first == "Traceback (most recent call last):" and place.endswith(f"in {name}") and says in last, row.info
 
 
 async def test_joined_calls_that_do_not_go_on_are_refused():
