@@ -70,6 +70,8 @@ def scaled(target: str, *, never: Any = None) -> Rule:
     """Counts of veRL iterations: times B / m in the exact profile, copied in the guide's.  Zero and less become `never`, if given."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
+        if a.value == "after_each_epoch":
+            return ArgumentOutcome("refused", "is a number of steps here; write how many an epoch has")
         count = d.whole(a.key)
         if count <= 0 and never is not None:
             return write(d, a, (target,), never, f"{count}: never" if never == 0 else f"{count}: the ratio holds")

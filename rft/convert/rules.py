@@ -46,7 +46,6 @@ from rft.convert.rule import (
     via,
     write,
 )
-from rft.convert.sizes import is_async
 
 _TRACE = "profiling and tracing change no result; trainer.profiler is the native one"
 _INTERNAL = "veRL-internal"
@@ -101,11 +100,14 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.policy_loss.ppo_kl_coef": do.loss_arg("kl_cov"),
     f"{ACTOR}.tau_pos": do.loss_arg("sapo"),
     f"{ACTOR}.tau_neg": do.loss_arg("sapo"),
-    f"{ACTOR}.use_rollout_log_probs": only_if(
-        lambda d: not d.flag("async_training.compute_prox_log_prob"),
-        "old log-probs are the trainer's: compute_prox_log_prob is on",
-        to("algorithm.bypass_old_logprobs"),
-    ),
+    **{
+        f"{section}.use_rollout_log_probs": only_if(
+            lambda d: not d.flag("async_training.compute_prox_log_prob"),
+            "old log-probs are the trainer's: compute_prox_log_prob is on",
+            to("algorithm.bypass_old_logprobs"),
+        )
+        for section in (ACTOR, "async_training")
+    },
     # ------------------------------------------------------------------ optimizer
     f"{ACTOR}.optim.lr_warmup_steps": scaled(f"{OPTIM}.lr_warmup_steps", never=-1),
     f"{ACTOR}.optim.warmup_style": do.scheduler(OPTIM),
@@ -226,7 +228,7 @@ RULES: dict[str, Rule] = {
     # ------------------------------------------------------------------ trainer
     "trainer.total_epochs": only_if(
         lambda d: not (d.stated("trainer.total_training_steps") or d.stated("rollout.total_rollout_steps")),
-        "total_training_steps is given and wins",
+        "total_training_steps or total_rollout_steps is given, and counts alone",
         Rule(lambda d, a: write(d, a, ("buffer.total_epochs",), d.whole(a.key)), ("buffer.total_epochs",)),
     ),
     "trainer.total_training_steps": scaled("buffer.total_steps"),
@@ -239,7 +241,7 @@ RULES: dict[str, Rule] = {
     "trainer.n_gpus_per_node": via("", "cluster.gpu_per_node"),
     "trainer.save_freq": scaled("trainer.save_interval", never=0),
     "trainer.test_freq": only_if(
-        lambda d: not is_async(d), "the asynchronous recipe reads rollout.test_freq", scaled("explorer.eval_interval", never=0)
+        lambda d: not d.stated("rollout.test_freq"), "rollout.test_freq is given and wins", scaled("explorer.eval_interval", never=0)
     ),
     "trainer.val_only": do.val_only,
     "trainer.critic_warmup": do.critic_warmup,

@@ -263,6 +263,18 @@ def test_a_kl_coefficient_of_early_verl_is_asked_about(more: tuple[str, ...], as
     assert len([q for q in c.questions if "use_kl_in_reward=True" in q]) == asks
 
 
+@pytest.mark.parametrize(("arguments", "asks"), [
+    (("algorithm.kl_ctrl.kl_coef=0.001", f"{A}.use_kl_loss=True"), 1), ((f"{A}.fsdp_config.grad_offload=False",), 1), ((), 0),
+    ((f"{A}.fsdp_config.grad_offload=False", f"{A}.entropy_coeff=0"), 0), (("algorithm.use_kl_in_reward=False",), 0),
+    (("algorithm.kl_ctrl.kl_coef=0.0", f"{A}.use_kl_loss=True"), 0),
+])  # fmt: skip
+def test_an_entropy_of_early_verl_is_asked_about(arguments: tuple[str, ...], asks: int) -> None:
+    """TinyZero, Search-R1, code-r1 and Skywork-OR1: entropy_coeff is 0.001 in their ppo_trainer.yaml."""
+    c = made(*arguments)
+    assert len([q for q in c.questions if "entropy_coeff=0.001" in q]) == asks
+    assert found(c)["algorithm.entropy_loss_fn_args.entropy_coef"] == 0
+
+
 def test_evaluation_does_not_take_over_the_sampling_of_training() -> None:
     v = found(made(f"{R}.top_p=0.9", f"{R}.top_k=50", f"{R}.val_kwargs.do_sample=True"))
     assert (v[f"{E}.rollout_args.top_p"], v[f"{E}.rollout_args.top_k"]) == (1.0, -1)
@@ -293,6 +305,24 @@ def test_all_checkpoints_are_kept_as_in_verl() -> None:
 def test_the_asynchronous_recipe_evaluates_as_its_rollouter_says() -> None:
     c = made("async_training.trigger_parameter_sync_step=4", "rollout.test_freq=5", "trainer.test_freq=-1", program="fully_async")
     assert found(c)["explorer.eval_interval"] == 20 and outcome(c, "trainer.test_freq")[0] == "ignored"
+
+
+@pytest.mark.parametrize(("count", "interval"), [(10, 40), (-1, 0)])
+def test_the_newer_asynchronous_recipe_evaluates_as_its_trainer_says(count: int, interval: int) -> None:
+    """veRL 1dda039b has no rollout.test_freq; both count synchronisations."""
+    c = made("async_training.trigger_parameter_sync_step=4", f"trainer.test_freq={count}", program="fully_async")
+    assert found(c)["explorer.eval_interval"] == interval and outcome(c, "trainer.test_freq")[0] == "mapped"
+
+
+@pytest.mark.parametrize(("more", "bypass"), [
+    ((), True), (("algorithm.rollout_correction.bypass_mode=False",), False),
+    (("async_training.use_rollout_log_probs=True", "async_training.compute_prox_log_prob=True"), None),
+])  # fmt: skip
+def test_the_asynchronous_recipe_corrects_with_the_engines_log_probs(more: tuple[str, ...], bypass: bool | None) -> None:
+    c = made(*SHARED, "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2.0",
+             "rollout.total_rollout_steps=512", *more, program="fully_async")  # fmt: skip
+    assert found(c).get("algorithm.rollout_correction.bypass_mode") == bypass and not c.errors
+    assert "algorithm.rollout_correction.bypass_mode" not in found(made(*SHARED, program="fully_async"))
 
 
 def test_rewards() -> None:
