@@ -353,8 +353,8 @@ def critic_warmup(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.exact:
         return write(d, a, (f"{PASSED}.{a.key}",), d.whole(a.key))
     before = max(0, d.whole(a.key) - 1)
-    reason = f"{before} iterations x {d.interval} steps: the policy is trained from iteration {a.value} on"
-    return critic(to("trainer.critic_warmup", by=lambda _: before * d.interval, reason=reason)).act(d, a)
+    reason = f"{before} iterations x {d.update} steps: the policy is trained from iteration {a.value} on"
+    return critic(to("trainer.critic_warmup", by=lambda _: before * d.update, reason=reason)).act(d, a)
 
 
 VERLS_OWN = ("_trainer", "_trainer_engine", "generation", "evaluation")  # how veRL's own configurations are called

@@ -24,6 +24,7 @@ from rft.convert.sizes import (
     is_async,
     micro_batch,
     nodes,
+    positive,
     reward_gpus,
     reward_tp,
     runs,
@@ -126,8 +127,9 @@ def batch(d: Draft) -> None:
     if is_async(d):
         d.put("synchronizer.sync_style", "fully_async", "the asynchronous recipe")
         d.put("synchronizer.sync_interval", d.interval, "trigger_parameter_sync_step x require_batches")
+        d.update = positive(d, "async_training.require_batches")
     else:
-        size = d.whole("data.train_batch_size")
+        d.update, size = d.interval, d.whole("data.train_batch_size")
         d.put("synchronizer.sync_style", "fixed", "veRL's synchronous loop")
         d.put("synchronizer.sync_interval", d.interval, f"data.train_batch_size {size} / ppo_mini_batch_size {mini}")
         d.put(

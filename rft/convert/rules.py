@@ -109,7 +109,7 @@ RULES: dict[str, Rule] = {
         for section in (ACTOR, "async_training")
     },
     # ------------------------------------------------------------------ optimizer
-    f"{ACTOR}.optim.lr_warmup_steps": scaled(f"{OPTIM}.lr_warmup_steps", never=-1),
+    f"{ACTOR}.optim.lr_warmup_steps": scaled(f"{OPTIM}.lr_warmup_steps", never=-1, updates=True),
     f"{ACTOR}.optim.warmup_style": do.scheduler(OPTIM),
     f"{ACTOR}.optim.lr_scheduler_type": do.scheduler(OPTIM),
     f"{ACTOR}.optim.lr_decay_style": do.scheduler(OPTIM),
@@ -162,7 +162,7 @@ RULES: dict[str, Rule] = {
         do.micro("critic", "critic.ppo_micro_batch_size_per_gpu", f"{CRITIC}.micro_batch_size_per_gpu")
     ),
     "critic.model.path": do.critic(do.path("model.critic_model_path")),
-    "critic.optim.lr_warmup_steps": do.critic(scaled(f"{CRITIC}.optimizer.lr_warmup_steps", never=-1)),
+    "critic.optim.lr_warmup_steps": do.critic(scaled(f"{CRITIC}.optimizer.lr_warmup_steps", never=-1, updates=True)),
     "critic.optim.min_lr_ratio": do.critic(to(f"{CRITIC}.optimizer.min_lr_ratio")),
     "critic.optim.betas": do.critic(to(f"{CRITIC}.optimizer.betas")),
     "critic.optim.warmup_style": do.critic(do.scheduler(f"{CRITIC}.optimizer")),

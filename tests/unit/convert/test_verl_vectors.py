@@ -314,6 +314,15 @@ def test_the_newer_asynchronous_recipe_evaluates_as_its_trainer_says(count: int,
     assert found(c)["explorer.eval_interval"] == interval and outcome(c, "trainer.test_freq")[0] == "mapped"
 
 
+def test_the_asynchronous_recipe_warms_up_by_calls_of_its_trainer() -> None:
+    """veRL's schedule moves once for the require_batches mini batches of a call, not once for a synchronisation."""
+    c = made("async_training.trigger_parameter_sync_step=4", "async_training.require_batches=2", f"{A}.optim.lr_warmup_steps=10",
+             "critic.optim.lr_warmup_steps=5", "trainer.critic_warmup=4", "trainer.save_freq=3", program="fully_async")  # fmt: skip
+    v = found(c)
+    assert (v["algorithm.optimizer.lr_warmup_steps"], v["trainer.critic.optimizer.lr_warmup_steps"]) == (20, 10)
+    assert (v["trainer.critic_warmup"], v["trainer.save_interval"]) == (6, 24)
+
+
 @pytest.mark.parametrize(("more", "bypass"), [
     ((), True), (("algorithm.rollout_correction.bypass_mode=False",), False),
     (("async_training.use_rollout_log_probs=True", "async_training.compute_prox_log_prob=True"), None),
