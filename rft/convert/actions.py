@@ -50,9 +50,7 @@ def kl_name(fn: str, on: str) -> Rule:
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         name = str(a.value).removesuffix("+")
         if name == "full":
-            return ArgumentOutcome(
-                "refused", "needs both models' probabilities of all tokens (nor does veRL have it); use low_var_kl"
-            )
+            return ArgumentOutcome("refused", "needs both models' probabilities of all tokens; use low_var_kl")
         if name not in KL:
             return ArgumentOutcome("refused", f"unknown estimator; known: {', '.join(KL)}")
         return ArgumentOutcome("mapped", "veRL clamps k3 and low_var_kl alike" if name == "k3" else "", act.targets)
@@ -153,9 +151,7 @@ def truncation(d: Draft, a: Argument) -> ArgumentOutcome:
 @rule(*(f"{sets}[i].filter_overlong_prompts" for sets in (TRAIN, EVAL)))
 def filter_prompts(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.exact:
-        d.note(
-            "model.enable_prompt_truncation is the guide's spelling of filter_overlong_prompts; it keeps the task and masks the run"
-        )
+        d.note("model.enable_prompt_truncation is the guide's name of filter_overlong_prompts; it keeps the task, masks the run")
         return write(d, a, ("model.enable_prompt_truncation",), d.flag(a.key))
     targets = tuple(f"{sets}[i].filter_overlong_prompts" for sets in (TRAIN, EVAL))
     return write(d, a, targets, d.flag(a.key), "long prompts are taken out before training, as in veRL")
@@ -181,9 +177,7 @@ def hybrid(d: Draft, a: Argument) -> ArgumentOutcome:
     if colocated(d):
         return ArgumentOutcome("derived", "engines and trainer share their GPUs in turns", ("mode",))
     if d.flag(a.key):
-        return ArgumentOutcome(
-            "derived", "engines and trainer have GPUs of their own; --set mode=colocate shares them", ("mode",)
-        )
+        return ArgumentOutcome("derived", "engines and trainer have their own GPUs; --set mode=colocate shares them", ("mode",))
     return ArgumentOutcome("equal", "engines and trainer have GPUs of their own", ("mode",))
 
 

@@ -353,13 +353,10 @@ def explain(d: Draft) -> None:
             "batches' own mean and deviation"
         )
     if not is_async(d):
+        whose = "the same weights (sync_offset 0)" if d.exact else "the weights before for a window's first batch (sync_offset 1)"
         d.note(
-            "old log-probs: veRL computes them once per iteration with the weights it starts with; here they are the engine's, "
-            + (
-                "from the same weights (sync_offset 0)"
-                if d.exact
-                else "for the first batch of a window from the weights before (sync_offset 1)"
-            )
+            "old log-probs: veRL computes them once per iteration with the weights it starts with; here they are the engine's, from "
+            f"{whose}"
         )
     if not d.exact:
         d.note("sync_offset 1 is the guide's example: a window's first batch comes from the weights before; 0 is veRL's loop")

@@ -272,12 +272,11 @@ _GUIDE = (  # written below trainer.trainer_config in the guide's examples
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
 )
 RULES |= {key: to(*table.by_name()[key].targets, guide=PASSED) for key in _GUIDE}
+RULES[f"{ROLLOUT}.multi_turn.tool_config_path"] = only_if(play.turns, "one turn: multi_turn.enable is off", play.tool_file)
 RULES |= {
-    f"{ROLLOUT}.multi_turn.{name}": switch(
-        f"{ROLLOUT}.multi_turn.enable", "one turn: multi_turn.enable is off", each_set(f"workflow_args.{name}")
-    )
+    f"{ROLLOUT}.multi_turn.{name}": only_if(play.turns, "one turn: multi_turn.enable is off", each_set(f"workflow_args.{name}"))
     for name in (
-        "max_turns", "tool_config_path", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length",
+        "max_turns", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length",
         "tool_response_truncate_side", "format",
     )
 }  # fmt: skip

@@ -310,3 +310,18 @@ def test_a_trainer_of_parts_of_nodes_is_not_told_about_micro_batches() -> None:
 def test_copies_of_the_engine_that_the_environment_counts_are_asked_about() -> None:
     c = made(*SHARED, f"{R}.data_parallel_size=${{oc.env:COPIES}}")
     assert [q for q in c.questions if "data_parallel_size" in q] and not c.errors
+
+
+@pytest.mark.parametrize(("more", "workflow", "asks"), [
+    ((), "tool_workflow", 1), ((f"{R}.multi_turn.enable=True",), "tool_workflow", 0),
+    ((f"{R}.agent.default_agent_loop=tool_agent",), "tool_workflow", 0), ((f"{R}.multi_turn.enable=False",), "simple_workflow", 0),
+])  # fmt: skip
+def test_a_file_of_tools_is_not_dropped_because_a_switch_stands_elsewhere(
+    more: tuple[str, ...], workflow: str, asks: int
+) -> None:
+    """veRL's agent loops read tool_config_path whatever multi_turn.enable is, which its examples set in a file of their own."""
+    c = made(*SHARED, f"{R}.multi_turn.tool_config_path=tools.yaml", f"{R}.multi_turn.max_assistant_turns=4", *more)
+    v = found(c)
+    assert v["buffer.explorer_input.default_workflow_type"] == workflow and len(c.questions) == asks
+    args = [v.get(f"buffer.explorer_input.tasksets[0].workflow_args.{n}") for n in ("tool_config_path", "max_assistant_turns")]
+    assert args == (["tools.yaml", 4] if workflow == "tool_workflow" else [None, None])
