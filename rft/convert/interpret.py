@@ -64,9 +64,7 @@ class Interpreter(ShellState):
     def one(self, command: Command) -> Decision:
         self.steps += 1
         if self.steps > MAX_STEPS:
-            raise ConfigError(
-                f"{self.name}, line {command.line}: more than {MAX_STEPS:,} commands; write the launch without long loops"
-            )
+            raise ConfigError(f"{self.name}, line {command.line}: more than {MAX_STEPS:,} commands; write it without long loops")
         match command:
             case SimpleCommand():
                 return self.simple(command)

@@ -385,6 +385,23 @@ def test_references_to_other_keys() -> None:
         "trainer.project_name=p", "trainer.experiment_name=${trainer.project_name}_1", "critic.optim.lr=${oc.select:a.b,3e-5}"
     )
     assert found(c)["name"] == "p_1" and found(c)["trainer.critic.optimizer.lr"] == 3e-5
+    near = "${oc.select:.ppo_micro_batch_size,null}"  # as veRL's own file and Hydra's copies of it have it
+    c = made("critic.ppo_micro_batch_size=16", f"critic.ppo_micro_batch_size_per_gpu={near}", "trainer.experiment_name=${..data.seed}",
+             "data.seed=7", f"{A}.ppo_micro_batch_size_per_gpu={near}")  # fmt: skip
+    assert found(c)["trainer.critic.micro_batch_size_per_gpu"] == 16 and found(c)["name"] == "7"
+    assert outcome(c, f"{A}.ppo_micro_batch_size_per_gpu")[0] == "ignored"
+
+
+@pytest.mark.parametrize(("key", "default", "other"), [
+    ("trainer.v1.trainer_mode", "sync", "separate_async"), ("distillation.enabled", "False", "True"), ("critic.model.lora.rank", "0", "8"),
+    (f"{A}.router_replay.mode", "disabled", "R3"), (f"{R}.nnodes", "0", "1"), ("skip.rollout.enable", "False", "True"),
+    ("reward.reward_manager.source", "register", "importlib"), ("critic.optim.optimizer", "AdamW", "Muon"),
+])  # fmt: skip
+def test_what_a_whole_configuration_says_is_off_is_not_lost(key: str, default: str, other: str) -> None:
+    """A resolved YAML states every default of veRL's."""
+    assert outcome(made(f"{key}={default}"), key) == ("ignored", "switched off, which changes nothing")
+    kind, reason = outcome(made(f"{key}={other}"), key)
+    assert kind == "refused" and "unknown argument" not in reason
 
 
 def test_options_of_the_command() -> None:
