@@ -316,12 +316,12 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     ("*.profiler.*", ignored(_TRACE)), ("global_profiler.*", ignored(_TRACE)), ("*.trace.*", ignored(_TRACE)),
     ("*_target_", ignored(_INTERNAL)), ("hydra.*", ignored("where Hydra puts its own files")),
     ("transfer_queue.*", ignored(_INTERNAL)), ("prometheus.*", ignored(_TRACE)), ("*.prometheus.*", ignored(_TRACE)),
-    ("evaluation.*", ignored("not a veRL key")),
+    ("evaluation.*", ignored("not a veRL key")), ("ray_kwargs.ray_init.*", ignored("Ray is started by the program")),
     (f"{RM}.model.fsdp_config.*", ignored("the reward model runs behind a serving engine, which schedules by itself")),
-    ("ray_kwargs.ray_init.*", ignored("Ray is started by the program")),
     (f"{REF}.fsdp_config.*", ignored("follows the actor")),
     ("*.fsdp_config.grad_offload", ignored("of early veRL, whose entropy_coeff was 0.001 where not given; changes no result")),
-    *((p, ignored("of another engine, or of what is off")) for p in (f"{MODEL}.lora.*", f"{MODEL}.mtp.*", "*.qat.*", "*.turbo_config.*")),
+    *((p, ignored("of another engine, or of what is off")) for p in (
+        f"{MODEL}.lora.*", "*.mtp.*", "*.qat.*", "*.turbo_config.*", "critic.model.lora.*", "distillation.*", "trainer.v1.*", "skip.*")),
 )  # fmt: skip
 
 ASYNC = frozenset({*table.MAIN, 19})
