@@ -42,7 +42,7 @@ def _ending_in(last: str) -> list[Description]:
     once: dict[str, Description] = {}
     for said in found:
         once.setdefault(said.key if said.key != "none" else said.asked, said)
-    return sorted(once.values(), key=lambda said: said.key.count("."))  # of the policy before those of a critic or a taskset
+    return sorted(once.values(), key=lambda said: (said.key == "none", said.key.count(".")))  # the policy's before a critic's
 
 
 def _named(said: Description) -> Description:

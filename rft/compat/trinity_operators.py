@@ -114,9 +114,7 @@ def _back(cls: Any, rows: Sequence[ours.Experience], given: Sequence[TrinityExpe
     back = []
     for x in result[0]:
         if id(x) not in by_id:
-            raise ValueError(
-                f"{cls.__name__} returned an experience that it was not given; rows are neither made nor copied here"
-            )
+            raise ValueError(f"{cls.__name__} returned an experience it was not given; rows are neither made nor copied here")
         back.append(_row(cls, by_id[id(x)], x))
     return Result(back, [Metric(str(k), float(v), "mean") for k, v in result[1].items()])
 

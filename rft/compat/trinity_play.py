@@ -146,9 +146,7 @@ def _transcript(name: str, experiences: Sequence[TrinityExperience], left: list[
     turns = tuple(t for chain in chains for t in chain)
     several = len(chains) > 1
     if several and any(len(c) > 1 for c in chains):
-        raise CompatError(
-            f"workflow {name} returned several experiences of a run, one of them of several turns; return one sequence"
-        )
+        raise CompatError(f"workflow {name} returned several experiences of a run, one of several turns; return one sequence")
     truncated = any(x.truncate_status is not None for x in experiences[-1:])
     return Transcript(
         turns=turns,

@@ -50,9 +50,7 @@ def kl_name(fn: str, on: str) -> Rule:
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         name = str(a.value).removesuffix("+")
         if name == "full":
-            return ArgumentOutcome(
-                "refused", "needs both models' probabilities of all tokens (nor does veRL have it); use low_var_kl"
-            )
+            return ArgumentOutcome("refused", "needs both models' probabilities of all tokens; use low_var_kl")
         if name not in KL:
             return ArgumentOutcome("refused", f"unknown estimator; known: {', '.join(KL)}")
         return ArgumentOutcome("mapped", "veRL clamps k3 and low_var_kl alike" if name == "k3" else "", act.targets)
@@ -153,9 +151,7 @@ def truncation(d: Draft, a: Argument) -> ArgumentOutcome:
 @rule(*(f"{sets}[i].filter_overlong_prompts" for sets in (TRAIN, EVAL)))
 def filter_prompts(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.exact:
-        d.note(
-            "model.enable_prompt_truncation is the guide's spelling of filter_overlong_prompts; it keeps the task and masks the run"
-        )
+        d.note("model.enable_prompt_truncation is the guide's name of filter_overlong_prompts; it keeps the task, masks the run")
         return write(d, a, ("model.enable_prompt_truncation",), d.flag(a.key))
     targets = tuple(f"{sets}[i].filter_overlong_prompts" for sets in (TRAIN, EVAL))
     return write(d, a, targets, d.flag(a.key), "long prompts are taken out before training, as in veRL")
@@ -181,9 +177,7 @@ def hybrid(d: Draft, a: Argument) -> ArgumentOutcome:
     if colocated(d):
         return ArgumentOutcome("derived", "engines and trainer share their GPUs in turns", ("mode",))
     if d.flag(a.key):
-        return ArgumentOutcome(
-            "derived", "engines and trainer have GPUs of their own; --set mode=colocate shares them", ("mode",)
-        )
+        return ArgumentOutcome("derived", "engines and trainer have their own GPUs; --set mode=colocate shares them", ("mode",))
     return ArgumentOutcome("equal", "engines and trainer have GPUs of their own", ("mode",))
 
 
@@ -353,8 +347,8 @@ def critic_warmup(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.exact:
         return write(d, a, (f"{PASSED}.{a.key}",), d.whole(a.key))
     before = max(0, d.whole(a.key) - 1)
-    reason = f"{before} iterations x {d.interval} steps: the policy is trained from iteration {a.value} on"
-    return critic(to("trainer.critic_warmup", by=lambda _: before * d.interval, reason=reason)).act(d, a)
+    reason = f"{before} iterations x {d.update} steps: the policy is trained from iteration {a.value} on"
+    return critic(to("trainer.critic_warmup", by=lambda _: before * d.update, reason=reason)).act(d, a)
 
 
 VERLS_OWN = ("_trainer", "_trainer_engine", "generation", "evaluation")  # how veRL's own configurations are called

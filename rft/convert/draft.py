@@ -63,6 +63,7 @@ class Draft:
     questions: list[str] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)  # stated, and our default: not written, and not to be filled either
     interval: int = 1  # platform steps of one veRL iteration
+    update: int = 1  # of one call of its trainer: the same, but in the asynchronous recipe
     trains: int = 0  # training tasksets
     evals: int = 0
     trainer_ranks: int = 1  # known once the GPUs are split

@@ -38,9 +38,7 @@ def value(text: str) -> Any:
     result = reader.element("")
     if reader.pos < len(text):
         if text[reader.pos] == ",":
-            raise ConfigError(
-                f"{text!r} is a sweep over several values; a list is written [{text}], a text with commas '\"{text}\"'"
-            )
+            raise ConfigError(f"{text!r} is a sweep over values; a list is written [{text}], a text with commas '\"{text}\"'")
         raise ConfigError(f"cannot read {text!r}: unexpected {text[reader.pos]!r} at character {reader.pos + 1}")
     return result
 

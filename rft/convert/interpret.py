@@ -64,9 +64,7 @@ class Interpreter(ShellState):
     def one(self, command: Command) -> Decision:
         self.steps += 1
         if self.steps > MAX_STEPS:
-            raise ConfigError(
-                f"{self.name}, line {command.line}: more than {MAX_STEPS:,} commands; write the launch without long loops"
-            )
+            raise ConfigError(f"{self.name}, line {command.line}: more than {MAX_STEPS:,} commands; write it without long loops")
         match command:
             case SimpleCommand():
                 return self.simple(command)
@@ -323,9 +321,7 @@ class Interpreter(ShellState):
     def go_on(self, words: list[Text]) -> None:
         """Arguments that became a command because the backslash before them does not end its line."""
         last = self.started[-1]
-        self.note(
-            words[0].line, "no backslash ends the line before; what follows is read as arguments of the launch all the same"
-        )
+        self.note(words[0].line, "no backslash ends the line before; what follows is read as arguments of the launch anyway")
         self.started[-1] = replace(last, words=(*last.words, *words))
 
     def capture(self, sub: syntax.CommandSub) -> str:

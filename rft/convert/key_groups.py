@@ -24,6 +24,7 @@ from rft.convert.sizes import (
     is_async,
     micro_batch,
     nodes,
+    positive,
     reward_gpus,
     reward_tp,
     runs,
@@ -35,6 +36,7 @@ from rft.errors import ConfigError
 ARGS = "algorithm.policy_loss_fn_args"
 AUXILIARY = "explorer.auxiliary_models"
 INPUT = "buffer.explorer_input"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
 def tasksets(d: Draft) -> None:
@@ -47,15 +49,9 @@ def tasksets(d: Draft) -> None:
             d.put(f"{TRAIN}[{i}].data_selector.selector_type", order, "data.shuffle")
         if i and not d.exact and not d.stated(f"{ROLLOUT}.temperature"):
             d.put(f"{TRAIN}[{i}].rollout_args.temperature", 1.0, "as the guide does: for every set but the first")
-    d.put(
-        f"{INPUT}.default_workflow_type",
-        "simple_workflow",
-        "one answer per prompt, as in veRL; multi-turn needs another workflow",
-    )
+    d.put(f"{INPUT}.default_workflow_type", "simple_workflow", "one answer per prompt; multi-turn needs another workflow")
     if not d.exact:
-        d.note(
-            "format.response_key: answer is the guide's guess; veRL's own data keeps the truth below reward_model.ground_truth"
-        )
+        d.note("format.response_key: answer is the guide's guess; veRL's own data has the truth in reward_model.ground_truth")
 
 
 def one_taskset_per_file(d: Draft, sets: str, key: str) -> int:
@@ -131,8 +127,9 @@ def batch(d: Draft) -> None:
     if is_async(d):
         d.put("synchronizer.sync_style", "fully_async", "the asynchronous recipe")
         d.put("synchronizer.sync_interval", d.interval, "trigger_parameter_sync_step x require_batches")
+        d.update = positive(d, "async_training.require_batches")
     else:
-        size = d.whole("data.train_batch_size")
+        d.update, size = d.interval, d.whole("data.train_batch_size")
         d.put("synchronizer.sync_style", "fixed", "veRL's synchronous loop")
         d.put("synchronizer.sync_interval", d.interval, f"data.train_batch_size {size} / ppo_mini_batch_size {mini}")
         d.put(
@@ -150,6 +147,9 @@ def algorithm(d: Draft) -> None:
     d.put("algorithm.algorithm_type", kind, why)
     d.put("algorithm.advantage_fn", advantage, why)
     _clip_range(d)
+    corrected = any(k.startswith("algorithm.rollout_correction.") and d.stated(k) for k in d.given)
+    if corrected and not d.stated(BYPASS) and d.flag(BYPASS) and not d.flag("async_training.compute_prox_log_prob"):
+        d.put(BYPASS, True, "the asynchronous recipe takes old log-probs from the engines")
     if d.flag(f"{ACTOR}.use_kl_loss"):
         d.put("algorithm.kl_loss_fn", _kl(d, f"{ACTOR}.kl_loss_type"), f"{ACTOR}.kl_loss_type")
         d.put("algorithm.kl_loss_fn_args.kl_coef", d.number(f"{ACTOR}.kl_loss_coef"), f"{ACTOR}.kl_loss_coef")
@@ -157,12 +157,7 @@ def algorithm(d: Draft) -> None:
         d.put("algorithm.kl_loss_fn", "none", f"{ACTOR}.use_kl_loss is off")
     if not d.flag("algorithm.use_kl_in_reward"):
         d.put("algorithm.kl_penalty_fn", "none", "algorithm.use_kl_in_reward is off")
-        coef, said = "algorithm.kl_ctrl.kl_coef", d.stated("algorithm.use_kl_in_reward") or d.flag(f"{ACTOR}.use_kl_loss")
-        if d.stated(coef) and d.number(coef) and not said:
-            d.questions.append(
-                f"{coef} is given without algorithm.use_kl_in_reward: early veRL (TinyZero's, Search-R1's) then had the penalty on, and "
-                "actor.entropy_coeff 0.001 where not given; today's has neither.  Is it of then?  Add use_kl_in_reward=True and that one"
-            )
+        _early(d)
         return
     d.put("algorithm.kl_penalty_fn", _kl(d, "algorithm.kl_penalty"), "algorithm.kl_penalty")
     args, adaptive = "algorithm.kl_penalty_fn_args", d.text("algorithm.kl_ctrl.type") == "adaptive"
@@ -171,6 +166,19 @@ def algorithm(d: Draft) -> None:
     if adaptive:
         d.put(f"{args}.target_kl", d.number("algorithm.kl_ctrl.target_kl"), "algorithm.kl_ctrl.target_kl")
         d.put(f"{args}.horizon", d.whole("algorithm.kl_ctrl.horizon"), "algorithm.kl_ctrl.horizon")
+
+
+def _early(d: Draft) -> None:
+    """Asks where arguments are of a time that had other defaults."""
+    coef, mark = "algorithm.kl_ctrl.kl_coef", f"{ACTOR}.fsdp_config.grad_offload"
+    penalty = d.stated(coef) and d.number(coef) != 0
+    then = ["algorithm.use_kl_in_reward=True"] if penalty and not d.flag(f"{ACTOR}.use_kl_loss") else []
+    then += [] if d.stated(f"{ACTOR}.entropy_coeff") else [f"{ACTOR}.entropy_coeff=0.001"]
+    if then and (penalty or d.stated(mark)) and not d.stated("algorithm.use_kl_in_reward"):
+        d.questions.append(
+            f"{coef if penalty else mark} is given without algorithm.use_kl_in_reward: in early veRL (TinyZero's, Search-R1's) "
+            f"{' and '.join(then)} held where nothing is written; today's has neither.  Is the script of then?  Write it into the script"
+        )
 
 
 def _kl(d: Draft, key: str) -> str:
@@ -258,9 +266,7 @@ def reward(d: Draft) -> None:
             "not asked by functions.  For a generative one write a judge (`rft new judge NAME`) and name it as the reward"
         )
     if d.exact:
-        d.note(
-            "explorer.auxiliary_models[0] scores what is trained on (reward_model); evaluation keeps the functions, as in veRL"
-        )
+        d.note("explorer.auxiliary_models[0] scores what is trained on (reward_model); evaluation keeps functions, as in veRL")
     else:
         d.note(
             "explorer.auxiliary_models[0] is the reward model, which the guide leaves to a workflow; give it task: score and the training "
@@ -310,7 +316,7 @@ def _tell_split(d: Draft, found: Gpus, engines: int) -> None:
         d.warn(
             f"the trainer would get {found.trainer} GPUs, more than one node and no whole number of nodes; choose another --engine-num"
         )
-    if found.local_mini_batch is None:
+    elif found.local_mini_batch is None:
         d.warn(
             f"{found.rows} experiences of a step do not divide over {found.data_parallel} trainer ranks; they are dealt by tokens, which "
             "fixed micro-batches do not allow.  Another --engine-num may fit"
@@ -332,41 +338,28 @@ def said_by(d: Draft, key: str) -> str:
 def explain(d: Draft) -> None:
     """What a reader of the result must know: where the two programs differ whatever the keys say."""
     if d.interval > 1 and not is_async(d):
-        d.note(
-            f"one veRL iteration is {d.interval} steps here; "
-            + (
-                "frequencies, warm-up and total steps are multiplied by it"
-                if d.exact
-                else "the guide copies frequencies unchanged"
-            )
-        )
+        how = "frequencies, warm-up and total steps are multiplied by it" if d.exact else "the guide copies frequencies unchanged"
+        d.note(f"one veRL iteration is {d.interval} steps here; {how}")
         d.note(
             f"learning rate: veRL steps its schedule once per iteration, we once per step, so the {d.interval} steps of a window have "
             "rates of their own"
         )
         d.note("batches: veRL permutes a whole iteration before it cuts mini batches; here a mini batch is an explorer batch")
         if d.whole(f"{ACTOR}.ppo_epochs") > 1:
-            d.note(
-                "ppo_epochs: each pass of veRL's is over a whole iteration; here a mini batch has all its passes before the next"
-            )
+            d.note("ppo_epochs: each pass of veRL's is over a whole iteration; here a mini batch has all its passes at once")
     if estimator(d)[1] in ("ppo", "reinforceplusplus", "reinforceplusplus_baseline") and d.interval > 1:
         d.note(
             "whitening: veRL whitens advantages over the whole iteration, here over each mini batch, so advantages differ by the "
             "batches' own mean and deviation"
         )
     if not is_async(d):
+        whose = "the same weights (sync_offset 0)" if d.exact else "the weights before for a window's first batch (sync_offset 1)"
         d.note(
-            "old log-probs: veRL computes them once per iteration with the weights it starts with; here they are the engine's, "
-            + (
-                "from the same weights (sync_offset 0)"
-                if d.exact
-                else "for the first batch of a window from the weights before (sync_offset 1)"
-            )
+            "old log-probs: veRL computes them once per iteration with the weights it starts with; here they are the engine's, from "
+            f"{whose}"
         )
     if not d.exact:
-        d.note(
-            "sync_offset 1 is the guide's example: the first batch of a window comes from the weights before; 0 is veRL's loop"
-        )
+        d.note("sync_offset 1 is the guide's example: a window's first batch comes from the weights before; 0 is veRL's loop")
         if d.stated(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
             d.note("the guide says that no actor_rollout_ref.rollout key has an effect, and its own example keeps one of them")
         if d.interval > 1 and (d.stated("trainer.save_freq") or d.stated("trainer.test_freq")):

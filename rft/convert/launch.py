@@ -23,6 +23,7 @@ from rft.errors import ConfigError, ConfigErrors, raise_all
 
 _YAML = {".yaml", ".yml", ".json"}
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
+_RELATIVE = re.compile(r"(\$\{(?:oc\.select:)?\s*)(\.+)")
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^${}]*))?\}")
 _OTHERS = "of other tools: docs/migration.md"
 MAX_REFERENCES = 8
@@ -293,11 +294,17 @@ def _yaml_program(values: dict[str, Any]) -> Program | None:
 # -- references between arguments
 
 
+def _absolute(value: Any, at: list[str]) -> Any:
+    """References from the key's own group, ${.a}, or from those around it, ${..a}, as references from the top."""
+    return _RELATIVE.sub(lambda m: m[1] + "".join(f"{p}." for p in at[: -len(m[2])]), value) if isinstance(value, str) else value
+
+
 def opened(arguments: Sequence[Argument], others: Mapping[str, Any]) -> tuple[Argument, ...]:
     """Each ${a.b} replaced by what that key is: the argument, the group of arguments below it, else what `others` has.
 
     An argument that refers to nothing known, or to itself, gets the reason in `unknown`.  ${oc.env:X} and other resolvers stay.
     """
+    arguments = [replace(a, value=_absolute(a.value, a.key.split("."))) for a in arguments]
     given = {a.key: a.value for a in arguments}
     untold = {a.key: a.unknown for a in arguments if a.unknown}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rft.convert.draft import EVAL, TRAIN, ArgumentOutcome, Draft
-from rft.convert.names import eval_samples
+from rft.convert.names import ROLLOUT, eval_samples
 from rft.convert.rule import Rule, choice, derived, only_if, rule, switch, via, write
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def rejection_bounds(d: Draft, a: Argument) -> ArgumentOutcome:
 
 
 _WORKFLOW = "buffer.explorer_input.default_workflow_type"
+_TURNS, _LOOP = f"{ROLLOUT}.multi_turn", f"{ROLLOUT}.agent.default_agent_loop"
+_TOOL_FILES = tuple(f"{sets}[i].workflow_args.tool_config_path" for sets in (TRAIN, EVAL))
 
 
 def _tools(d: Draft, a: Argument, reason: str) -> ArgumentOutcome:
@@ -67,9 +69,24 @@ def agent_loop(d: Draft, a: Argument) -> ArgumentOutcome:
         return ArgumentOutcome("equal", "asks once")
     if a.value == "tool_agent" or _WORKFLOW in d.overridden:
         return _tools(d, a, "")
-    return ArgumentOutcome(
-        "refused", f"an agent loop is code of veRL's; write it as a workflow and name it with --set {_WORKFLOW}=NAME"
-    )
+    return ArgumentOutcome("refused", f"an agent loop is code of veRL's; write a workflow, named by --set {_WORKFLOW}=NAME")
+
+
+def _tools_alone(d: Draft) -> bool:
+    """Whether a file of tools is all that asks for turns: veRL's agent loops read it whatever `enable` says."""
+    return d.stated(f"{_TURNS}.tool_config_path") and not (d.stated(f"{_TURNS}.enable") or d.stated(_LOOP))
+
+
+def turns(d: Draft) -> bool:
+    return d.flag(f"{_TURNS}.enable") or d.text(_LOOP) == "tool_agent" or _tools_alone(d)
+
+
+@rule(_WORKFLOW, *_TOOL_FILES)
+def tool_file(d: Draft, a: Argument) -> ArgumentOutcome:
+    if _tools_alone(d):
+        _tools(d, a, "")
+        d.questions.append(f"{a.key} is given without multi_turn.enable: tools are offered.  Is that meant?  Else leave it out")
+    return write(d, a, _TOOL_FILES, a.value)
 
 
 @rule(_WORKFLOW)

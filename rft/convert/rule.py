@@ -66,17 +66,20 @@ def choice(target: str, names: Mapping[str, Any], otherwise: str) -> Rule:
     return Rule(act, (target,))
 
 
-def scaled(target: str, *, never: Any = None) -> Rule:
-    """Counts of veRL iterations: times B / m in the exact profile, copied in the guide's.  Zero and less become `never`, if given."""
+def scaled(target: str, *, never: Any = None, updates: bool = False) -> Rule:
+    """Counts of veRL iterations, or `updates` of its trainer: times their steps in the exact profile.  Zero and less become `never`."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
+        if a.value == "after_each_epoch":
+            return ArgumentOutcome("refused", "is a number of steps here; write how many an epoch has")
         count = d.whole(a.key)
         if count <= 0 and never is not None:
             return write(d, a, (target,), never, f"{count}: never" if never == 0 else f"{count}: the ratio holds")
         if not d.exact:
             return write(d, a, (target,), count, "copied as the guide does; it counts iterations there and steps here")
-        reason = f"{count} iterations x {d.interval} steps" if d.interval > 1 and count > 0 else ""
-        return write(d, a, (target,), count * d.interval if count > 0 else count, reason)
+        steps = d.update if updates else d.interval
+        reason = f"{count} iterations x {steps} steps" if steps > 1 and count > 0 else ""
+        return write(d, a, (target,), count * steps if count > 0 else count, reason)
 
     return Rule(act, (target,))
 

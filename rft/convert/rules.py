@@ -46,7 +46,6 @@ from rft.convert.rule import (
     via,
     write,
 )
-from rft.convert.sizes import is_async
 
 _TRACE = "profiling and tracing change no result; trainer.profiler is the native one"
 _INTERNAL = "veRL-internal"
@@ -101,13 +100,16 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.policy_loss.ppo_kl_coef": do.loss_arg("kl_cov"),
     f"{ACTOR}.tau_pos": do.loss_arg("sapo"),
     f"{ACTOR}.tau_neg": do.loss_arg("sapo"),
-    f"{ACTOR}.use_rollout_log_probs": only_if(
-        lambda d: not d.flag("async_training.compute_prox_log_prob"),
-        "old log-probs are the trainer's: compute_prox_log_prob is on",
-        to("algorithm.bypass_old_logprobs"),
-    ),
+    **{
+        f"{section}.use_rollout_log_probs": only_if(
+            lambda d: not d.flag("async_training.compute_prox_log_prob"),
+            "old log-probs are the trainer's: compute_prox_log_prob is on",
+            to("algorithm.bypass_old_logprobs"),
+        )
+        for section in (ACTOR, "async_training")
+    },
     # ------------------------------------------------------------------ optimizer
-    f"{ACTOR}.optim.lr_warmup_steps": scaled(f"{OPTIM}.lr_warmup_steps", never=-1),
+    f"{ACTOR}.optim.lr_warmup_steps": scaled(f"{OPTIM}.lr_warmup_steps", never=-1, updates=True),
     f"{ACTOR}.optim.warmup_style": do.scheduler(OPTIM),
     f"{ACTOR}.optim.lr_scheduler_type": do.scheduler(OPTIM),
     f"{ACTOR}.optim.lr_decay_style": do.scheduler(OPTIM),
@@ -160,7 +162,7 @@ RULES: dict[str, Rule] = {
         do.micro("critic", "critic.ppo_micro_batch_size_per_gpu", f"{CRITIC}.micro_batch_size_per_gpu")
     ),
     "critic.model.path": do.critic(do.path("model.critic_model_path")),
-    "critic.optim.lr_warmup_steps": do.critic(scaled(f"{CRITIC}.optimizer.lr_warmup_steps", never=-1)),
+    "critic.optim.lr_warmup_steps": do.critic(scaled(f"{CRITIC}.optimizer.lr_warmup_steps", never=-1, updates=True)),
     "critic.optim.min_lr_ratio": do.critic(to(f"{CRITIC}.optimizer.min_lr_ratio")),
     "critic.optim.betas": do.critic(to(f"{CRITIC}.optimizer.betas")),
     "critic.optim.warmup_style": do.critic(do.scheduler(f"{CRITIC}.optimizer")),
@@ -226,7 +228,7 @@ RULES: dict[str, Rule] = {
     # ------------------------------------------------------------------ trainer
     "trainer.total_epochs": only_if(
         lambda d: not (d.stated("trainer.total_training_steps") or d.stated("rollout.total_rollout_steps")),
-        "total_training_steps is given and wins",
+        "total_training_steps or total_rollout_steps is given, and counts alone",
         Rule(lambda d, a: write(d, a, ("buffer.total_epochs",), d.whole(a.key)), ("buffer.total_epochs",)),
     ),
     "trainer.total_training_steps": scaled("buffer.total_steps"),
@@ -239,7 +241,7 @@ RULES: dict[str, Rule] = {
     "trainer.n_gpus_per_node": via("", "cluster.gpu_per_node"),
     "trainer.save_freq": scaled("trainer.save_interval", never=0),
     "trainer.test_freq": only_if(
-        lambda d: not is_async(d), "the asynchronous recipe reads rollout.test_freq", scaled("explorer.eval_interval", never=0)
+        lambda d: not d.stated("rollout.test_freq"), "rollout.test_freq is given and wins", scaled("explorer.eval_interval", never=0)
     ),
     "trainer.val_only": do.val_only,
     "trainer.critic_warmup": do.critic_warmup,
@@ -270,12 +272,11 @@ _GUIDE = (  # written below trainer.trainer_config in the guide's examples
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
 )
 RULES |= {key: to(*table.by_name()[key].targets, guide=PASSED) for key in _GUIDE}
+RULES[f"{ROLLOUT}.multi_turn.tool_config_path"] = only_if(play.turns, "one turn: multi_turn.enable is off", play.tool_file)
 RULES |= {
-    f"{ROLLOUT}.multi_turn.{name}": switch(
-        f"{ROLLOUT}.multi_turn.enable", "one turn: multi_turn.enable is off", each_set(f"workflow_args.{name}")
-    )
+    f"{ROLLOUT}.multi_turn.{name}": only_if(play.turns, "one turn: multi_turn.enable is off", each_set(f"workflow_args.{name}"))
     for name in (
-        "max_turns", "tool_config_path", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length",
+        "max_turns", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length",
         "tool_response_truncate_side", "format",
     )
 }  # fmt: skip
@@ -315,12 +316,12 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     ("*.profiler.*", ignored(_TRACE)), ("global_profiler.*", ignored(_TRACE)), ("*.trace.*", ignored(_TRACE)),
     ("*_target_", ignored(_INTERNAL)), ("hydra.*", ignored("where Hydra puts its own files")),
     ("transfer_queue.*", ignored(_INTERNAL)), ("prometheus.*", ignored(_TRACE)), ("*.prometheus.*", ignored(_TRACE)),
-    ("evaluation.*", ignored("not a veRL key")),
+    ("evaluation.*", ignored("not a veRL key")), ("ray_kwargs.ray_init.*", ignored("Ray is started by the program")),
     (f"{RM}.model.fsdp_config.*", ignored("the reward model runs behind a serving engine, which schedules by itself")),
-    ("ray_kwargs.ray_init.*", ignored("Ray is started by the program")),
     (f"{REF}.fsdp_config.*", ignored("follows the actor")),
     ("*.fsdp_config.grad_offload", ignored("of early veRL, whose entropy_coeff was 0.001 where not given; changes no result")),
-    *((p, ignored("of another engine, or of what is off")) for p in (f"{MODEL}.lora.*", f"{MODEL}.mtp.*", "*.qat.*", "*.turbo_config.*")),
+    *((p, ignored("of another engine, or of what is off")) for p in (
+        f"{MODEL}.lora.*", "*.mtp.*", "*.qat.*", "*.turbo_config.*", "critic.model.lora.*", "distillation.*", "trainer.v1.*", "skip.*")),
 )  # fmt: skip
 
 ASYNC = frozenset({*table.MAIN, 19})

@@ -85,9 +85,7 @@ class Marks:
         """Counts what has been read and made; a script that would take long is refused."""
         self.characters += characters
         if self.characters > MAX_CHARACTERS:
-            raise ConfigError(
-                f"{self.name}, line {line}: the script does too much to be read; write the launch with plain values"
-            )
+            raise ConfigError(f"{self.name}, line {line}: the script does too much to read; write the launch with plain values")
 
 
 def env(name: str) -> str:

@@ -103,7 +103,8 @@ def _own(launch: Launch) -> dict[str, Any]:
     if launch.program == "generation":
         return verl_generation.own(launch.arguments)
     if launch.program == "fully_async" or any(a.key.startswith("async_training.") for a in launch.arguments):
-        return {key: table.default(key, ASYNC) for key in table.by_name(ASYNC) if key.startswith(("async_training.", "rollout."))}
+        names = (key for key in table.by_name(ASYNC) if key.startswith(("async_training.", "rollout.")))
+        return {key: table.default(key, ASYNC) for key in names} | {"algorithm.rollout_correction.bypass_mode": True}
     return {}
 
 
@@ -131,11 +132,8 @@ def _parameters(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[tup
         default, value = own.get(a.key, table.default(a.key, ASYNC)), str(a.value)
         empty = a.value is not None and not value.strip() and default not in (None, "")
         if empty or (isinstance(default, bool | int | float) and "${oc.env:" in value):
-            whence = (
-                "empty"
-                if not a.variables
-                else f"left to {', '.join(f'${v}' for v in a.variables)}, which the script does not set"
-            )
+            names = ", ".join(f"${v}" for v in a.variables)
+            whence = f"left to {names}, which the script does not set" if names else "empty"
             questions.append(
                 f"line {a.line}: {a.key} is {whence}; veRL's default, {default}, is taken.  Is that meant?  Else write the value into the "
                 "script"

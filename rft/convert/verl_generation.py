@@ -73,9 +73,7 @@ def prepare(d: Draft) -> None:
         d.put("monitor.eval_dump_dir", posixpath.splitext(d.text("data.output_path"))[0], "data.output_path")
     d.put("project", "verl", "free choice")
     d.put("name", "generation", "free choice")
-    d.note(
-        "answers are scored too, by the function that data_source names; main_eval, which scores stored answers, is not needed"
-    )
+    d.note("answers are scored too, by the function that data_source names; main_eval, which scores stored ones, is not needed")
 
 
 def finish(d: Draft) -> None:

@@ -131,6 +131,16 @@ def test_what_has_no_plain_counterpart(given: dict[str, Any], message: str) -> N
         ({"trainer": {"whatever": 5}}, "whatever is ignored: nothing reads it"),
         ({"actor_rollout_ref": {"hybrid_engine": True}}, "hybrid_engine is ignored: mode says"),
         (
+            {"ref": {"fsdp_config": {"optimizer_offload": True}}},
+            "optimizer_offload is ignored: the reference model has no optimizer",
+        ),
+        ({"ref": {"fsdp_config": {"offload_policy": True}}}, "offload_policy is ignored: follows the actor"),
+        (
+            {"critic": {"checkpoint": {"load_contents": ["model"]}}},
+            "load_contents is ignored: actor and critic are one checkpoint",
+        ),
+        ({"critic": {"model": {"fsdp_config": {"reshard_after_forward": False}}}}, "reshard_after_forward is ignored: follows"),
+        (
             {"ref": {"megatron": {"a": 1, "b": {"c": 2}}}},
             "trainer_config.ref.megatron has no effect: trainer.trainer_strategy is fsdp2",
         ),

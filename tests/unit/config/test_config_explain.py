@@ -34,6 +34,7 @@ def test_a_key() -> None:
 def test_a_last_part_shows_the_key_of_the_policy_first() -> None:
     assert describe("lr")[0].key == "algorithm.optimizer.lr"
     assert describe("temperature")[0].key == "model.temperature"
+    assert [describe(name)[0].key for name in ("nnodes", "strategy")] == ["cluster.node_num", "trainer.trainer_strategy"]
 
 
 def test_a_choice_with_values_that_come_later() -> None:

@@ -291,3 +291,37 @@ def test_a_refused_file_has_an_account_too(tmp_path: Path, ending: str, capsys: 
         main(["convert", "verl", str(script), "--report", str(report)])
     assert done.value.code == 2
     assert "recipe.spin.main_spin has no counterpart here" in report.read_text()
+
+
+def test_epochs_between_checkpoints_are_the_one_argument_that_is_refused() -> None:
+    c = made("data.train_files=t.parquet", "trainer.save_freq=after_each_epoch", "optim.lr=2e-5", program="sft_trainer")
+    assert outcome(c, "trainer.save_freq") == ("refused", "is a number of steps here; write how many an epoch has")
+    assert outcome(c, "optim.lr")[0] == "mapped" and len(c.refused) == 1
+
+
+def test_a_trainer_of_parts_of_nodes_is_not_told_about_micro_batches() -> None:
+    c = made("data.train_batch_size=512", f"{A}.ppo_mini_batch_size=32", f"{A}.use_dynamic_bsz=True", f"{R}.n=12", "trainer.nnodes=2",
+             "trainer.n_gpus_per_node=6", "rollout.nnodes=2", "rollout.n_gpus_per_node=2",
+             f"{R}.tensor_model_parallel_size=2", f"{A}.ulysses_sequence_parallel_size=4", program="one_step_off")  # fmt: skip
+    assert [w for w in c.warnings if "no whole number of nodes" in w]
+    assert not [w for w in c.warnings if "micro-batches (" in w]
+
+
+def test_copies_of_the_engine_that_the_environment_counts_are_asked_about() -> None:
+    c = made(*SHARED, f"{R}.data_parallel_size=${{oc.env:COPIES}}")
+    assert [q for q in c.questions if "data_parallel_size" in q] and not c.errors
+
+
+@pytest.mark.parametrize(("more", "workflow", "asks"), [
+    ((), "tool_workflow", 1), ((f"{R}.multi_turn.enable=True",), "tool_workflow", 0),
+    ((f"{R}.agent.default_agent_loop=tool_agent",), "tool_workflow", 0), ((f"{R}.multi_turn.enable=False",), "simple_workflow", 0),
+])  # fmt: skip
+def test_a_file_of_tools_is_not_dropped_because_a_switch_stands_elsewhere(
+    more: tuple[str, ...], workflow: str, asks: int
+) -> None:
+    """veRL's agent loops read tool_config_path whatever multi_turn.enable is, which its examples set in a file of their own."""
+    c = made(*SHARED, f"{R}.multi_turn.tool_config_path=tools.yaml", f"{R}.multi_turn.max_assistant_turns=4", *more)
+    v = found(c)
+    assert v["buffer.explorer_input.default_workflow_type"] == workflow and len(c.questions) == asks
+    args = [v.get(f"buffer.explorer_input.tasksets[0].workflow_args.{n}") for n in ("tool_config_path", "max_assistant_turns")]
+    assert args == (["tools.yaml", 4] if workflow == "tool_workflow" else [None, None])

@@ -263,6 +263,18 @@ def test_a_kl_coefficient_of_early_verl_is_asked_about(more: tuple[str, ...], as
     assert len([q for q in c.questions if "use_kl_in_reward=True" in q]) == asks
 
 
+@pytest.mark.parametrize(("arguments", "asks"), [
+    (("algorithm.kl_ctrl.kl_coef=0.001", f"{A}.use_kl_loss=True"), 1), ((f"{A}.fsdp_config.grad_offload=False",), 1), ((), 0),
+    ((f"{A}.fsdp_config.grad_offload=False", f"{A}.entropy_coeff=0"), 0), (("algorithm.use_kl_in_reward=False",), 0),
+    (("algorithm.kl_ctrl.kl_coef=0.0", f"{A}.use_kl_loss=True"), 0),
+])  # fmt: skip
+def test_an_entropy_of_early_verl_is_asked_about(arguments: tuple[str, ...], asks: int) -> None:
+    """TinyZero, Search-R1, code-r1 and Skywork-OR1: entropy_coeff is 0.001 in their ppo_trainer.yaml."""
+    c = made(*arguments)
+    assert len([q for q in c.questions if "entropy_coeff=0.001" in q]) == asks
+    assert found(c)["algorithm.entropy_loss_fn_args.entropy_coef"] == 0
+
+
 def test_evaluation_does_not_take_over_the_sampling_of_training() -> None:
     v = found(made(f"{R}.top_p=0.9", f"{R}.top_k=50", f"{R}.val_kwargs.do_sample=True"))
     assert (v[f"{E}.rollout_args.top_p"], v[f"{E}.rollout_args.top_k"]) == (1.0, -1)
@@ -293,6 +305,33 @@ def test_all_checkpoints_are_kept_as_in_verl() -> None:
 def test_the_asynchronous_recipe_evaluates_as_its_rollouter_says() -> None:
     c = made("async_training.trigger_parameter_sync_step=4", "rollout.test_freq=5", "trainer.test_freq=-1", program="fully_async")
     assert found(c)["explorer.eval_interval"] == 20 and outcome(c, "trainer.test_freq")[0] == "ignored"
+
+
+@pytest.mark.parametrize(("count", "interval"), [(10, 40), (-1, 0)])
+def test_the_newer_asynchronous_recipe_evaluates_as_its_trainer_says(count: int, interval: int) -> None:
+    """veRL 1dda039b has no rollout.test_freq; both count synchronisations."""
+    c = made("async_training.trigger_parameter_sync_step=4", f"trainer.test_freq={count}", program="fully_async")
+    assert found(c)["explorer.eval_interval"] == interval and outcome(c, "trainer.test_freq")[0] == "mapped"
+
+
+def test_the_asynchronous_recipe_warms_up_by_calls_of_its_trainer() -> None:
+    """veRL's schedule moves once for the require_batches mini batches of a call, not once for a synchronisation."""
+    c = made("async_training.trigger_parameter_sync_step=4", "async_training.require_batches=2", f"{A}.optim.lr_warmup_steps=10",
+             "critic.optim.lr_warmup_steps=5", "trainer.critic_warmup=4", "trainer.save_freq=3", program="fully_async")  # fmt: skip
+    v = found(c)
+    assert (v["algorithm.optimizer.lr_warmup_steps"], v["trainer.critic.optimizer.lr_warmup_steps"]) == (20, 10)
+    assert (v["trainer.critic_warmup"], v["trainer.save_interval"]) == (6, 24)
+
+
+@pytest.mark.parametrize(("more", "bypass"), [
+    ((), True), (("algorithm.rollout_correction.bypass_mode=False",), False),
+    (("async_training.use_rollout_log_probs=True", "async_training.compute_prox_log_prob=True"), None),
+])  # fmt: skip
+def test_the_asynchronous_recipe_corrects_with_the_engines_log_probs(more: tuple[str, ...], bypass: bool | None) -> None:
+    c = made(*SHARED, "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2.0",
+             "rollout.total_rollout_steps=512", *more, program="fully_async")  # fmt: skip
+    assert found(c).get("algorithm.rollout_correction.bypass_mode") == bypass and not c.errors
+    assert "algorithm.rollout_correction.bypass_mode" not in found(made(*SHARED, program="fully_async"))
 
 
 def test_rewards() -> None:
@@ -346,6 +385,23 @@ def test_references_to_other_keys() -> None:
         "trainer.project_name=p", "trainer.experiment_name=${trainer.project_name}_1", "critic.optim.lr=${oc.select:a.b,3e-5}"
     )
     assert found(c)["name"] == "p_1" and found(c)["trainer.critic.optimizer.lr"] == 3e-5
+    near = "${oc.select:.ppo_micro_batch_size,null}"  # as veRL's own file and Hydra's copies of it have it
+    c = made("critic.ppo_micro_batch_size=16", f"critic.ppo_micro_batch_size_per_gpu={near}", "trainer.experiment_name=${..data.seed}",
+             "data.seed=7", f"{A}.ppo_micro_batch_size_per_gpu={near}")  # fmt: skip
+    assert found(c)["trainer.critic.micro_batch_size_per_gpu"] == 16 and found(c)["name"] == "7"
+    assert outcome(c, f"{A}.ppo_micro_batch_size_per_gpu")[0] == "ignored"
+
+
+@pytest.mark.parametrize(("key", "default", "other"), [
+    ("trainer.v1.trainer_mode", "sync", "separate_async"), ("distillation.enabled", "False", "True"), ("critic.model.lora.rank", "0", "8"),
+    (f"{A}.router_replay.mode", "disabled", "R3"), (f"{R}.nnodes", "0", "1"), ("skip.rollout.enable", "False", "True"),
+    ("reward.reward_manager.source", "register", "importlib"), ("critic.optim.optimizer", "AdamW", "Muon"),
+])  # fmt: skip
+def test_what_a_whole_configuration_says_is_off_is_not_lost(key: str, default: str, other: str) -> None:
+    """A resolved YAML states every default of veRL's."""
+    assert outcome(made(f"{key}={default}"), key) == ("ignored", "switched off, which changes nothing")
+    kind, reason = outcome(made(f"{key}={other}"), key)
+    assert kind == "refused" and "unknown argument" not in reason
 
 
 def test_options_of_the_command() -> None:
