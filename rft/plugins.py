@@ -291,7 +291,7 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
         model = plugin.args(**args)
     except ValueError as e:  # pydantic's ValidationError
         said = [(".".join(map(str, f["loc"])), f["msg"].removeprefix("Value error, "), f["input"]) for f in e.errors()]  # type: ignore[attr-defined]
-        faults = [f"{name}: {text}, given {value!r}" if name else text for name, text, value in said]
+        faults = [f"{name + ': ' if name else ''}{text}, given {value!r}" for name, text, value in said]
         raise ConfigError(f"arguments of {what}: {'; '.join(faults)}", key=key) from None
     return {name: getattr(model, name) for name in known}
 

@@ -224,8 +224,7 @@ def _known(config: dict[str, Any], folder: Path, trusted: bool, wrong: Any) -> N
     tables = sorted((Path(spec.origin).parent / "models" / "auto").glob("*.py"))
     auto = sys.modules.get("transformers.models.auto.configuration_auto")
     registered = () if auto is None else auto.CONFIG_MAPPING  # by model.external_lib
-    known = isinstance(kind, str) and any(f'"{kind}"' in table.read_text(encoding="utf-8") for table in tables)
-    if not tables or known or kind in registered:
+    if not tables or (isinstance(kind, str) and (kind in registered or any(f'"{kind}"' in t.read_text("utf-8") for t in tables))):
         return
     own = ", and its own code (auto_map) is not run unless model.trust_remote_code says so" if "auto_map" in config else ""
     wrong(
