@@ -219,12 +219,12 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def _known(config: dict[str, Any], folder: Path, trusted: bool, wrong: Any) -> None:
     """Whether transformers can build the model: read in its tables, because importing it takes seconds."""
     kind, spec = config.get("model_type"), importlib.util.find_spec("transformers")
-    if trusted or not config or spec is None or spec.origin is None:
+    if trusted or not config or not isinstance(kind, str | None) or spec is None or spec.origin is None:
         return
     tables = sorted((Path(spec.origin).parent / "models" / "auto").glob("*.py"))
     auto = sys.modules.get("transformers.models.auto.configuration_auto")
     registered = () if auto is None else auto.CONFIG_MAPPING  # by model.external_lib
-    if not tables or (isinstance(kind, str) and (kind in registered or any(f'"{kind}"' in t.read_text("utf-8") for t in tables))):
+    if not tables or kind in registered or any(f'"{kind}"' in table.read_text("utf-8") for table in tables):
         return
     own = ", and its own code (auto_map) is not run unless model.trust_remote_code says so" if "auto_map" in config else ""
     wrong(
