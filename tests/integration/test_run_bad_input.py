@@ -232,7 +232,7 @@ def test_data_set_cache_that_cannot_be_written(tiny_model: Path, tmp_path: Path)
         "run", "--in-process", "-c", str(CONFIG), f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}/runs",
         f"{TASKSET}.path={data}", HF_HOME=str(home), HF_DATASETS_CACHE=f"{home}/datasets",
     )  # fmt: skip
-    assert_refused(done, 3, f"{home}/datasets cannot be written", "Set HF_HOME or HF_DATASETS_CACHE", root=tmp_path)
+    assert_refused(done, 2, f"{home}/datasets cannot be written", "Set HF_HOME or HF_DATASETS_CACHE", root=tmp_path)
 
 
 def test_a_home_of_hugging_face_that_cannot_be_written_does_not_matter_for_local_files(tiny_model: Path, tmp_path: Path) -> None:
