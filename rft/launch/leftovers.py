@@ -94,12 +94,12 @@ def unused_shm() -> list[str]:
 def clean(run_id: str) -> list[str]:
     """End and remove what the run `run_id`, and killed processes of this user, left; says what it did, one line each.
 
-    Ends processes started with RFT_RUN_ID=run_id, and agents whose raylet is gone; removes shared memory whose owner is dead, or that no
-    process has open and that is not quite new; removes folders of a Ray that no process uses, and of vLLM's sockets whose owner is dead.
+    Ends processes started with RFT_RUN_ID=run_id, and Ray's agents here whose raylet is gone; removes shared memory whose owner is dead, or
+    that no process has open and that is not quite new; removes folders of a Ray that nobody uses, of vLLM's sockets whose owner is dead.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     ended = _end([p for p in psutil.process_iter() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id])
-    agents = [p for p in psutil.process_iter() if _AGENTS.match(_command(p)) and _may_be_ours(p)]
+    agents = [p for p in psutil.process_iter() if _AGENTS.match(_command(p)) and _may_be_ours(p) and any(_open_paths(p.pid))]
     ended += _end([p for p in agents if _name(_quietly(p.parent) or p) != "raylet"])
     return [*ended, *_remove_files()]
 

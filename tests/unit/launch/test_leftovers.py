@@ -172,18 +172,19 @@ def test_agents_of_a_ray_that_is_gone_end(tmp_path: Path) -> None:
     name, until = "ray::RuntimeEnvAgent", time.monotonic() + 60
     (raylet := tmp_path / "raylet").symlink_to("/bin/bash")
     (tmp_path / name).symlink_to("/bin/cat")
+    (folder := Path(tempfile.gettempdir(), "rft-1", "ray", "session_1")).mkdir(parents=True)
     agent = f"exec -a {name} {tmp_path / name}"
-    left = subprocess.Popen(["/bin/bash", "-c", agent], stdin=subprocess.PIPE)
-    living = subprocess.Popen([raylet, "-c", f"({agent}) <&0 & wait"], stdin=subprocess.PIPE)
+    left, other = (subprocess.Popen(["/bin/bash", "-c", agent + log], stdin=subprocess.PIPE) for log in (f" 3>{folder}/log", ""))
+    living = subprocess.Popen([raylet, "-c", f"({agent} 3>{folder}/log) <&0 & wait"], stdin=subprocess.PIPE)
     try:
         agents: list[int] = []
-        while len(agents) < 2:
+        while len(agents) < 3:
             agents = [p.pid for p in psutil.Process().children(recursive=True) if leftovers._command(p) == name]
             assert time.monotonic() < until
         assert [line.split()[2] for line in leftovers.clean("no such run")] == [str(left.pid)]
         assert [pid for pid in agents if psutil.pid_exists(pid)] == [pid for pid in agents if pid != left.pid]
     finally:
-        for process in (left, living):
+        for process in (left, other, living):
             process.communicate()  # the end of its stdin is the end of an agent
 
 
