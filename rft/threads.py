@@ -52,6 +52,11 @@ def contained(what: str) -> Iterator[None]:
         raise failure from (None if isinstance(e, StopIteration) else e)  # contextlib takes what one causes for Python's own
 
 
+def last_lines(error: BaseException) -> str:
+    """The end of `own_lines`, without secrets, as failed records keep it."""
+    return "\n".join(redact(own_lines(error)).splitlines()[-12:])
+
+
 @contextmanager
 def blamed(what: str, key: str = "") -> Iterator[None]:
     """What a plugin's code in this block raises ends the command, with its own traceback: a ConfigError at `key`, else a RunFailed."""

@@ -13,7 +13,6 @@ import os
 import resource
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from rft.engine.base import PromptTooLong
 from rft.parent import die_with_parent
 from rft.plugins import import_file
 from rft.reward.base import checked
+from rft.threads import last_lines
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.worker import framing, limits
@@ -110,8 +110,7 @@ async def _play(channel: socket.socket, cls: Any) -> None:
         done = await _run(cls, order, contexts)
         verb, body = "done", pack([_played(t, link) for t in done])
     except BaseException as e:  # user code may raise anything
-        lines = "".join(traceback.format_exception(e)).splitlines()[-12:]
-        verb, body = "failed", pack(f"{reason_of(e)}\n" + "\n".join(lines)[-4000:])
+        verb, body = "failed", pack(f"{reason_of(e)}\n{last_lines(e)[-4000:]}")
     writer.write(framing.frame(pack(RunCall(0, verb, 0, "", msgspec.Raw(body)))))
     await writer.drain()
     listening.cancel()

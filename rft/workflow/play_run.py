@@ -20,13 +20,12 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from rft.blocked import own_lines
 from rft.engine.base import PromptTooLong
 from rft.errors import PluginStopped, RftError
 from rft.logs import redact
 from rft.reward import exchanges
 from rft.reward.base import as_number, called, checked, number, score_group
-from rft.threads import OutOfTime, contained, in_thread, in_time
+from rft.threads import OutOfTime, contained, in_thread, in_time, last_lines
 from rft.types.completion import Layout, Score, Transcript, Turn
 from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
@@ -38,7 +37,6 @@ from rft.workflow.recipes import Recipe
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _REASON_CHARS = 300
-_TRACEBACK_LINES = 12
 _GOLD_CHARS = 200
 _LAYOUTS = get_args(Layout)
 
@@ -488,9 +486,8 @@ def reason_of(error: BaseException) -> str:
 def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:
     """The header row: one line of reason, and the end of the traceback for the person who wrote the workflow; without secrets."""
     text = redact(reason_of(error))
-    lines = redact(own_lines(error)).splitlines()[-_TRACEBACK_LINES:]
     return failed(
         group.run(run, attempt), taskset=task.taskset, task_index=task.index, workflow=recipe.name,
         reason=text[:_REASON_CHARS] or type(error).__name__,
-        info={"traceback": "\n".join(lines)[-4000:], "attempts": attempt + 1},
+        info={"traceback": last_lines(error)[-4000:], "attempts": attempt + 1},
     )  # fmt: skip

@@ -25,14 +25,13 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from rft.blocked import own_lines
 from rft.buffer.operators.base import STAGES, GroupView, Operator, Result, Stage, engines_named
 from rft.buffer.settings import OperatorSettings, PipelineSettings
 from rft.disk import drop_cut_line
 from rft.errors import ConfigError, PluginError, PluginStopped, RftError, RunFailed
 from rft.logs import redact
 from rft.plugins import REGISTRY, checked_args
-from rft.threads import blamed, contained, in_thread, unblocked
+from rft.threads import blamed, contained, in_thread, last_lines, unblocked
 from rft.types.block import plain
 from rft.types.experience import Experience, check
 from rft.types.metrics import Metric, Reduction
@@ -48,7 +47,6 @@ REFUSED = dict.fromkeys(
 log = logging.getLogger(__name__)
 Judge = Callable[[list[Experience], int, int | None], tuple[bool, str]]
 FILTERED = "filtered"
-_TRACEBACK_LINES = 12
 
 
 class InputCopy:
@@ -426,8 +424,7 @@ class _Running:
             raise self._failed(e, what) from e
 
     def _failed(self, error: BaseException, what: str) -> OperatorFailed:
-        lines = redact(own_lines(error)).splitlines()[-_TRACEBACK_LINES:]
-        return OperatorFailed(redact(f"operator {self.name} {what}"), "\n".join(lines))
+        return OperatorFailed(redact(f"operator {self.name} {what}"), last_lines(error))
 
     async def life(self, method: str, *args: Any) -> None:
         with blamed(f"operator {self.name} failed to {method}"):
