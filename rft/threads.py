@@ -59,10 +59,13 @@ def last_lines(error: BaseException) -> str:
 
 @contextmanager
 def blamed(what: str, key: str = "") -> Iterator[None]:
-    """What a plugin's code in this block raises ends the command, with its own traceback: a ConfigError at `key`, else a RunFailed."""
+    """What a plugin's code in this block raises ends the command, with its own traceback: a ConfigError at `key`, else a RunFailed.
+
+    KeyboardInterrupt is a person's, who may interrupt what takes long.
+    """
     try:
         yield
-    except (RftError, asyncio.CancelledError, GeneratorExit):
+    except (RftError, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
         raise
     except BaseException as e:
         text = redact(f"{what}:\n{own_lines(e)}")

@@ -290,7 +290,8 @@ def task_pipeline(ctx: Context, train: Tasksets, evals: Tasksets) -> tuple[TaskP
         order = ctx.chosen(f"{PIPELINE}.order", given.order, "keep", "neither priority_weights nor top_k is")
 
     def reads(t: TasksetSettings) -> TasksetSettings:
-        return replace(t, path=str(output)) if _same(t.path, output) else t
+        written = "://" not in t.path and Path(t.path).expanduser().absolute() == output
+        return replace(t, path=str(output)) if written else t
 
     train, evals = tuple(map(reads, train)), tuple(map(reads, evals))
     if not any(t.path == str(output) for t in (*train, *evals)):
@@ -300,10 +301,6 @@ def task_pipeline(ctx: Context, train: Tasksets, evals: Tasksets) -> tuple[TaskP
         priority_weights=weights, seed=ctx.config.seed, plugin_dirs=ctx.plugin_dirs,
     )  # fmt: skip
     return pipeline, train, evals
-
-
-def _same(path: str, output: Path) -> bool:
-    return "://" not in path and Path(path).expanduser().absolute() == output
 
 
 def _operators(ctx: Context, given: TaskPipelineConfig) -> tuple[TaskOperatorSettings, ...]:

@@ -77,7 +77,7 @@ def engine_args(settings: EngineSettings) -> Any:
     if settings.device == "cpu":
         args["block_size"] = settings.block_size or CPU_BLOCK_SIZE
         args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        if settings.dtype == "float32" and _latent(settings):
+        if settings.dtype == "float32" and "latent attention" in row_layout.layer_types(_config(settings)):
             args["attention_backend"] = "CPU_MLA"  # the one for AMX, which vLLM prefers, computes in bfloat16 only
         args["worker_cls"] = "rft.engine.vllm_cpu.CacheWorker"
     else:
@@ -98,11 +98,6 @@ def engine_args(settings: EngineSettings) -> Any:
     if isinstance(override, dict):
         args["hf_overrides"] = rotary.applied_to(settings.model_path, override)
     return AsyncEngineArgs(**args)
-
-
-def _latent(settings: EngineSettings) -> bool:
-    """Whether the model has latent attention."""
-    return "latent attention" in row_layout.layer_types(_config(settings))
 
 
 def _config(settings: EngineSettings) -> dict[str, Any]:

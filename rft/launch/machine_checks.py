@@ -103,7 +103,7 @@ def arithmetic(device: str, model: str, rank: int, world: int, folder: Path) -> 
     seconds = time.perf_counter() - began
     error = float((made[:64].double() - right).abs().max() / right.abs().max())
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    text = f"{_short(dtype)} product of {size} x {size}: {2 * size**3 / seconds / 1e12:.2f} TFLOP/s, error {error:.1e}"
+    text = f"{str(dtype).removeprefix('torch.')} product of {size} x {size}: {2 * size**3 / seconds / 1e12:.2f} TFLOP/s, error {error:.1e}"
     if error > limit:
         raise RunFailed(f"{text}, allowed are {limit:.0e} of the largest value")
     yield ok("arithmetic", text)
@@ -365,10 +365,6 @@ def _made(settings: LearnerSettings, rank: int = 0, rendezvous: str | None = Non
 
 def ok(topic: str, text: str) -> Line:
     return Line(topic=topic, state="ok", text=text)
-
-
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _driver() -> str:

@@ -183,7 +183,7 @@ def _truth(
     settings: LearnerSettings, given: Sequence[TrainRow], objectives: Sequence[Objective], answers: Mapping[str, Sequence[Sampled]]
 ) -> tuple[Truth, dict[str, float], ModelLine]:  # fmt: skip
     """Plain rows in float32, how far `answers` of engines are from them, and how far they are from float64."""
-    numbers = _most_numbers(Path(settings.model_path))
+    numbers = sum(path.stat().st_size for path in modelfiles.files(Path(settings.model_path))) // 2  # at most: each has two bytes
     free = layer_copy.free_bytes(settings.device)
     if free < (needed := int(numbers * 12 * _SPARE)):
         raise SetupError(
@@ -204,11 +204,6 @@ def _truth(
     if double is None:
         return right, apart, ModelLine(what=what, refused=short)
     return right, apart, ModelLine(what=what, limit=ENGINE_LIMIT, **_differences(double, right))
-
-
-def _most_numbers(folder: Path) -> int:
-    """How many parameters there are at most: each has two bytes or more."""
-    return sum(path.stat().st_size for path in modelfiles.files(folder)) // 2
 
 
 def _plain(settings: LearnerSettings) -> Any:

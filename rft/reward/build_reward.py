@@ -13,7 +13,7 @@ from rft.errors import ConfigError
 from rft.plugins import REGISTRY, Plugin, check_call, checked_args, derived, hooks
 from rft.reward import data_sources, functions, lists, manager, overlong_penalty
 from rft.reward.base import FunctionReward, Reward
-from rft.threads import blamed
+from rft.threads import blamed, contained
 
 _Shared = TypeVar("_Shared", bound=BaseModel)
 INSTEAD: dict[str, str] = {
@@ -66,7 +66,7 @@ def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
         if (cls := derived(plugin.obj, Reward)).__call__ is Reward.__call__:
             raise _not_callable(name, key)
         check_call(plugin, keywords := checked_args(plugin, own, key=key), key=key)
-        with blamed(f"reward {name!r} cannot be made", key or "reward_fn_args"):
+        with blamed(f"reward {name!r} cannot be made", key or "reward_fn_args"), contained(f"reward {name!r}"):
             made = cls(**keywords)
     else:
         made = from_function(plugin, own, key=key)

@@ -160,10 +160,6 @@ def _decimal(text: str) -> Decimal:
     return Decimal(text)
 
 
-def _handle(id: int, kind: str) -> Handle:
-    return Handle(id, kind[:100])
-
-
 _SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
     "b": ((str,), lambda s: s.encode("latin-1")),
     "B": ((str,), lambda s: bytearray(s.encode("latin-1"))),
@@ -171,7 +167,7 @@ _SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
     "r": ((int, int, int), range),
     "D": ((str,), _decimal),
     "F": ((int, int), Fraction),
-    "h": ((int, str), _handle),
+    "h": ((int, str), lambda id, kind: Handle(id, kind[:100])),
 }
 
 

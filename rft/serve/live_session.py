@@ -79,7 +79,7 @@ class LiveSession(RunSession):
 
     async def answer(self, asked: ApiRequest, retry_key: str) -> ApiAnswer:
         await self.load()
-        digest = _digest(asked) if retry_key else ""
+        digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked)) if retry_key else ""
         if (known := self._retries.get(retry_key)) is not None:
             if known.asked != digest:
                 raise ApiError(
@@ -162,7 +162,3 @@ class LiveSession(RunSession):
             msgspec.structs.replace(t, score=self.scores.get(owner)) for t, owner in zip(made.turns, self._owners, strict=True)
         ]
         return msgspec.structs.replace(made, turns=tuple(scored))
-
-
-def _digest(asked: ApiRequest) -> str:
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked))

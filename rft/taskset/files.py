@@ -42,7 +42,8 @@ def open_path(settings: TasksetSettings) -> RowSource:
     if path.suffix.lower() in _READERS or path.is_absolute() or settings.path.startswith((".", "~")):
         if os.path.lexists(path):
             raise _error(settings, f"{path} is no plain file (a pipe, a device or a broken link); name a file or a folder")
-        raise _error(settings, f"{path} does not exist{_near(path)}{_looked(path)}")
+        looked = "" if path.is_absolute() else f"; relative paths are looked up in {Path.cwd()} and beside the configuration file"
+        raise _error(settings, f"{path} does not exist{_near(path)}{looked}")
     return _open_datasets(settings, None)
 
 
@@ -231,10 +232,6 @@ def _can_write(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _looked(path: Path) -> str:
-    return "" if path.is_absolute() else f"; relative paths are looked up in {Path.cwd()} and beside the configuration file"
 
 
 def _error(settings: TasksetSettings, message: str) -> ConfigError:

@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rft.blocked import own_lines
-from rft.errors import ConfigError, RftError, nearest
-from rft.logs import redact
+from rft.errors import ConfigError, nearest
 from rft.plugins import REGISTRY, checked_args, derived
 from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, fingerprint_of, sample_fingerprint
 from rft.taskset.gym_rows import NoSuchData, gym_rows
@@ -94,12 +92,8 @@ def _open_factory(settings: TasksetSettings) -> Taskset:
     func = REGISTRY.get("taskset", _MOVED.get(settings.path, settings.path)).obj
     key = f"taskset {settings.name}"
     args = _fitting(func, {"split": settings.split, **settings.args}, settings.path, f"{key}.args")
-    try:
+    with blamed(f"{settings.path} failed", f"{key}.path"):
         rows = func(**args)
-    except RftError:
-        raise
-    except (Exception, SystemExit) as e:  # a person may interrupt what takes long
-        raise ConfigError(redact(f"{settings.path} failed:\n{own_lines(e)}"), key=f"{key}.path") from None
     odd = [f" of {type(r).__name__}" for r in rows if not isinstance(r, dict)] if isinstance(rows, Sequence) else [""]
     if odd:
         what = f"{type(rows).__name__}{odd[0]}; it must return a list of dicts, one per task"
@@ -116,7 +110,7 @@ def _open_reader(settings: TasksetSettings, name: str, written: str) -> Taskset:
     made = _source_class(plugin.obj, name, whole)
     args = _source_arguments(plugin, settings, name, key)
     blame = partial(blamed, f"task source {name} failed", whole)
-    with blame(), contained(f"task source {name}"):
+    with blame():
         source = made(**args)
         count, fingerprint = len(source), str(source.fingerprint() or "")
 

@@ -243,7 +243,7 @@ class RecordedModel:
         return [float(v) for v in answer]
 
     async def _ask(self, method: str, asked: Any, ask: Callable[[ChatModel], Awaitable[Any]]) -> Any:
-        key = _key(method, asked)
+        key = xxhash.xxh3_128_hexdigest(json.dumps([method, asked], sort_keys=True).encode())
         if self.recording:
             answer = _plain(await ask(await self._real()))
             self._calls.append({"method": method, "key": key, "request": asked, "answer": answer})
@@ -289,10 +289,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
         return [{n: c[n] for n in ("method", "key", "request", "answer")} for c in held["calls"]]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is not a cassette: {e!r}; delete it and record it again") from None
-
-
-def _key(method: str, asked: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps([method, asked], sort_keys=True).encode())
 
 
 def _plain(value: Any) -> Any:

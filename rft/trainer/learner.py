@@ -27,7 +27,7 @@ from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.composition import build
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.faults import fault
-from rft.trainer import attention, optim, profiling, row_proof, saving, sharding
+from rft.trainer import attention, optim, products, profiling, row_proof, saving, sharding
 from rft.trainer import batch as batches
 from rft.trainer import policy as policies
 from rft.trainer.balance import RouterBalance
@@ -67,6 +67,7 @@ class Learner:
         self.rank = rank
         if settings.device == "cpu":
             torch.set_num_threads(settings.cpu_threads)
+            products.use_the_fastest()
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

@@ -247,7 +247,7 @@ def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Opera
                     given=engine,
                 )
     try:
-        with blamed(f"operator {name!r} cannot be made", f"{key}.name"):
+        with blamed(f"operator {name!r} cannot be made", f"{key}.name"), contained(f"operator {name!r}"):
             made: Operator = cls(**args)
     except ConfigError as e:
         raise ConfigError(e.message, key=e.key or f"{key}.args", given=settings.args) from None

@@ -216,6 +216,23 @@ def test_what_code_for_rows_raises_is_told_with_its_authors_lines(tmp_path, chan
     assert caught.value.key == f"taskset tasks.{next(iter(changes))}" and "open_source.py" not in str(caught.value)
 
 
+INTERRUPTED = """
+def rows(split): raise KeyboardInterrupt
+
+class Rows:
+    def __init__(self, path, split): raise KeyboardInterrupt
+    def __len__(self): return 1
+    def __getitem__(self, i): return {}
+"""
+
+
+@pytest.mark.parametrize("changes", [{"path": "FILE:rows"}, {"storage_type": "FILE:Rows"}])
+def test_a_person_may_interrupt_code_for_rows(tmp_path, changes):
+    (tmp_path / "slow.py").write_text(INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):
+        open_taskset(settings(**{"path": "data", **{n: t.replace("FILE", f"{tmp_path}/slow.py") for n, t in changes.items()}}))
+
+
 MANY = """
 class Many:
     def __init__(self, path, split, odd=-1): self.odd = odd

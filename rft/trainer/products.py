@@ -1,0 +1,33 @@
+"""Products of float32 matrices by oneDNN, which is faster than MKL on AMD's processors.  torch has both and takes MKL.
+
+Knows torch's operators; not models.  Invariant: what oneDNN cannot multiply, and every other type, is multiplied as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+
+
+def by_onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b of matrices [M, K] and [K, N] on a CPU, as `torch.mm`."""
+    if a.dtype == b.dtype == torch.float32 and 0 < a.shape[1] == b.shape[0]:
+        made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    else:
+        made = torch.ops.aten.mm.out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+    return made
+
+
+@functools.cache
+def use_the_fastest(cpuinfo: Path = Path("/proc/cpuinfo")) -> torch.library.Library | None:
+    """Where it is faster, `torch.mm` and with it linear layers and their gradients are `by_onednn` in this process from now on."""
+    if not torch.backends.mkldnn.is_available() or not cpuinfo.exists() or "AuthenticAMD" not in cpuinfo.read_text():
+        return None
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        library.impl("mm", by_onednn, "CPU")
+    return library
