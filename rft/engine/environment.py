@@ -79,6 +79,7 @@ def host_program(settings: EngineSettings) -> list[str] | None:
 def trainer_environment(threads: int, device: str = "cpu") -> dict[str, str]:
     """Variables for a trainer rank that computes with `threads` threads on the host; idle ones sleep soon, as in engines."""
     env = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000", **_WAITS, "TOKENIZERS_PARALLELISM": "false"}
+    env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "128"  # numbers of rows hardly come again, and a kernel for each takes 0.3 MiB
     return _unless_set({**env, **_preload(*([OPENMP] if device == "cpu" else []), ALLOCATOR)})
 
 
