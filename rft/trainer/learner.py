@@ -67,7 +67,7 @@ class Learner:
         self.rank = rank
         if settings.device == "cpu":
             torch.set_num_threads(settings.cpu_threads)
-            products.use_the_fastest()
+            products.prefer_onednn()
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

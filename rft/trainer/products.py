@@ -22,7 +22,7 @@ def by_onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def use_the_fastest(cpuinfo: Path = Path("/proc/cpuinfo")) -> torch.library.Library | None:
+def prefer_onednn(cpuinfo: Path = Path("/proc/cpuinfo")) -> torch.library.Library | None:
     """Where it is faster, `torch.mm` and with it linear layers and their gradients are `by_onednn` in this process from now on."""
     if not torch.backends.mkldnn.is_available() or not cpuinfo.exists() or "AuthenticAMD" not in cpuinfo.read_text():
         return None

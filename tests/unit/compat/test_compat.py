@@ -105,7 +105,7 @@ async def test_our_rewards_are_theirs():
     group = await play(ScriptedEngine("<think>a</think><answer>4</answer>", "5"), MathWorkflow, num_runs=2)
     assert group.rewards == [pytest.approx(1.1), pytest.approx(-0.1)]
     assert "<answer>" in group.rows[0].messages[0]["content"], "the instruction comes with the reward"
-    group = await play(ScriptedEngine("4"), "test_SimpleWorkflow", reward="exact_answer")
+    group = await play(ScriptedEngine("4"), SimpleWorkflow, reward="exact_answer")
     assert group.rewards == [1.0]
 
 
@@ -378,7 +378,7 @@ async def test_operators():
 
     for cls in (Half, Best, Wrong):
         EXPERIENCE_OPERATORS.register_module(f"test_compat_{cls.__name__}")(cls)
-    group = await play(ScriptedEngine("4", "5"), "test_SimpleWorkflow", reward="test_compat_reward", num_runs=2)
+    group = await play(ScriptedEngine("4", "5"), SimpleWorkflow, reward="test_compat_reward", num_runs=2)
     done = await pipeline("test_compat_Half", group.rows, group.task)
     assert [(r.reward, r.info["before"]) for r in done.rows] == [(0.5, 1.0), (0.0, 0.0)]
     assert ("halved", 2.0) in [(m.name, m.value) for m in done.metrics]
@@ -396,7 +396,7 @@ async def test_an_operator_may_mask_a_part_of_an_answer():
             return exps, {}
 
     EXPERIENCE_OPERATORS.register_module("test_compat_Cut")(Cut)
-    group = await play(ScriptedEngine("444", "555"), "test_SimpleWorkflow", reward="test_compat_reward", num_runs=2)
+    group = await play(ScriptedEngine("444", "555"), SimpleWorkflow, reward="test_compat_reward", num_runs=2)
     done = await pipeline("test_compat_Cut", group.rows, group.task)
     before, after = group.rows[0], done.rows[0]
     assert after.loss_mask.tolist() == [*before.loss_mask[:-1].tolist(), False] and after.num_response_tokens > 0
@@ -413,7 +413,7 @@ async def test_an_operator_may_write_tensors_into_info():
             return exps, {}
 
     EXPERIENCE_OPERATORS.register_module("test_compat_Measured")(Measured)
-    group = await play(ScriptedEngine("4", "5"), "test_SimpleWorkflow", reward="test_compat_reward", num_runs=2)
+    group = await play(ScriptedEngine("4", "5"), SimpleWorkflow, reward="test_compat_reward", num_runs=2)
     done = await pipeline("test_compat_Measured", group.rows, group.task)
     assert [r.info["score"] for r in done.rows] == [0.5, 0.5] and encode(done.rows)
 
@@ -457,7 +457,8 @@ def test_registries_take_our_shapes_and_refuse_theirs():
         return np.zeros(len(x.rows), np.float32)
 
     assert REGISTRY.get("advantage_fn", "test_compat_zero").obj is zero
-    assert WORKFLOWS.get("test_SimpleWorkflow") is SimpleWorkflow and REWARD_FUNCTIONS.get("test_compat_reward") is Right
+    WORKFLOWS.register_module("test_compat_simple")(SimpleWorkflow)
+    assert WORKFLOWS.get("test_compat_simple") is SimpleWorkflow and REWARD_FUNCTIONS.get("test_compat_reward") is Right
     with pytest.raises(PluginError, match="force"):
         REWARD_FUNCTIONS.register_module("math_reward", force=True)
     with pytest.raises(PluginError, match="defined twice"):

@@ -61,12 +61,12 @@ def test_linear_layers_and_their_gradients_use_it_on_processors_of_amd(
 ) -> None:
     told = tmp_path / "cpuinfo"
     told.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-    here = products.use_the_fastest()  # what learners of other tests have done
+    here = products.prefer_onednn()  # what learners of other tests have done
     if here is not None:
         here._destroy()
-        products.use_the_fastest.cache_clear()
+        products.prefer_onednn.cache_clear()
     layer, x = nn.Linear(8, 5, bias=False), torch.randn(3, 8, requires_grad=True)
-    library = products.use_the_fastest(told)
+    library = products.prefer_onednn(told)
     try:
         found = names(layer, x)
     finally:
@@ -77,4 +77,4 @@ def test_linear_layers_and_their_gradients_use_it_on_processors_of_amd(
 
 
 def test_without_cpuinfo_nothing_changes(tmp_path: Path) -> None:
-    assert products.use_the_fastest(tmp_path / "none") is None
+    assert products.prefer_onednn(tmp_path / "none") is None
