@@ -32,7 +32,7 @@ _NOT_KEPT = {
         "weights are brought by the synchronizer",
     ),
     **dict.fromkeys(("prepare", "shutdown"), "engines are started and closed with the run"),
-    **dict.fromkeys(("get_lora_request", "get_lora_request_async"), "there are no adapters yet"),
+    **dict.fromkeys(("get_lora_request", "get_lora_request_async"), "an adapter (model.lora_configs) is a part of the policy"),
     **dict.fromkeys(("get_available_address_async",), "engines open no port"),
     "clone_with_isolated_history": "every run has a wrapper of its own already",
     "get_current_load": "requests are routed by the engine pool",

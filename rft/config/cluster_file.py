@@ -106,7 +106,7 @@ def load(path: Path) -> ClusterFile:
         raise ConfigError(
             f"{path} lacks {', '.join(lacking)}; write them, or `measured: [RUN]` with the folder of a run", key=KEY
         )
-    if found.nodes > 1 and found.network_gbps is None:
+    if found.nodes > 1 and found.network_gbps is None and not found.measured:
         raise ConfigError(f"{path} has {found.nodes} nodes and lacks network_gbps", key=KEY)
     return found
 

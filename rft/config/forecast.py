@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rft.config import cluster_file, model_folder
+from rft.config import cluster_file, lora_plan, model_folder
 from rft.config.cluster_file import ClusterFile, Speeds, concurrent, decode_steps, prompts_of, rows_of
 from rft.config.memory_estimate import BYTES, engine, estimate, too_much
 from rft.config.memory_shared import phases
@@ -123,6 +123,8 @@ class Simulation:
         self._cluster, self._plan = cluster, plan
         self._memory = cluster.facts().gpu_memory
         self._shape: ModelShape = model_folder.shape(sizes[0])
+        lora = plan.learner.lora
+        self._trained = None if lora is None else lora_plan.parameters(lora, self._shape, sizes[1])
         runs = cluster_file.measured(cluster, beside)
         self._measured = cluster_file.of_runs(runs) if runs else None
 
@@ -189,7 +191,7 @@ class Simulation:
         return found
 
     def _fits(self, plan: Plan) -> bool:
-        roles = estimate(plan, self._shape, gpu_memory=self._memory)
+        roles = estimate(plan, self._shape, trained=self._trained, gpu_memory=self._memory)
         return not too_much((*roles, *phases(plan, roles)), plan, ram=None, gpu_memory=self._memory)
 
 

@@ -291,7 +291,7 @@ def trainer(
     With an adapter of `trained` parameters the weights have neither gradients nor moments, and are the reference model too.
     """
     s, critic = plan.learner, critic or shape
-    world, item, sharded = s.world_size, BYTES[s.dtype], s.world_size > 1 or s.dtype != "float32"
+    world, item, sharded = s.world_size, BYTES[s.dtype], s.sharded
     shards = _shards(s)
     share = 0 if s.offload_policy else shape.fullest(shape.parameters * 4, shards)
     own = share if trained is None else 0 if s.offload_policy else trained * 4 // shards  # what is trained

@@ -75,7 +75,8 @@ def versions(device: str, model: str, rank: int, world: int, folder: Path) -> Fo
         raise SetupError(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     cudnn = torch.backends.cudnn.version()
-    yield ok("versions", f"driver {_driver()}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}")
+    driver = _smi("--query-gpu=driver_version").splitlines()[0] if shutil.which("nvidia-smi") else "unknown (no nvidia-smi)"
+    yield ok("versions", f"driver {driver}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}")
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
@@ -365,11 +366,6 @@ def _made(settings: LearnerSettings, rank: int = 0, rendezvous: str | None = Non
 
 def ok(topic: str, text: str) -> Line:
     return Line(topic=topic, state="ok", text=text)
-
-
-def _driver() -> str:
-    """The driver's version as nvidia-smi says it."""
-    return _smi("--query-gpu=driver_version").splitlines()[0] if shutil.which("nvidia-smi") else "unknown (no nvidia-smi)"
 
 
 def _holders() -> list[str]:

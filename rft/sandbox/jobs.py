@@ -14,7 +14,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rft.sandbox import wire
@@ -80,7 +80,7 @@ def judge_calls(
     all: bool = False,
 ) -> ProgramVerdict:
     """Each case is (arguments, result); `function` may be a method of a class called Solution.  The deadline holds for each call."""
-    with _two(server, limits) as (process, runner):
+    with _two(server, replace(limits, deadlines=1 + len(cases))) as (process, runner):
         failure, deadline = _load(process, program, limits)
         if failure is not None:
             return ProgramVerdict(0, len(cases), failure.reason, failure.detail)

@@ -44,6 +44,7 @@ class ProgramLimits:
     """What one program may take.  `timeout_s`: wall clock and processor time; `output_kb`: of what it prints, and `file_mb` of files."""
 
     timeout_s: float = 10.0
+    deadlines: int = 1  # of `timeout_s`, one after the other; it may use the processor time of all of them
     memory_mb: int = 1024
     output_kb: int = 1024
     file_mb: int = 16
@@ -174,7 +175,7 @@ class ForkServer(ForkingProcess):
             "role": role,
             "fds": list(fds),
             "number": next(self._numbers),
-            "cpu_s": max(1, int(limits.timeout_s + 0.999)),
+            "cpu_s": max(1, int(limits.timeout_s * limits.deadlines + 0.999)),
             "memory_mb": limits.memory_mb,
             "file_mb": limits.file_mb,
             "files": limits.files,

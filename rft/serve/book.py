@@ -212,10 +212,8 @@ class SessionBook:
         while True:
             self.changed.clear()
             await self._end_overdue()
-            while (group := self.groups.take()) is not None:
-                if len(group.sessions) >= self.groups.needed:
-                    return group
-                await self.explain(list(group.sessions), "too_few")
+            if (group := self.groups.take()) is not None:
+                return group
             times = [t for t in (self.groups.next_deadline, self._next_expiry()) if t is not None]
             try:
                 async with asyncio.timeout(max(0.0, min(times) - self.clock()) if times else None):

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -174,11 +174,11 @@ class Service:
             given = await self._next_batch()
 
     async def _append(self, id: GroupId, closed: SessionGroup, operated: list[Metric]) -> PlayedGroup | None:
-        """Stores a closed group and returns it as it was rewarded; None where nothing of it can be trained, which the store then says."""
+        """Stores a closed group and returns it as it was rewarded; None where that cannot be trained: its sessions end or wait again."""
         found = [self.book.sessions[s] for s in closed.sessions if s in self.book.sessions]
         sessions = [s for s in found if await self._is_whole(s)]
         if len(sessions) < self.book.groups.needed:
-            await self.book.explain([s.id for s in sessions], "too_few")
+            self._again(s.id for s in sessions)
             return None
         for session in sessions:
             async with session.scoring:  # a reward that was acknowledged is the rows' reward
@@ -203,8 +203,12 @@ class Service:
         with suppress(ValueError):  # a text without one
             bad = [ids[ExperienceId.parse(text.partition(" ")[0]).run]]
         await self.book.explain([i for i in bad if i in waiting], "orphaned" if reason in _ORPHANED else reason)
-        for id in waiting:
-            if id not in bad and (session := self.book.sessions.get(id)) is not None:
+        self._again(i for i in waiting if i not in bad)
+
+    def _again(self, ids: Iterable[str]) -> None:
+        """These sessions wait for partners again, as long as their group's deadline has not passed."""
+        for id in ids:
+            if (session := self.book.sessions.get(id)) is not None:
                 session.forming = False
                 self.book.groups.add(session.stored.task_id, id, session.stored.rewarded or session.stored.created)
 

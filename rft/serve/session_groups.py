@@ -53,13 +53,16 @@ class SessionGroups:
             del self._open[key]
 
     def take(self) -> SessionGroup | None:
-        """The group that was closed first."""
-        if not self.closed:
-            return None
-        group = self.closed.popleft()
-        for session in group.sessions:
-            del self._of[session]
-        return group
+        """The group that was closed first.  What is left of one that has lost sessions, and is now too small, waits for others again."""
+        while self.closed:
+            group = self.closed.popleft()
+            for session in group.sessions:
+                del self._of[session]
+            if len(group.sessions) >= self.needed:
+                return group
+            for session in group.sessions:
+                self.add(group.task_id, session, group.closes - self._deadline_s)
+        return None
 
     def expire(self, now: float) -> list[str]:
         """Closes the groups whose deadline has passed; the sessions that have too few partners."""

@@ -76,7 +76,7 @@ class Learner:
         self.settings = settings
         self._memory = partial(_memory, settings, rank)
         self.algorithm = build(settings.algorithm)
-        self._grouped = sharding.sharded(settings)
+        self._grouped = settings.sharded
         if self._grouped:
             sharding.join(settings, rank, rendezvous)
         with self._memory("loading the model"):

@@ -233,7 +233,7 @@ def place(
     policy.entropy_chunking, policy.entropy_checkpointing = settings.entropy_chunking, settings.entropy_checkpointing
     if settings.compile:
         _compile(policy, settings)
-    if sharding.sharded(settings):
+    if settings.sharded:
         sharding.shard(policy, settings, list(layers(policy.lm)), policy.exact)
         for name in policy.outermost:
             register_fsdp_forward_method(policy, name)

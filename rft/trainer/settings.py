@@ -141,6 +141,16 @@ class LearnerSettings:
     seed: int = SEED
     deterministic: bool = False
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 is used: with several ranks, to compute in another dtype than the parameters', or to keep them on the host.
+
+        One float32 rank has nothing to shard, and FSDP2 would still copy every parameter twice and every gradient three times a step
+        (about 1 s of a 5 s step of a 135 M model on two cores).
+        """
+        offloaded = self.offload_policy or self.ref_offload or self.critic.offload_policy
+        return self.world_size > 1 or self.dtype != "float32" or offloaded
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:

@@ -23,21 +23,6 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def sharded(settings: LearnerSettings) -> bool:
-    """Whether FSDP2 is used: with several ranks, to compute in another dtype than the parameters', or to keep them on the host.
-
-    One float32 rank has nothing to shard, and FSDP2 would still copy every parameter twice and every gradient three times a step
-    (about 1 s of a 5 s step of a 135 M model on two cores).
-    """
-    return (
-        settings.world_size > 1
-        or settings.dtype != "float32"
-        or settings.offload_policy
-        or settings.ref_offload
-        or settings.critic.offload_policy
-    )
-
-
 def storage_device(settings: LearnerSettings) -> str:
     """Where parameters live between uses."""
     return "cpu" if settings.offload_policy else settings.device

@@ -310,5 +310,7 @@ def test_what_lives_on_the_host_takes_no_memory_of_a_gpu() -> None:
 
     offloaded = names(*gpus, "trainer.offload_policy=true", "algorithm.kl_loss_fn=k2")
     assert not {"weights", "AdamW moments", "reference model"} & set(offloaded)
+    alone = ("cluster.gpu_per_node=2", "trainer.param_dtype=float32")
+    assert "gathered layers" not in names(*alone) and "gathered layers" in names(*alone, "trainer.offload_policy=true")
     assert names(*gpus, "trainer.fsdp_size=1")["weights"] == 2 * names(*gpus)["weights"]
     assert "SGD moments" not in names("algorithm.optimizer.optimizer_type=sgd")

@@ -100,6 +100,11 @@ def test_what_is_recommended_is_faster_within_its_bound() -> None:
 
 def test_what_does_not_fit_is_not_recommended() -> None:
     assert told(ClusterFile(gpus_per_node=8, gpu_memory_gib=8, **SPEEDS)).faster == {}
+    c = ClusterFile(gpus_per_node=8, gpu_memory_gib=40, **SPEEDS)
+    split = ("explorer.rollout_model.engine_num=6", "trainer.world_size=2")
+    whole, adapter = plan(c, *split), plan(c, *split, "model.lora_configs=[{lora_rank: 8}]")
+    fits = [forecast.Simulation(c, p, CLUSTERS)._fits(p) for p in (whole, adapter)]
+    assert fits == [False, True], "the moments of 4 billion weights take 32 GB; an adapter has next to none"
 
 
 def test_planted_speeds_are_found_again(tmp_path: Path) -> None:
@@ -145,6 +150,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "share above 1": ("train_share: 1.5", "train_share"),
     "no speeds": ("nodes: 1", "lacks peak_tflops, memory_gbps, link_gbps"),
     "no network": ("{nodes: 2, " + ", ".join(f"{k}: {v}" for k, v in SPEEDS.items()) + "}", "lacks network_gbps"),
+    "no run on two nodes": ("{nodes: 2, measured: [nowhere]}", "no folder of a run"),  # whose speeds need no network's
     "a list": ("[1, 2]", "object"),
     "no run": ("measured: [nowhere]", "no folder of a run"),
 }

@@ -97,6 +97,8 @@ def test_calls_and_shares(server: ForkServer) -> None:
     assert (some.passed, some.total, some.reason, some.detail) == (3, 4, "wrong_answer", "square gave '16'")
     missing = jobs.judge_calls(server, "x = 1", "square", cases, LIMITS)
     assert (missing.passed, missing.reason) == (0, "error") and "square" in missing.detail
+    limited = "import resource\ndef seconds(): return resource.getrlimit(resource.RLIMIT_CPU)[0]"  # one process makes all calls
+    assert jobs.judge_calls(server, limited, "seconds", [([], 80)] * 3, LIMITS).right, "20 s to load, and 20 s for each call"
     asserts = ["assert g(1) == 1", "assert g(2) == 5", "assert g(3) == 3"]
     assert jobs.judge_tests(server, "def g(x): return x", asserts, LIMITS, all=True).passed == 2
     assert jobs.judge_tests(server, "def g(x): return x", asserts, LIMITS).passed == 1
