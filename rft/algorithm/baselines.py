@@ -107,7 +107,7 @@ def opo(x: StepInputs, args: NoArgs) -> np.ndarray:
 def gpg(x: StepInputs, args: NoArgs) -> np.ndarray:
     """A = alpha (R - mean), alpha = rows of the step / rows of it whose reward is not 0 (at least 1).  arXiv:2504.02546
 
-    alpha makes up for groups that give no gradient, so it is the one number here that depends on the batch.  Returns float32 [S].
+    alpha grows as fewer rows have a reward other than 0, so it is the one number here that depends on the batch.  Returns float32 [S].
     """
     alpha = len(x.rows) / max(sum(row.reward != 0 for row, _ in members(x)), 1)
     return scores(x, lambda reward, group: 0.0 if equal(group.rewards) else alpha * (reward - group.mean))

@@ -183,7 +183,7 @@ define_algorithm(
 define_algorithm(
     "dapo",
     "GRPO with a wider upper clip bound (arXiv:2503.14476).  Its penalty for overlong answers is an argument of every reward; "
-    "groups of equal rewards stay in the step with advantage 0 instead of being sampled anew.",
+    "groups of equal rewards stay in the step with advantage 0; the operator dapo_dynamic_sampling plays others in their place.",
     advantage_fn="grpo",
     policy_loss_fn="ppo",
     policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},

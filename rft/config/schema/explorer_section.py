@@ -252,7 +252,7 @@ class ExplorerConfig(Section):
     max_concurrent_runs: units.Runs = safe_key(ExplorerSettings.max_concurrent_runs, "Concurrent runs.")
     max_inflight_batches: units.ExploreSteps = safe_key(2, "fully_async: concurrent explore steps.")
     max_failed_groups: units.Groups = safe_key(
-        ExplorerSettings.breaker, "Stop after this many groups in a row in which every run failed."
+        ExplorerSettings.breaker, "Stop after this many groups in a row in which every run failed, or none got a reward."
     )
     env_vars: dict[str, str] = safe_key({}, "Environment variables for the explorer's process.")
     runner_per_model: int | None = safe_key(None, "Runners of each model.", ge=1)
