@@ -184,15 +184,14 @@ class Ranks:
         await self._same("export", str(folder))
 
     async def load(self, checkpoint: str | Path) -> None:
-        """Go on from a committed checkpoint folder (`global_step_N`)."""
+        """Go on from a committed checkpoint folder (`global_step_N`).  Factors that are constant stay as they are written."""
         coefs, *_ = await self._same("load", str(Path(checkpoint) / "trainer"))
         if "extra" not in (self.settings.load_contents or ("extra",)):
             return
-        for name, controller in self.controllers.items():
-            if name in coefs:
-                controller.coef = coefs[name]
-            elif controller.target is not None:
+        for name, controller in ((n, c) for n, c in self.controllers.items() if c.target is not None):
+            if name not in coefs:
                 raise CheckpointInvalid(f"{checkpoint}: has no factor of the adaptive {name}; it was written without one")
+            controller.coef = coefs[name]
 
     async def aside(self, work: Any, *args: Any) -> Any:
         """Run blocking `work` in the local rank's thread, between collective calls."""

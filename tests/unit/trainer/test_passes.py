@@ -294,3 +294,18 @@ async def test_a_checkpoint_without_the_factor_is_refused(settings: Settings, tm
         await Ranks(Learner(settings(algorithm=own))).load(tmp_path)
     fixed = replace(own, kl_loss_fn_args={"kl_coef": 0.5})
     await Ranks(Learner(settings(algorithm=fixed))).load(tmp_path)
+
+
+async def test_a_constant_factor_is_the_written_one_whatever_the_checkpoint_was_trained_with(
+    settings: Settings, tmp_path: Path
+) -> None:
+    own = AlgorithmSettings(
+        kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.001}, kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.002}
+    )
+    first = Ranks(Learner(settings(algorithm=own)))
+    await first.take(0, copy=False)
+    await first.write(tmp_path / "trainer")
+    other = replace(own, kl_loss_fn_args={"kl_coef": 0.1}, kl_penalty_fn_args={"kl_coef": 0.2})
+    ranks = Ranks(Learner(settings(algorithm=other)))
+    await ranks.load(tmp_path)
+    assert ranks.kl_coefs == {"kl_loss": 0.1, "kl_penalty": 0.2}
