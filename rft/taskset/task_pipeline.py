@@ -233,7 +233,7 @@ def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray
     """Sum of weight x score; each score column is scaled to 0 to 1 over all rows.  float64 [rows]"""
     total, used = np.zeros(len(rows)), False
     for name, weight in settings.priority_weights.items():
-        if weight == 0 or name not in rows[0]:
+        if weight == 0 or not any(name in row for row in rows):
             continue
         written = TaskOperatorSettings(name="order", key=f"{KEY}.priority_weights.{name}")
         score = np.array([_guarded(written, partial(row_operators.number, row, name), f"row {i}") for i, row in enumerate(rows)])

@@ -89,6 +89,18 @@ def test_order_and_top_k(make):
         prepare(make(order="sort", priority_weights={**WEIGHTS, "quality": 0}))
 
 
+@pytest.mark.parametrize("lacks", [0, 3])
+def test_a_column_to_sort_by_is_there_in_all_rows_or_in_none(lacks, tmp_path) -> None:
+    rows = [{"prompt": str(i), "quality": 0.5, **({} if i == lacks else {"difficulty": i / 4})} for i in range(4)]
+    source = tmp_path / "some.jsonl"
+    source.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    given = TaskPipelineSettings(
+        inputs=(str(source),), output=str(tmp_path / "out.jsonl"), order="sort", priority_weights=WEIGHTS
+    )
+    with pytest.raises(ConfigError, match=f"row {lacks}: there is no column 'difficulty'"):
+        prepare(given)
+
+
 def test_operators_see_their_fields_alone_and_the_rest_is_kept(make):
     seen = []
 
