@@ -171,6 +171,8 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
     source = str(folder) if folder is not None else settings.path
     try:
         if folder is not None and ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
+            if settings.subset_name is not None:
+                raise ValueError(f"it has no subsets, and {settings.subset_name!r} is asked for; leave subset_name out")
             loaded: Any = datasets.load_from_disk(source)
             if isinstance(loaded, datasets.Dataset) and settings.split not in ("train", str(loaded.split)):
                 raise ValueError(f"it was saved without splits, and {settings.split!r} is asked for; save a DatasetDict")
@@ -182,11 +184,8 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
                 f"taskset {settings.name}: {source} is read through the cache of Hugging Face datasets, and {cache} cannot be written "
                 f"({e}).  Set HF_HOME or HF_DATASETS_CACHE to a folder that can be, or name a jsonl, csv or parquet file itself."
             ) from e
-        hint = (
-            ""
-            if folder is not None
-            else "  It is not a local file or folder either; without a network only data sets in the local cache can be used."
-        )
+        hint = "  It is not a local file or folder either; without a network only data sets in the local cache can be used."
+        hint = hint if folder is None else ""
         raise _error(settings, f"{source}: cannot be loaded: {type(e).__name__}: {e}{hint}") from e
     if isinstance(loaded, datasets.DatasetDict):
         if settings.split not in loaded:

@@ -161,6 +161,8 @@ def test_folders_through_datasets(tmp_path, monkeypatch):
     assert (len(taskset), taskset.task(1).truth) == (2, "4")
     with pytest.raises(ConfigError, match="no split 'test'; it has train"):
         open_taskset(settings(tmp_path / "saved", split="test"))
+    with pytest.raises(ConfigError, match="it has no subsets, and 'socratic' is asked for; leave subset_name out"):
+        open_taskset(settings(tmp_path / "saved", subset_name="socratic"))
     with pytest.raises(ConfigError, match="cannot be loaded"):
         (tmp_path / "empty").mkdir()
         open_taskset(settings(tmp_path / "empty"))
