@@ -131,7 +131,7 @@ class TasksetConfig(Section):
     )
     filter_overlong_prompts: bool = key(
         False,
-        "Leave out rows whose chat, rendered and tokenized, has more than model.max_prompt_tokens tokens, before anything else.",
+        "Leave out rows whose chat, rendered and tokenized, has more than model.max_prompt_tokens tokens; of the first max_rows.",
     )
     skip_bad_rows: bool = key(
         TasksetSettings.skip_bad_rows,

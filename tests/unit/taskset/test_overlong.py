@@ -48,6 +48,11 @@ def test_error_refuses_the_taskset_and_names_the_row(tmp_path, tiny_model):
     assert len(opened(path, tiny_model, 400, refuse=True)) == 4
 
 
+def test_the_first_rows_are_taken_before_long_ones_are_left_out(tmp_path, tiny_model):
+    taskset = opened(write(tmp_path, [60, 1, 2, 3]), tiny_model, 40, max_rows=2)
+    assert [taskset.task(i).index for i in range(len(taskset))] == [1]
+
+
 @pytest.mark.parametrize(
     ("side", "kept"),
     [("left", [6, 7, 8, 9, 10]), ("right", [0, 1, 2, 3, 4]), ("middle", [0, 1, 8, 9, 10]), ("error", list(range(11)))],
