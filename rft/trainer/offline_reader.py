@@ -98,6 +98,7 @@ class HeldOut:
                 entropy=packed("entropy"),
                 rollout_logprobs=none,
                 is_expert=torch.ones(count, dtype=torch.bool),
+                kl_coef=ranks.kl_coefs.get("kl_loss"),
             )
         )
         values = {name: float(value) / count for name, value in out.sums.items() if name not in _THE_LOSS}

@@ -15,16 +15,19 @@ import torch
 
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import CheckpointInvalid, RunFailed
+from rft.taskset.offline_data import OfflineData
+from rft.taskset.settings import OfflineDataSettings, TasksetSettings
 from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.numbers import numbers
+from rft.trainer.offline_reader import HeldOut
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import LearnerSettings
 from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
-from rft.types.experience import Experience, SamplingRecord
-from rft.types.ids import GroupId, Version
+from rft.types.experience import Demonstration, Experience, SamplingRecord
+from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.ports import GroupStats, Lease
 from rft.types.task import SamplingArgs
 
@@ -309,3 +312,19 @@ async def test_a_constant_factor_is_the_written_one_whatever_the_checkpoint_was_
     ranks = Ranks(Learner(settings(algorithm=other)))
     await ranks.load(tmp_path)
     assert ranks.kl_coefs == {"kl_loss": 0.1, "kl_penalty": 0.2}
+
+
+async def test_held_out_rows_have_the_factor_that_the_next_step_has(settings: Settings) -> None:
+    own = AlgorithmSettings(advantage_fn="none", policy_loss_fn="sft", kl_loss_fn="k2", kl_loss_fn_args=STEERED)
+    learner = Learner(settings(algorithm=own))
+    ranks = Ranks(learner)
+    torch.nn.init.normal_(learner.policy.trainable()["model.norm.weight"], 1.0, 0.1)  # apart from the reference
+    row = Demonstration(id=ExperienceId(0, 0, 0, 0, 0), tokens=np.arange(5, 13, dtype=np.int32), loss_mask=np.arange(8) > 2)
+    rows = TasksetSettings(name="mine", path="", workflow="")
+    held_out = HeldOut(OfflineData(OfflineDataSettings(rows=rows, kind="chats", model_path="", max_tokens=8), [row], ""))
+    told = []
+    for coef in (1.0, 3.0):
+        ranks.controllers["kl_loss"].coef = coef
+        told.append(await held_out.evaluate(ranks))
+    (first, second), kl = told, told[0]["eval/mine/kl_loss"]
+    assert kl > 1e-4 and second["eval/mine/loss"] - first["eval/mine/loss"] == pytest.approx(2 * kl, rel=1e-2)
