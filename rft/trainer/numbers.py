@@ -19,7 +19,8 @@ def numbers(batch: StepBatch, report: StepResult, kl_coefs: Mapping[str, float])
         if "kl_loss" in kl_coefs:
             values["actor/kl_coef"] = kl_coefs["kl_loss"]
     if batch.kl is not None:
-        values |= {"advantage/kl": batch.kl, "advantage/kl_coef": kl_coefs["kl_penalty"]}
+        factor = {"advantage/kl_coef": kl_coefs["kl_penalty"]} if "kl_penalty" in kl_coefs else {}  # a part of one's own has none
+        values |= {"advantage/kl": batch.kl, **factor}
     if (critic := report.critic) is not None:
         values |= {f"critic/{name}": value / critic.trained_tokens for name, value in critic.sums.items()}
         values |= {"critic/grad_norm": critic.grad_norm, "critic/lr": critic.lr}

@@ -328,3 +328,12 @@ async def test_held_out_rows_have_the_factor_that_the_next_step_has(settings: Se
         told.append(await held_out.evaluate(ranks))
     (first, second), kl = told, told[0]["eval/mine/kl_loss"]
     assert kl > 1e-4 and second["eval/mine/loss"] - first["eval/mine/loss"] == pytest.approx(2 * kl, rel=1e-2)
+
+
+async def test_a_kl_in_the_reward_of_ones_own_is_trained_and_told(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import numpy as np\ndef apart(x, args):\n    return [np.full(r.length, 0.25) for r in x.rows]\n"
+    )
+    ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(kl_penalty_fn=f"{tmp_path / 'own.py'}:apart"))))
+    told = numbers(*await train(ranks, lease()), ranks.kl_coefs)
+    assert told["advantage/kl"] == 0.25 and told["train/updates"] == 1 and "advantage/kl_coef" not in told
