@@ -42,7 +42,7 @@ class GrpoArgs(Args):
         description="use remaining groups again in place of the dropped ones",
     )
     rank_penalty: float | None = Field(
-        None, ge=0, description="lower the rewards of likely answers by this times their rank in the group (arXiv:2506.02355)"
+        None, ge=0, description="shrink rewards of likely answers, also negative ones, by this times rank / n (arXiv:2506.02355)"
     )
     std_cal_level: Literal["group", "batch"] = Field(
         "group", description="which rewards the standard deviation is taken over (arXiv:2508.08221)"
