@@ -177,12 +177,17 @@ class ClassTool:
         async with self._creating:
             if not self._instance:
                 self._instance = uuid.uuid4().hex
-                await self._does("create")
+                try:
+                    await self._does("create")
+                except Exception:
+                    self._instance = ""  # the next call tries again
+                    raise
         result = await self._does("execute", dict(arguments))
         said, reward = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
         if reward is not None:
             self.rewards.append(float(reward))
-        return as_text(getattr(said, "text", said) or "")
+        told = getattr(said, "text", said)
+        return "" if told is None else as_text(told)
 
     async def close(self) -> None:
         if self._instance:

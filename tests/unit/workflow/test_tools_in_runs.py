@@ -200,6 +200,26 @@ async def test_verls_methods_may_block_and_are_called_after_create():
     assert made.created == [] and made.threads == {"tool execute", "tool release"}
 
 
+async def test_a_verl_tool_whose_create_failed_is_created_by_the_next_call():
+    """Its `execute` was called without; and a result of 0 was told as nothing."""
+
+    class Busy:
+        asked = 0
+
+        def create(self, instance):
+            self.asked += 1
+            if self.asked == 1:
+                raise OSError("busy")
+
+        def execute(self, instance, given):
+            return self.asked - 2, None, {}
+
+    box = Toolbox([toolrun.ClassTool(Busy(), {"type": "function", "function": {"name": "t"}})])
+    said = [(await box.run(in_text(call("t"))))[0].text for _ in range(2)]
+    await box.close()
+    assert said == ["Error: OSError: busy", "0"]
+
+
 async def test_a_tool_that_cannot_be_released_keeps_no_other_open() -> None:
     closed = []
 
