@@ -100,14 +100,9 @@ class SessionBook:
             )
         now = self.clock()
         ttl_s = self._settings.session_ttl_s if ttl_s is None else min(ttl_s, self._settings.session_ttl_s)
+        id, expires = f"s{secrets.token_hex(12)}", now + ttl_s
         return StoredSession(
-            id=f"s{secrets.token_hex(12)}",
-            client=client,
-            key_hash=key_hash,
-            task_id=task_id,
-            metadata=metadata,
-            created=now,
-            expires=now + ttl_s,
+            id=id, client=client, key_hash=key_hash, task_id=task_id, metadata=metadata, created=now, expires=expires
         )
 
     def _enter(self, stored: StoredSession, *, fresh: bool, key: str = "") -> LiveSession:
