@@ -271,7 +271,7 @@ class EnvWorkflow(MultiTurnWorkflow):
                 return Step("Right!" if right else "Wrong.", reward=float(right), done=right)
 
     `instruction(task)` is the system message.  The reward of a run is the sum of its steps' rewards; where no step has one, the taskset's
-    reward scores the run.  If the taskset names no reward, a step without one earns 0.  With `layout: steps` each row's
+    reward scores the run.  If nobody names a reward, a step without one earns 0.  With `layout: steps` each row's
     info has `step_reward` and `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
     """
 
@@ -306,7 +306,7 @@ class EnvWorkflow(MultiTurnWorkflow):
         return {} if self._success is None else {"success": self._success}
 
     async def begin(self, task: Task) -> list[Message]:
-        self._missing = 0.0 if task.reward is None else None
+        self._missing = 0.0 if task.reward is None and self.usual_reward is None else None
         self._observation = await self.call(self.reset, task)
         self._state = self.state()
         told = self.instruction(task)
