@@ -14,6 +14,7 @@ Knows no engine and no environment.  Invariant: earlier messages are never chang
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -200,7 +201,7 @@ class MultiTurnWorkflow(Workflow):
         given = [float(r) for r in rewards if r is not None]
         if self.args.credit == "step" and not given:
             raise ValueError(f"{type(self).__name__}: credit: step, but no step had a reward")
-        score = Score(value=sum(given), parts=self.outcome()) if given and self.args.credit == "run" else None
+        score = Score(value=math.fsum(given), parts=self.outcome()) if given and self.args.credit == "run" else None
         metrics = {"turns": float(len(rewards)), "finished": float(done), "over_limit": float(cut), **self.counts()}
         if self.args.credit == "step":
             metrics |= self.outcome()
