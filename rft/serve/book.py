@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
+from rft.errors import DiskFull
 from rft.serve.live_session import LiveSession
 from rft.serve.session_groups import SessionGroup, SessionGroups
 from rft.serve.settings import ServeSettings
@@ -28,13 +31,26 @@ from rft.workflow.base import RunContext
 from rft.workflow.endpoint_sessions import hashed, new_key
 from rft.workflow.endpoint_wire import ApiError
 
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 TASKSET, WORKFLOW = "serve", "session"  # of the rows
+_DISK_RETRY_S = 1.0
 
 
 def steady_clock() -> Callable[[], float]:
     """The time of day as it is now, and from then on as seconds pass: no session ends because a clock is set."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
+
+
+async def patient(call: Callable[[], Awaitable[T]]) -> T:
+    """The result of `call`, which no client waits for: on a full disk, where it changes nothing, it is made again."""
+    while True:
+        try:
+            return await call()
+        except DiskFull as e:
+            log.error("%s", e)
+            await asyncio.sleep(_DISK_RETRY_S)
 
 
 class SessionBook:
@@ -95,19 +111,13 @@ class SessionBook:
 
     def _made(self, client: str, key_hash: str, task_id: str, metadata: dict[str, Any], ttl_s: float | None) -> StoredSession:
         if self._per_client[client] >= self._settings.limits.max_sessions:
-            raise ApiError(
-                429, f"{self._settings.limits.max_sessions} sessions of this client wait", code="too_many_sessions", retry_s=10
-            )
+            why = f"{self._settings.limits.max_sessions} sessions of this client wait"
+            raise ApiError(429, why, code="too_many_sessions", retry_s=10)
         now = self.clock()
         ttl_s = self._settings.session_ttl_s if ttl_s is None else min(ttl_s, self._settings.session_ttl_s)
+        id, expires = f"s{secrets.token_hex(12)}", now + ttl_s
         return StoredSession(
-            id=f"s{secrets.token_hex(12)}",
-            client=client,
-            key_hash=key_hash,
-            task_id=task_id,
-            metadata=metadata,
-            created=now,
-            expires=now + ttl_s,
+            id=id, client=client, key_hash=key_hash, task_id=task_id, metadata=metadata, created=now, expires=expires
         )
 
     def _enter(self, stored: StoredSession, *, fresh: bool, key: str = "") -> LiveSession:
@@ -223,9 +233,9 @@ class SessionBook:
 
     async def _end_overdue(self) -> None:
         now = self.clock()
-        await self.explain(self.groups.expire(now), "too_few")
+        await patient(partial(self.explain, self.groups.expire(now), "too_few"))
         overdue = [self.sessions[id] for id in self._overdue(now)]
-        await self.explain([s.id for s in overdue if not s.opening], "unrewarded")
+        await patient(partial(self.explain, [s.id for s in overdue if not s.opening], "unrewarded"))
         for session in overdue:
             await self.abandon(session)
             if session.id in self.sessions:  # its call was sent again meanwhile

@@ -234,10 +234,8 @@ class Gateway(Endpoint):
 
         self._client(request)
         values = self.values() | {f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()}
-        values |= {
-            "serve/sessions/waiting": float(len(self.book.sessions)),
-            "serve/groups/closed": float(len(self.book.groups.closed)),
-        }
+        waiting, closed = len(self.book.sessions), len(self.book.groups.closed)
+        values |= {"serve/sessions/waiting": float(waiting), "serve/groups/closed": float(closed)}
         if isinstance(self._model, Measured):
             values |= reduce(await self._model.metrics())  # of several engines
         lines = [f"rft_{re.sub('[^A-Za-z0-9]', '_', name)} {value:.15g}" for name, value in sorted(values.items())]

@@ -82,12 +82,8 @@ class LiveSession(RunSession):
         digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked)) if retry_key else ""
         if (known := self._retries.get(retry_key)) is not None:
             if known.asked != digest:
-                raise ApiError(
-                    409,
-                    "this Idempotency-Key was used with another request; give each request a key of its own",
-                    param="Idempotency-Key",
-                    code="idempotency_conflict",
-                )
+                why = "this Idempotency-Key was used with another request; give each request a key of its own"
+                raise ApiError(409, why, param="Idempotency-Key", code="idempotency_conflict")
             return await asyncio.shield(known.answer)
         if not retry_key:
             return await self.call(self._answered(asked, "", ""))
@@ -120,14 +116,9 @@ class LiveSession(RunSession):
         self.under_way += 1
         try:
             number, self._number = self._number, self._number + 1
+            id, now, packed = f"{self.id}-{number}", time.time(), pack_turns(turns)
             call = StoredCall(
-                id=f"{self.id}-{number}",
-                number=number,
-                retry_key=retry_key,
-                asked=digest,
-                created=time.time(),
-                answers=len(turns),
-                turns=pack_turns(turns),
+                id=id, number=number, retry_key=retry_key, asked=digest, created=now, answers=len(turns), turns=packed
             )
             if not await self._store.note(CallStored(self.id, call, self.stored if self.opening else None)):
                 raise ApiError(409, "the session is over: withdrawn, or without a reward for too long", code="session_over")

@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rft.buffer.operators.experience_pipeline import ExperiencePipeline
 from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
 from rft.disk import write_whole
-from rft.errors import DiskFull, FrameRejected
+from rft.errors import FrameRejected
 from rft.explorer.batch_runner import after_operators, encoded
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
 from rft.explorer.stoppable import StoppableWork
 from rft.serve.access import clients
-from rft.serve.book import WORKFLOW, SessionBook, task_of
+from rft.serve.book import WORKFLOW, SessionBook, patient, task_of
 from rft.serve.gateway import Gateway
 from rft.serve.live_session import LiveSession
 from rft.serve.session_groups import SessionGroup
@@ -43,7 +43,6 @@ from rft.workflow.play_run import PlayedRun, experiences, value
 
 log = logging.getLogger(__name__)
 _ORPHANED = ("future_version", "unknown_version")
-_DISK_RETRY_S = 1.0
 ADDRESS = "serve.json"  # in the run folder, while the service listens
 
 
@@ -202,7 +201,8 @@ class Service:
         bad = [] if reason == "session_over" else waiting
         with suppress(ValueError):  # a text without one
             bad = [ids[ExperienceId.parse(text.partition(" ")[0]).run]]
-        await self.book.explain([i for i in bad if i in waiting], "orphaned" if reason in _ORPHANED else reason)
+        reason = "orphaned" if reason in _ORPHANED else reason
+        await patient(lambda: self.book.explain([i for i in bad if i in waiting], reason))
         self._again(i for i in waiting if i not in bad)
 
     def _again(self, ids: Iterable[str]) -> None:
@@ -213,13 +213,8 @@ class Service:
                 self.book.groups.add(session.stored.task_id, id, session.stored.rewarded or session.stored.created)
 
     async def _stored(self, group: PlayedGroup, ids: list[str]) -> None:
-        while True:
-            try:
-                await self._buffer.append(encoded(group), accepted=group.accepted, reason=group.reason, sessions=tuple(ids))
-                return
-            except DiskFull as e:
-                log.error("%s", e)
-                await asyncio.sleep(_DISK_RETRY_S)
+        how: dict[str, Any] = {"accepted": group.accepted, "reason": group.reason, "sessions": tuple(ids)}
+        await patient(lambda: self._buffer.append(encoded(group), **how))
 
     def _group(self, id: GroupId, task_id: str, sessions: list[LiveSession]) -> PlayedGroup:
         task = task_of(self.settings, task_id)
@@ -242,7 +237,7 @@ class Service:
             if version in self._verified or version.lineage != self._lineage:  # older ones: the buffer knows which still count
                 continue
             if not await self._gate.wait_verified(version):
-                await self.book.explain([session.id], REJECTED_WEIGHTS)
+                await patient(lambda: self.book.explain([session.id], REJECTED_WEIGHTS))
                 return False
             self._verified.add(version)
         return True

@@ -160,8 +160,10 @@ class RunSession(Session):
     async def generate(self, asked: ApiRequest) -> list[Turn]:
         """One turn for each answer, not recorded yet."""
         overrides = {k: v for k, v in asked.sampling.items() if self._rule == "request" or k in HARMLESS}
-        if self._rule == "taskset" and "max_tokens" in overrides:
-            overrides["max_tokens"] = min(overrides["max_tokens"], self._task.sampling.max_tokens)
+        if self._rule == "taskset":  # an answer may end earlier than there, not later
+            rule = self._task.sampling
+            overrides["max_tokens"] = min(overrides.get("max_tokens", rule.max_tokens), rule.max_tokens)
+            overrides["stop"] = (*rule.stop, *overrides.get("stop", ()))
         if "seed" in overrides:  # with the run's own: runs of a task that are alike have nothing to be compared by
             own = self.id if self._ctx.seed is None else self._ctx.seed(0)
             overrides["seed"] = seed_for(overrides["seed"], own)(0)

@@ -81,14 +81,8 @@ class PlayedGroup:
         first = run.experiences[0]
         if run.failed:
             why, info = first.reason, {k: _unicode(v) if isinstance(v, str) else v for k, v in first.info.items()}
-        return failed(
-            first.id,
-            taskset=self.task.taskset,
-            task_index=self.task.index,
-            workflow=first.workflow,
-            reason=_unicode(why[:300]),
-            info=info,
-        )
+        told: dict[str, Any] = {"taskset": self.task.taskset, "task_index": self.task.index, "workflow": first.workflow}
+        return failed(first.id, **told, reason=_unicode(why[:300]), info=info)
 
     def after(self, rows: Sequence[Experience], *, accepted: bool, reason: str) -> PlayedGroup:
         """The same group as operators give it back.  A run of one row has that row's reward; what was rejected before keeps its reason."""

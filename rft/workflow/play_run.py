@@ -127,7 +127,8 @@ def _row_score(turns: Sequence[Turn], verdict: Score | None) -> Score:
         for s in own:
             for name, value in s.parts.items():
                 parts[name] = parts.get(name, 0.0) + value
-        return Score(value=sum(s.value for s in own if s.value is not None), parts=parts)
+        values = [s.value for s in own if s.value is not None]
+        return Score(value=math.fsum(values) if values else None, parts=parts)
     return verdict if verdict is not None else Score(value=None)
 
 
@@ -136,7 +137,7 @@ def value(transcript: Transcript, verdict: Score | None) -> float | None:
     if verdict is not None:
         return verdict.value
     own = [t.score.value for t in transcript.turns if t.score is not None and t.score.value is not None]
-    return sum(own) if own else None
+    return math.fsum(own) if own else None
 
 
 def _masked(row: Experience, turns: Sequence[Turn]) -> Experience:

@@ -12,7 +12,8 @@ Tools are functions, what veRL's tool configuration (`tool_config_path`) lists, 
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
 Paths in the file are relative to it; a file is read once per run of the program.  MCP servers (`pip install rft-platform[mcp]`) are named
-in a JSON file {"mcpServers": {name: {command, args, env} or {url}}}; each is started once for all runs and ends with its event loop.
+in a JSON file {"mcpServers": {name: {command, args, env} or {url}}}; each is started once for all runs (anew after
+it has died) and ends with its event loop.
 Invariant: a tool that fails, and a call that makes no sense, are told to the model and counted; they do not end the run.
 """
 
@@ -41,7 +42,7 @@ from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs
 
 _MCP_KEY = "workflow_args.mcp_config_path"
 START_S = 30.0
-
+_GONE = ("Connection closed", "Session terminated")  # what the library says where a server is not there any more
 _FILE_KEY = "workflow_args.tool_config_path"
 
 
@@ -54,8 +55,13 @@ class McpTool:
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         name = self.schema["function"]["name"]
-        result = await self.server.client.call_tool(name, dict(arguments))
-        text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
+        try:
+            result = await self.server.client.call_tool(name, dict(arguments))
+        except Exception as e:
+            if getattr(e, "message", "") in _GONE:
+                self.server.leave()
+            raise
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise ToolError(text)
         return text
@@ -76,7 +82,11 @@ class _McpServer:
 
     @property
     def usable(self) -> bool:
-        return self._loop is asyncio.get_running_loop() and not self._job.done()
+        return self._loop is asyncio.get_running_loop() and not (self._job.done() or self._job.cancelling())
+
+    def leave(self) -> None:
+        """It is gone: the next run opens another connection, and so starts the program again."""
+        self._job.cancel()
 
     async def tools(self) -> list[McpTool]:
         try:
@@ -116,9 +126,8 @@ async def mcp_tools(path: str, selected: tuple[str, ...] = ()) -> list[Tool]:
             where: Any = about.get("url")
             if where is None:
                 env = {**os.environ, **{k: str(v) for k, v in (about.get("env") or {}).items()}}
-                where = StdioServerParameters(
-                    command=str(about["command"]), args=[str(a) for a in about.get("args", ())], env=env
-                )
+                args = [str(a) for a in about.get("args", ())]
+                where = StdioServerParameters(command=str(about["command"]), args=args, env=env)
             server = _SERVERS[key] = _McpServer(name, where)
         found += await server.tools()
     names = [t.schema["function"]["name"] for t in found]
@@ -148,10 +157,8 @@ def _servers(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _schema(t: Any) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": t.name, "description": t.description or "", "parameters": dict(t.input_schema)},
-    }
+    about = {"name": t.name, "description": t.description or "", "parameters": dict(t.input_schema)}
+    return {"type": "function", "function": about}
 
 
 class ClassTool:
@@ -170,12 +177,17 @@ class ClassTool:
         async with self._creating:
             if not self._instance:
                 self._instance = uuid.uuid4().hex
-                await self._does("create")
+                try:
+                    await self._does("create")
+                except Exception:
+                    self._instance = ""  # the next call tries again
+                    raise
         result = await self._does("execute", dict(arguments))
         said, reward = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
         if reward is not None:
             self.rewards.append(float(reward))
-        return as_text(getattr(said, "text", said) or "")
+        told = getattr(said, "text", said)
+        return "" if told is None else as_text(told)
 
     async def close(self) -> None:
         if self._instance:
@@ -199,10 +211,8 @@ async def load_tool_file(path: str) -> list[Tool]:
             about = entry.get("mcp") or {}
             if "mcp_servers_config_path" not in about:
                 raise ConfigError(f"{where}: an MCP tool needs mcp.mcp_servers_config_path", key=_FILE_KEY)
-            found += await mcp_tools(
-                _beside(folder, str(about["mcp_servers_config_path"])),
-                tuple(about.get("tool_selected_list") or ()),
-            )
+            servers = _beside(folder, str(about["mcp_servers_config_path"]))
+            found += await mcp_tools(servers, tuple(about.get("tool_selected_list") or ()))
         else:
             found.append(_class(entry, where, folder))
     return found
@@ -338,12 +348,10 @@ class ToolWorkflow(MultiTurnWorkflow):
             return Reply(done=True)
         if self.args.max_user_turns is not None and self._user_turns > self.args.max_user_turns:
             return Reply(done=True, info={"stopped": "max_user_turns"})
-        results = await self.box.run(calls)
-        role = self.args.result_role
-        said = [
-            {"role": role, "content": r.text, **({"tool_call_id": r.call.id, "name": r.call.name} if r.call.id else {})}
-            for r in results
-        ]
+        said: list[Message] = []
+        for r in await self.box.run(calls):
+            of_call = {"tool_call_id": r.call.id, "name": r.call.name} if r.call.id else {}
+            said.append({"role": self.args.result_role, "content": r.text, **of_call})
         return Reply(tuple(said))
 
     def counts(self) -> dict[str, float]:

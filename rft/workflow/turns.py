@@ -14,6 +14,7 @@ Knows no engine and no environment.  Invariant: earlier messages are never chang
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -200,7 +201,7 @@ class MultiTurnWorkflow(Workflow):
         given = [float(r) for r in rewards if r is not None]
         if self.args.credit == "step" and not given:
             raise ValueError(f"{type(self).__name__}: credit: step, but no step had a reward")
-        score = Score(value=sum(given), parts=self.outcome()) if given and self.args.credit == "run" else None
+        score = Score(value=math.fsum(given), parts=self.outcome()) if given and self.args.credit == "run" else None
         metrics = {"turns": float(len(rewards)), "finished": float(done), "over_limit": float(cut), **self.counts()}
         if self.args.credit == "step":
             metrics |= self.outcome()
@@ -271,7 +272,7 @@ class EnvWorkflow(MultiTurnWorkflow):
                 return Step("Right!" if right else "Wrong.", reward=float(right), done=right)
 
     `instruction(task)` is the system message.  The reward of a run is the sum of its steps' rewards; where no step has one, the taskset's
-    reward scores the run.  If the taskset names no reward, a step without one earns 0.  With `layout: steps` each row's
+    reward scores the run.  If nobody names a reward, a step without one earns 0.  With `layout: steps` each row's
     info has `step_reward` and `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
     """
 
@@ -306,7 +307,7 @@ class EnvWorkflow(MultiTurnWorkflow):
         return {} if self._success is None else {"success": self._success}
 
     async def begin(self, task: Task) -> list[Message]:
-        self._missing = 0.0 if task.reward is None else None
+        self._missing = 0.0 if task.reward is None and self.usual_reward is None else None
         self._observation = await self.call(self.reset, task)
         self._state = self.state()
         told = self.instruction(task)

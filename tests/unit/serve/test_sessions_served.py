@@ -446,6 +446,27 @@ async def test_a_full_disk_a_dead_engine_and_a_dead_buffer_are_told(tmp_path, mo
         assert (await served.buffer.audit()).waiting == 1, "what was not answered does not count"
 
 
+@pytest.mark.parametrize(("rewarded", "reason"), [(True, "too_few"), (False, "unrewarded")])
+async def test_a_deadline_that_passes_on_a_full_disk_waits_for_room(tmp_path, monkeypatch, rewarded, reason):
+    """The service ended."""
+    monkeypatch.setattr("rft.serve.book._DISK_RETRY_S", 0.01)
+    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline_s=1000) as served:
+        book, tried = served.service.book, asyncio.Event()
+        now = book.clock()
+        session = await served.played(task_id="t") if rewarded else await served.open(task_id="t", ttl=500)
+
+        def full():
+            tried.set()
+            raise DiskFull("no space")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(served.buffer._reserve, "fill", full)
+            book.clock = lambda: now + 2000
+            book.changed.set()
+            await asyncio.wait_for(tried.wait(), 20)
+        await served.until(session, reason)
+
+
 async def test_a_reward_that_would_be_lost_is_refused(tmp_path, monkeypatch):
     """`{base_url}/reward` is where agents post that a run starts; here it reached no store, and was answered with ok."""
     async with serving(tmp_path, monkeypatch) as served:

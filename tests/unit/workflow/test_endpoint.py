@@ -231,6 +231,17 @@ async def test_the_tasksets_sampling_wins_unless_the_agent_may_choose():
         assert got.headers.get("x-rft-ignored") == ("temperature, top_p" if rule == "taskset" else None)
 
 
+@pytest.mark.parametrize(("rule", "both"), [("taskset", ("</answer>", "Observation:")), ("request", ("Observation:",))])
+async def test_a_request_adds_to_the_tasksets_stops(rule, both):
+    """They no longer ended an answer once a request named stops of its own."""
+    engine, of = ScriptedEngine(answer=lambda m: "a"), task(sampling=SamplingArgs(stop=("</answer>",), min_tokens=2))
+    async with serve(RunContext(engine, of, run=0, request_id="r"), of, sampling=rule) as d, client(d) as http:
+        for more in ({}, {"stop": ["Observation:"]}):
+            await http.post("/chat/completions", json={"messages": HI, **more})
+    assert [c.sampling.stop for c in engine.calls] == [("</answer>",), both]
+    assert all((c.sampling.min_tokens, c.sampling.max_tokens) == (2, 256) for c in engine.calls)
+
+
 @pytest.mark.parametrize("rule", ["taskset", "request"])
 async def test_an_agent_with_a_seed_of_its_own_plays_its_runs_differently(rule):
     """All runs of a task were the same, and had nothing to be compared by."""

@@ -165,6 +165,19 @@ async def test_some_scored_steps_are_not_enough():
     assert not group.accepted and "scored some of its calls" in group.rows[0].reason
 
 
+async def test_a_call_that_could_not_be_scored_has_no_reward():
+    """It was trained with 0."""
+
+    async def judged(self, task, ctx):
+        for n, score in enumerate((Score(value=0.5), Score(value=None, reason="the verdict cannot be read"))):
+            (completion,) = await ctx.policy.generate(ctx.request([{"role": "user", "content": str(n)}]))
+            ctx.record(Turn(messages=(), completion=completion, score=score))
+        return ctx.transcript(layout="steps")
+
+    group = await play(ScriptedEngine("5", "4"), task(workflow=custom(judged)))
+    assert [r.reward for r in group.rows] == [0.5, None] and group.rewards == [0.5]
+
+
 async def test_chains_join_the_calls_that_go_on_from_each_other():
     async def branches(self, task, ctx):
         first = await ctx.chat(task.chat())

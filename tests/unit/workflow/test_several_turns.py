@@ -57,6 +57,20 @@ def test_one_row_for_the_run_with_the_sum_of_rewards():
     assert Stairs.closed == [True]
 
 
+@pytest.mark.parametrize("args", [{}, {"layout": "steps"}, {"layout": "steps", "credit": "step"}])
+def test_ten_tenths_are_a_whole_reward(args):
+    """They were 0.9999999999999999: no pass in pass@k; and the same rewards in another order were another reward."""
+
+    class Tenths(EnvWorkflow):
+        def reset(self, task):
+            return "go"
+
+        def step(self, action):
+            return Step("on", reward=0.1)
+
+    assert run_workflow(Tenths, task(), ScriptedModel(*["up"] * 10), workflow_args=args).group.rewards == [1.0]
+
+
 def test_turns_run_out():
     (row,) = run_workflow(Stairs, task(), ScriptedModel(answer=lambda m: "up"), workflow_args={"max_turns": 2}).group.rows
     assert (row.reward, row.status, row.metrics["finished"]) == (1.0, "complete", 0.0)

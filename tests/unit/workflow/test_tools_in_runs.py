@@ -200,6 +200,26 @@ async def test_verls_methods_may_block_and_are_called_after_create():
     assert made.created == [] and made.threads == {"tool execute", "tool release"}
 
 
+async def test_a_verl_tool_whose_create_failed_is_created_by_the_next_call():
+    """Its `execute` was called without; and a result of 0 was told as nothing."""
+
+    class Busy:
+        asked = 0
+
+        def create(self, instance):
+            self.asked += 1
+            if self.asked == 1:
+                raise OSError("busy")
+
+        def execute(self, instance, given):
+            return self.asked - 2, None, {}
+
+    box = Toolbox([toolrun.ClassTool(Busy(), {"type": "function", "function": {"name": "t"}})])
+    said = [(await box.run(in_text(call("t"))))[0].text for _ in range(2)]
+    await box.close()
+    assert said == ["Error: OSError: busy", "0"]
+
+
 async def test_a_tool_that_cannot_be_released_keeps_no_other_open() -> None:
     closed = []
 
@@ -235,6 +255,9 @@ def test_two_tools_of_one_name():
 # ---------------------------------------------------------------- files
 
 TOOLS = '''
+import os
+
+
 class Counter:
     """veRL's shape."""
 
@@ -268,6 +291,16 @@ def server():
         if n > 100:
             raise ValueError("too much")
         return str(2 * n)
+
+    @app.tool()
+    def end() -> str:
+        """Takes the program with it."""
+        os._exit(1)
+
+    @app.tool()
+    def nothing() -> str:
+        """Has nothing to say."""
+        return ""
 
     app.run()
 
@@ -358,6 +391,18 @@ async def test_an_mcp_server(folder: Path) -> None:
     assert said[0] == "8" and said[1].startswith("Error: ") and row.metrics["tool_errors"] == 1.0
     with pytest.raises(ConfigError, match="no MCP server has the tool 'triple'; they have double"):
         await toolrun.mcp_tools(where, ("triple",))
+
+
+@pytest.mark.e2e  # starting the program takes seconds
+async def test_an_mcp_server_that_dies_is_started_again_for_the_next_run(folder: Path) -> None:
+    """From then on all calls of all runs failed, and the training went on without tools."""
+    pytest.importorskip("mcp")
+    said = []
+    for _ in range(2):
+        box = Toolbox(await toolrun.mcp_tools(str(folder / "servers.json")), parallel=3)
+        for tool, args in (("double", {"n": 4}), ("nothing", {}), ("end", {})):
+            said += [r.text for r in await box.run(in_text(call(tool, **args)))]
+    assert said == ["8", "", "Error: MCPError: Connection closed"] * 2
 
 
 async def test_mcp_servers_that_cannot_be_started(folder: Path) -> None:

@@ -10,9 +10,14 @@ from rft.plugins import REGISTRY, load_all
 from rft.reward.base import FunctionReward
 from rft.reward.judges import RubricJudge, RulerJudge
 from rft.testing import FakeJudge, ScriptedModel, run_workflow
+from rft.types.ids import GroupId
 from rft.types.task import Task
 from rft.worker import job_pool
+from rft.workflow.base import workflow
+from rft.workflow.group import run_group
+from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes, workflow_class
+from rft.workflow.turns import EnvWorkflow, Step
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,3 +52,21 @@ def test_the_rows_own_criteria_are_judged() -> None:
     asked = FakeJudge(7)
     result = run_workflow("rubric_judge_workflow", row, ScriptedModel("so"), reward=judge, models={"judge": asked})
     assert result.reward == pytest.approx(0.7) and "is short" in asked.calls[0].messages[-1]["content"]
+
+
+async def test_an_environment_that_rewards_no_step_is_scored_by_it() -> None:
+    """Every run had a reward of 0."""
+
+    @workflow("test_tells")
+    class Tells(EnvWorkflow):
+        usual_reward = "exact_answer"
+
+        def reset(self, task: Task) -> str:
+            return "1+1?"
+
+        def step(self, action: str) -> Step:
+            return Step("over", done=True)
+
+    task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="test_tells")
+    limits = RunLimits(max_timeout_s=20)
+    assert (await run_group(task, Recipes().of(task), ScriptedModel("2"), GroupId(1, 0, 0, 0), limits=limits)).rewards == [1.0]
