@@ -186,16 +186,16 @@ def steps(ctx: Context, train: Tasksets, written: int | None, num_batches: NumBa
     return batches, steps
 
 
-def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str, train: Tasksets) -> SyncSettings:
+def sync(ctx: Context, engines: tuple[EngineSettings, ...], device: str, train: Tasksets, written: int | None) -> SyncSettings:
+    """`device`: the trainer's; `written`: rows of a step where these are counted."""
     s, b = ctx.config.synchronizer, ctx.config.buffer
-    rows = b.batch_size * min((t.num_runs for t in train), default=1)
-    uneven = b.train_batch_size not in (None, 0, rows)
+    group = 1 if written is None else min((t.num_runs for t in train), default=1)
     if s.sync_style == "fully_async" and s.sync_interval % s.require_batches:
         ctx.error(
             "synchronizer.require_batches",
             f"{s.require_batches} must divide sync_interval {s.sync_interval}: weights move between two takes of the trainer",
         )
-    gpus = trainer_device == "cuda" and all(e.device == "cuda" for e in engines)
+    gpus = device == "cuda" and all(e.device == "cuda" for e in engines)
     settings = filled(
         SyncSettings,
         s,
@@ -211,13 +211,13 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
         engine_dtype=engines[0].dtype,
         canary_temperature=next((t.sampling.temperature for t in train if t.sampling.temperature > 0), 1.0),
         in_turns=ctx.config.mode == "colocate",
-        shares_cores=trainer_device == engines[0].device == "cpu" and (ctx.config.cluster.node_num or 1) == 1,
+        shares_cores=device == engines[0].device == "cpu" and (ctx.config.cluster.node_num or 1) == 1,
         at_a_time=plan_serve.at_a_time(ctx, len(engines)),
         drain_s=ctx.config.explorer.serve.drain_timeout,
         threshold=s.staleness_threshold if s.sync_style == "fully_async" else None,
-        batch_units=rows if uneven else b.batch_size,
-        step_units=b.train_batch_size or 1 if uneven else b.batch_size,
-        group_units=rows // b.batch_size if uneven else 1,
+        batch_units=b.batch_size * group,
+        step_units=written or b.batch_size,
+        group_units=group,
     )
     with ctx.taking():
         if schedule(settings).staleness_bound is None:
