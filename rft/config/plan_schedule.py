@@ -61,9 +61,7 @@ def _interval(ctx: Context) -> int:
         if own != s.sync_interval:
             ctx.derive("synchronizer.sync_interval", own, f"{mine}_sync_interval")
         if getattr(s, f"{other}_sync_interval") not in (None, own):
-            ctx.warn(
-                f"synchronizer.{other}_sync_interval has no effect: with sync_style {s.sync_style} the {mine}'s interval counts"
-            )
+            ctx.warn(f"synchronizer.{other}_sync_interval has no effect: in sync_style {s.sync_style} the {mine}'s counts")
         return own
     if explorer != trainer:
         ctx.error(
@@ -138,6 +136,8 @@ def batch(ctx: Context, train: Tasksets, compares: bool, whole: bool) -> tuple[i
         f"buffer.train_batch_size {b.train_batch_size} is not batch_size x runs ({low if low == high else f'{low} to {high}'}): groups are "
         "split over train steps, and a failed run leaves its row missing (see on_short_batch).  Leave it out to train whole groups"
     )
+    if low != high and ctx.config.synchronizer.max_staleness is None:
+        ctx.warn(f"explore batches of more than {low} rows make later ones older without bound; write synchronizer.max_staleness")
     return None, b.train_batch_size
 
 

@@ -132,6 +132,16 @@ def test_train_batch_size_in_rows() -> None:
     assert double.explorer.total_batches == 6
 
 
+def test_groups_of_different_sizes_in_steps_of_rows_are_of_any_age() -> None:
+    """The schedule counts on the smallest groups, so that a step never waits for a batch that waits for it."""
+    rows = [f"{{name: {name}, path: rows.jsonl, repeat_times: {n}}}" for name, n in (("few", 4), ("many", 8))]
+    two = (f"{IN}.tasksets=[{', '.join(rows)}]", f"{IN}.default_workflow_type=simple_workflow", f"{IN}.taskset=null")
+    for own, bound in ((), None), (("synchronizer.max_staleness=3",), 3):
+        found = plan(*two, *own, "buffer.train_batch_size=16")
+        assert found.staleness_bound == bound and any("without bound" in w for w in found.warnings) == (not own)
+    assert plan(*two).staleness_bound == 0, "whole groups"
+
+
 def test_group_of_one_is_warned_about() -> None:
     assert any("group of one" in w for w in plan("algorithm.repeat_times=1").warnings)
     assert not plan().warnings
