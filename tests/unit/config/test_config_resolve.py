@@ -130,6 +130,8 @@ def test_train_batch_size_in_rows() -> None:
     assert plan("buffer.train_batch_size=0").trainer.batch_groups == 4
     double = plan("buffer.train_batch_size=64", "trainer.total_steps=3", "buffer.total_steps=null")
     assert double.explorer.total_batches == 6
+    with pytest.raises(ConfigError, match="3 explore steps of 32 rows do not fill one train step"):
+        plan("buffer.train_batch_size=320", "buffer.total_steps=3")
 
 
 def test_groups_of_different_sizes_in_steps_of_rows_are_of_any_age() -> None:
