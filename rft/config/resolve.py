@@ -165,10 +165,10 @@ def _workload(
     else:
         prepared, train, evals = task_pipeline(ctx, train, evals)
     data = offline_plan.wanted(ctx, algorithm, ctx.name, engine)
+    if plan_trainer.replays(ctx) and (data is not None or algorithm.sample_strategy == "mix"):
+        text = f"is for rows that were sampled, and algorithm {algorithm.algorithm_type} reads a data set; leave it out"
+        ctx.error("buffer.trainer_input.replay_run", text)
     if data is not None:
-        if plan_trainer.replays(ctx):
-            text = f"is for rows that were sampled, and algorithm {algorithm.algorithm_type} reads a data set; leave it out"
-            ctx.error("buffer.trainer_input.replay_run", text)
         size, train_steps = offline_plan.steps(ctx, data, num_batches)
         work = Workload(data=data, groups=size, train_steps=train_steps)
     elif plan_trainer.replays(ctx):
