@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -265,7 +266,7 @@ def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) ->
     """Of every scored group of `explorer` in batches [first_batch, end_batch) that stands, accepted or not, by batch and task."""
     e, g = experiences.c, groups.c
     rows = tx.execute(
-        select(g.id, g.batch, g.task, e.taskset, e.task_index, e.reward)
+        select(g.id, g.batch, g.task, e.taskset, e.task_index, e.run, e.reward)
         .join(experiences, e.group_id == g.id)
         .where(g.explorer == explorer, g.batch >= first_batch, g.batch < end_batch, g.held, e.reward.is_not(None))
         .order_by(g.batch, g.task, g.id, e.id)
@@ -273,9 +274,8 @@ def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) ->
     found = []
     for _, members in groupby(rows, key=lambda r: r.id):
         first, *rest = members
-        rewards = [r.reward for r in (first, *rest)]
-        rate = sum(rewards) / len(rewards)
-        found.append(TaskOutcome(first.batch, first.task, first.taskset, first.task_index, rate, len(rewards)))
+        runs = [fmean(r.reward for r in run) for _, run in groupby((first, *rest), key=lambda r: r.run)]
+        found.append(TaskOutcome(first.batch, first.task, first.taskset, first.task_index, fmean(runs), len(runs)))
     return found
 
 

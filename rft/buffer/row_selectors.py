@@ -191,9 +191,10 @@ class RowSelector:
 
     def undo(self, choice: Selection) -> None:
         """What `pick` took is there again."""
-        for portion in choice.split:
+        rests = {id(p) for p in choice.split}  # of portions that were taken; one may have been taken (evicted) itself since
+        for portion in [p for p in choice.split if not p.dead]:
             self._kill(portion)
-        for portion in choice.taken:
+        for portion in [p for p in choice.taken if id(p) not in rests]:
             self._add(Portion(portion.group, portion.rows, portion.batch, portion.gaps, priority=portion.priority))
 
     def resting(self, wanted: LeaseRequest) -> tuple[float | None, int]:
@@ -355,8 +356,7 @@ class ByPriority(RowSelector):
 
     def _kill(self, portion: Portion) -> None:
         super()._kill(portion)
-        if portion.rows[0].uses:
-            self._num_used -= 1
+        self._num_used -= portion.rows[0].uses > 0
 
     def _evict(self, choice: Selection) -> None:
         while self._num_used > self._capacity:

@@ -106,10 +106,10 @@ class Plan:
 
     @property
     def staleness_bound(self) -> int | None:
-        """Train steps by which an experience can at most be behind; None = no bound (replay without max_staleness)."""
-        most = self.sync.max_staleness
-        if self.buffer.replay is not None:
-            return most
+        """Train steps by which an experience can at most be behind; None = no bound (replay without max_staleness, for example)."""
+        most, sizes = self.sync.max_staleness, {t.num_runs for t in self.explorer.tasksets}
+        if self.buffer.replay is not None or (self.trainer.batch_rows is not None and len(sizes) > 1):
+            return most  # batches of larger groups than the schedule counts on give rows that wait ever longer
         # a batch that is asked for because a step lacks rows begins before its turn; what that step leaves of it feeds the next one
         bound = schedule(self.sync).staleness_bound
         if bound is None:

@@ -131,8 +131,7 @@ def _trackers(ctx: Context) -> tuple[str, ...]:
         except PluginError as e:
             own = "or your own tracker: pkg.module:Name, path/file.py:Name"
             text = f"given {kind!r}; must be one of {', '.join(TRACKERS)}, {own}.{nearest(kind, TRACKERS)}"
-            text = e.message if ":" in kind else text
-            ctx.error("monitor.monitor_type", text, given=kind)
+            ctx.error("monitor.monitor_type", e.message if ":" in kind else text, given=kind)
     return tuple(_tracker(ctx, kind) for kind in kinds)
 
 
@@ -205,9 +204,9 @@ def _max_uses(ctx: Context) -> int:
     limit = r.priority_fn_args.get("use_count_limit", own)
     limit = limit if isinstance(limit, int) and limit > 0 else UNLIMITED
     if r.max_uses is None:
-        ctx.derive(
-            f"{_REPLAY}.max_uses", "no limit" if limit == UNLIMITED else limit, "use_count_limit of priority_fn, else no limit"
-        )
+        ctx.derive(f"{_REPLAY}.max_uses", "no limit" if limit == UNLIMITED else limit, "use_count_limit, else no limit")
+    elif r.max_uses > limit:
+        ctx.warn(f"{_REPLAY}.max_uses {r.max_uses} is never reached: use_count_limit of {r.priority_fn} is {limit}")
     return min(r.max_uses or UNLIMITED, limit)
 
 
@@ -225,11 +224,10 @@ def _check_args(ctx: Context, args: dict[str, Any]) -> None:
 def pipeline(ctx: Context, algorithm: AlgorithmSettings, batch_rows: int | None) -> PipelineSettings:
     """`batch_rows`: rows of a train step, where it counts rows.  `find` makes a path of what is written, path/file.py:Name too."""
     given = ctx.config.data_processor.experience_pipeline
-    written = tuple(
+    operators = tuple(
         OperatorSettings(name=ctx.find(o.name) if ":" in o.name else o.name, args=dict(o.args), key=f"{_PIPELINE}.operators[{i}]")
         for i, o in enumerate(given.operators)
     )
-    operators = written
     threshold = algorithm.advantage_fn_args.get("std_threshold")
     if algorithm.advantage_fn in ("grpo", "step_wise_grpo") and threshold is not None:  # stands for an operator, the last
         key = "algorithm.advantage_fn_args.std_threshold"

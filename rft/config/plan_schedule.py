@@ -61,9 +61,7 @@ def _interval(ctx: Context) -> int:
         if own != s.sync_interval:
             ctx.derive("synchronizer.sync_interval", own, f"{mine}_sync_interval")
         if getattr(s, f"{other}_sync_interval") not in (None, own):
-            ctx.warn(
-                f"synchronizer.{other}_sync_interval has no effect: with sync_style {s.sync_style} the {mine}'s interval counts"
-            )
+            ctx.warn(f"synchronizer.{other}_sync_interval has no effect: in sync_style {s.sync_style} the {mine}'s counts")
         return own
     if explorer != trainer:
         ctx.error(
@@ -138,6 +136,8 @@ def batch(ctx: Context, train: Tasksets, compares: bool, whole: bool) -> tuple[i
         f"buffer.train_batch_size {b.train_batch_size} is not batch_size x runs ({low if low == high else f'{low} to {high}'}): groups are "
         "split over train steps, and a failed run leaves its row missing (see on_short_batch).  Leave it out to train whole groups"
     )
+    if low != high and ctx.config.synchronizer.max_staleness is None:
+        ctx.warn(f"explore batches of more than {low} rows make later ones older without bound; write synchronizer.max_staleness")
     return None, b.train_batch_size
 
 
@@ -173,6 +173,8 @@ def steps(ctx: Context, train: Tasksets, written: int | None, num_batches: NumBa
         whole_set = f"{epochs} epoch(s) of the training tasksets in batches of {b.batch_size}"
         ctx.derive("buffer.total_steps", batches, "what trainer.total_steps needs" if batches == needed else whole_set)
     steps = None if batches is None else batches * rows // size
+    if steps == 0:
+        ctx.error("buffer.train_batch_size", f"is {size}, and {batches} explore steps of {rows} rows do not fill one train step")
     if t.total_steps is not None and steps is not None:
         if fixed and t.total_steps > steps:
             ctx.warn(
@@ -186,16 +188,16 @@ def steps(ctx: Context, train: Tasksets, written: int | None, num_batches: NumBa
     return batches, steps
 
 
-def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str, train: Tasksets) -> SyncSettings:
+def sync(ctx: Context, engines: tuple[EngineSettings, ...], device: str, train: Tasksets, written: int | None) -> SyncSettings:
+    """`device`: the trainer's; `written`: rows of a step where these are counted."""
     s, b = ctx.config.synchronizer, ctx.config.buffer
-    rows = b.batch_size * min((t.num_runs for t in train), default=1)
-    uneven = b.train_batch_size not in (None, 0, rows)
+    group = 1 if written is None else min((t.num_runs for t in train), default=1)
     if s.sync_style == "fully_async" and s.sync_interval % s.require_batches:
         ctx.error(
             "synchronizer.require_batches",
             f"{s.require_batches} must divide sync_interval {s.sync_interval}: weights move between two takes of the trainer",
         )
-    gpus = trainer_device == "cuda" and all(e.device == "cuda" for e in engines)
+    gpus = device == "cuda" and all(e.device == "cuda" for e in engines)
     settings = filled(
         SyncSettings,
         s,
@@ -211,13 +213,13 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
         engine_dtype=engines[0].dtype,
         canary_temperature=next((t.sampling.temperature for t in train if t.sampling.temperature > 0), 1.0),
         in_turns=ctx.config.mode == "colocate",
-        shares_cores=trainer_device == engines[0].device == "cpu" and (ctx.config.cluster.node_num or 1) == 1,
+        shares_cores=device == engines[0].device == "cpu" and (ctx.config.cluster.node_num or 1) == 1,
         at_a_time=plan_serve.at_a_time(ctx, len(engines)),
         drain_s=ctx.config.explorer.serve.drain_timeout,
         threshold=s.staleness_threshold if s.sync_style == "fully_async" else None,
-        batch_units=rows if uneven else b.batch_size,
-        step_units=b.train_batch_size or 1 if uneven else b.batch_size,
-        group_units=rows // b.batch_size if uneven else 1,
+        batch_units=b.batch_size * group,
+        step_units=written or b.batch_size,
+        group_units=group,
     )
     with ctx.taking():
         if schedule(settings).staleness_bound is None:

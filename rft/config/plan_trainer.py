@@ -196,7 +196,7 @@ def deterministic(ctx: Context, train: Tasksets) -> None:
         )
 
 
-def micro_batches(ctx: Context, train: Tasksets, learner: LearnerSettings, critic: bool) -> None:
+def micro_batches(ctx: Context, train: Tasksets, written: int | None, learner: LearnerSettings, critic: bool) -> None:
     """Fixed micro-batches of policy and critic must divide a step as it is written; what running leaves out, they take as it comes."""
     b, shares = ctx.config.buffer, learner.world_size // learner.sequence_parallel
     if shares < 1:  # no rank is left; refused before
@@ -208,7 +208,7 @@ def micro_batches(ctx: Context, train: Tasksets, learner: LearnerSettings, criti
         if micro is None:  # refused before
             continue
         for runs in sorted({t.num_runs for t in train}):
-            rows = b.train_batch_size or b.batch_size * runs
+            rows = written or b.batch_size * runs
             if rows % (micro * shares):
                 ctx.error(
                     f"{section}.micro_batch_size_per_gpu",

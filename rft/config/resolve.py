@@ -91,9 +91,9 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     learner = plan_trainer.learner(ctx, algorithm, lengths, trainer_device, world_size, work.train_steps)
     learner = replace(learner, chat_template=engines[0].chat_template)
     engines, learner = devices.in_turns(ctx, *lora_plan.published(ctx, engines, learner), shared=cluster.shared)
-    plan_trainer.micro_batches(ctx, work.counted, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts)))
+    plan_trainer.micro_batches(ctx, work.counted, work.rows, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts)))
     plan_trainer.deterministic(ctx, work.train)
-    sync = plan_schedule.sync(ctx, engines, trainer_device, work.counted)
+    sync = plan_schedule.sync(ctx, engines, trainer_device, work.counted, work.rows)
     explorer = plan_explorer.explorer(ctx, work.train, work.evals, work.explore_steps, algorithm)
     _inert_keys(ctx, work.read_anyway)
     return filled(
@@ -165,10 +165,10 @@ def _workload(
     else:
         prepared, train, evals = task_pipeline(ctx, train, evals)
     data = offline_plan.wanted(ctx, algorithm, ctx.name, engine)
+    if plan_trainer.replays(ctx) and (data is not None or algorithm.sample_strategy == "mix"):
+        text = f"is for rows that were sampled, and algorithm {algorithm.algorithm_type} reads a data set; leave it out"
+        ctx.error("buffer.trainer_input.replay_run", text)
     if data is not None:
-        if plan_trainer.replays(ctx):
-            text = f"is for rows that were sampled, and algorithm {algorithm.algorithm_type} reads a data set; leave it out"
-            ctx.error("buffer.trainer_input.replay_run", text)
         size, train_steps = offline_plan.steps(ctx, data, num_batches)
         work = Workload(data=data, groups=size, train_steps=train_steps)
     elif plan_trainer.replays(ctx):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from rft.buffer.buffer import Buffer
@@ -64,5 +65,18 @@ async def test_outcomes_of_standing_groups(tmp_path):
         assert await writer.outcomes(0, 2) == found and [o.batch for o in await writer.outcomes(2, 9)] == [2]
         await buffer.start_lineage(None, None)  # from the base model: what lineage 1 wrote stands no more
         assert await buffer.writer(2).outcomes(0, 9) == []
+    finally:
+        await buffer.close()
+
+
+async def test_a_run_of_several_steps_counts_once(tmp_path):
+    buffer = Buffer(BufferSettings(folder=tmp_path))
+    await buffer.open()
+    try:
+        await buffer.start_lineage(None, None)
+        group, old = GroupId(1, 0, 0, 0), Version(1, 0)
+        steps = [msgspec.structs.replace(member(group, 0, 1.0, old), id=group.run(0, 0, step)) for step in range(3)]
+        await buffer.writer(1).append(encode([*steps, member(group, 1, 0.0, old)]), accepted=True)
+        assert await buffer.writer(1).outcomes(0, 1) == [TaskOutcome(0, 0, "sums", 0, 0.5, 2)]
     finally:
         await buffer.close()

@@ -159,6 +159,24 @@ def test_groups_that_left_are_not_kept(max_uses: int, tmp_path: Path) -> None:
     assert len(order._groups) <= 20 and len(kept) < 300, len(kept)
 
 
+def test_a_lease_given_back_evicts_nothing_and_doubles_nothing(tmp_path: Path) -> None:
+    """Also where what it left of a group was evicted: those rows stood twice, and could be in two leases."""
+    clock = Clock()
+    order = LeaseOrder(replaying(tmp_path, max_uses=UNLIMITED, capacity=1, on_short_batch="train"), 0, [], clock)
+    for task, name in enumerate("abc"):
+        rows = [WaitingRow(f"{name}.{run}", run, 0, 0, 1.0) for run in range(2)]
+        order.add((0, 0), WaitingGroup(name, 0, 0, task, "", rows, num_bytes=1))
+    order.close((0, 0), ClosedBatch(3, 3, {}))
+    assert isinstance(order.lease(LeaseRequest(1, None, 6, None)), Selection)
+    order.done(1, max_uses=UNLIMITED)
+    clock.now += REST
+    found = order.lease(LeaseRequest(2, None, 3, None))
+    assert isinstance(found, Selection) and [r.id for _, rows in found.dropped["evicted"] for r in rows] == ["b.1"]
+    order.give_back(2)
+    again = order.lease(LeaseRequest(2, None, 6, None))
+    assert isinstance(again, Selection) and [r.id for _, rows in again.picked for r in rows] == "a.0 a.1 b.0 b.1 c.0 c.1".split()
+
+
 async def test_rows_are_counted_out_of_groups(tmp_path: Path) -> None:
     clock = Clock()
     buffer = await opened(replaying(tmp_path), clock)

@@ -311,6 +311,9 @@ def test_operators_beside_a_data_set_have_no_effect() -> None:
     rows = "data_processor.task_pipeline={inputs: [raw.jsonl], output: {path: rows.jsonl}}"
     replay = messages(*SFT, "buffer.trainer_input.replay_run=runs/other", "trainer.total_steps=2")
     assert "reads a data set" in replay["buffer.trainer_input.replay_run"]
+    expert = ("algorithm.algorithm_type=mix", "buffer.trainer_input.auxiliary_buffers.sft_dataset.path=rows.jsonl")
+    replay = messages("mode=train", *expert, "buffer.trainer_input.replay_run=runs/other", "trainer.total_steps=2")
+    assert "reads a data set" in replay["buffer.trainer_input.replay_run"], "whose rows would not be mixed in"
     made = plan(*SFT, rows, "data_processor.experience_pipeline.operators=[{name: reward_filter}]")
     assert made.task_pipeline is None
     for key in ("task_pipeline", "experience_pipeline.operators"):

@@ -142,6 +142,9 @@ def test_a_kl_in_the_reward_takes_whole_groups() -> None:
     found = plan("algorithm.kl_penalty_fn=k1", "buffer.batch_size=3", "algorithm.repeat_times=4", "buffer.train_batch_size=6")
     assert (found.trainer.batch_groups, found.trainer.batch_rows) == (3, None)
     assert any("counts rows, and the advantages of this algorithm need all rows" in w for w in found.warnings)
+    assert found.sync.batch_units == found.sync.step_units, "a step trains one explore batch, so batch e waits for version e"
+    written = ("buffer.batch_size=3", "algorithm.repeat_times=4", "buffer.train_batch_size=6", "algorithm.kl_penalty_fn=k1")
+    assert plan(*written, "trainer.use_dynamic_bsz=false", "trainer.micro_batch_size_per_gpu=4"), "of the 12 rows of a step"
 
 
 @pytest.mark.parametrize("key", ["max_token_len_per_gpu", "forward_max_token_len_per_gpu"])

@@ -49,7 +49,13 @@ def test_without_it_each_experience_is_read_once_oldest_first() -> None:
     ],
 )
 def test_how_often(overrides: tuple[str, ...], max_uses: int) -> None:
-    assert plan(*overrides).buffer.max_uses == max_uses
+    found = plan(*overrides)
+    assert found.buffer.max_uses == max_uses and not any("max_uses" in w for w in found.warnings)
+
+
+def test_a_max_uses_that_is_never_reached_is_told() -> None:
+    found = plan(ON, AGAIN, LIMIT, f"{REPLAY}.max_uses=9")
+    assert found.buffer.max_uses < 9 and any("max_uses 9 is never reached: use_count_limit" in w for w in found.warnings)
 
 
 def test_replay_settings() -> None:

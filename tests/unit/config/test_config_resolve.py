@@ -130,6 +130,18 @@ def test_train_batch_size_in_rows() -> None:
     assert plan("buffer.train_batch_size=0").trainer.batch_groups == 4
     double = plan("buffer.train_batch_size=64", "trainer.total_steps=3", "buffer.total_steps=null")
     assert double.explorer.total_batches == 6
+    with pytest.raises(ConfigError, match="3 explore steps of 32 rows do not fill one train step"):
+        plan("buffer.train_batch_size=320", "buffer.total_steps=3")
+
+
+def test_groups_of_different_sizes_in_steps_of_rows_are_of_any_age() -> None:
+    """The schedule counts on the smallest groups, so that a step never waits for a batch that waits for it."""
+    rows = [f"{{name: {name}, path: rows.jsonl, repeat_times: {n}}}" for name, n in (("few", 4), ("many", 8))]
+    two = (f"{IN}.tasksets=[{', '.join(rows)}]", f"{IN}.default_workflow_type=simple_workflow", f"{IN}.taskset=null")
+    for own, bound in ((), None), (("synchronizer.max_staleness=3",), 3):
+        found = plan(*two, *own, "buffer.train_batch_size=16")
+        assert found.staleness_bound == bound and any("without bound" in w for w in found.warnings) == (not own)
+    assert plan(*two).staleness_bound == 0, "whole groups"
 
 
 def test_group_of_one_is_warned_about() -> None:
