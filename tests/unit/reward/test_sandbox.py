@@ -26,6 +26,7 @@ PROGRAMS = {
     "input and print": ("print(sum(map(int, input().split())))", "1 2 3\n", "6"),
     "guarded by __main__": ("import sys\ndef main(): print(len(sys.stdin.read()))\nif __name__ == '__main__': main()", "abc", "3"),
     "exit with 0": ("import sys\nprint(1)\nsys.exit()", "", "1"),
+    "exit and quit": ("try: quit(0)\nexcept SystemExit: print(1)\nexit()", "", "1"),
     "a thread with a large stack": (
         "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(1 << 27)\n"
         "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\nthreading.Thread(target=lambda: print(deep(20000))).start()", "", "20000",
