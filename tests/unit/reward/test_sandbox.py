@@ -34,6 +34,8 @@ PROGRAMS = {
     "output at exit": ("import atexit, io, os\nb = io.BytesIO(b'42')\natexit.register(lambda: os.write(1, b.getvalue()))", "", "42"),
     "many lines": ("import sys\nfor line in sys.stdin: print(int(line) * 2)", "1\n" * 30000, "2\n" * 30000),
     "numbers with a point": ("print(1 / 3)", "", "0.33333333"),
+    "numbers with many digits": ("print('%.50f' % (1 / 3))", "", "0.3333333333333333"),
+    "more than a megabyte that is wanted": ("for _ in range(150000): print(12345678)", "", "12345678\n" * 150000),
     "does not read its input": ("print('x')", "y" * 300000, "x"),
     "asyncio": ("import asyncio\nasync def f(): await asyncio.sleep(0); print('ok')\nasyncio.run(f())", "", "ok"),
     "modules": ("import heapq, numbers, wave, decimal, zoneinfo, sqlite3, hashlib\nprint(hashlib.md5(b'').hexdigest()[:4])", "", "d41d"),
