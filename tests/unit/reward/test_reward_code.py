@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -124,6 +125,14 @@ async def test_a_share_of_the_first_ten_tests() -> None:
     assert (
         await scored("codeforces", task({"fn_name": "f", "inputs": [[1]], "outputs": [2]}), "def f(x): return x + 1")
     ).value == 1.0
+
+
+@pytest.mark.usefixtures("local")
+async def test_numbers_of_more_than_64_bits() -> None:
+    calls = {"fn_name": "f", "inputs": [[30], [31]], "outputs": [[math.factorial(30)], [math.factorial(31)]]}
+    factorial = "import math\ndef f(n): return math.factorial(n)"
+    assert (await scored("taco", task(calls), factorial)).value == 1.0
+    assert (await scored("taco", task(json.dumps(calls)), factorial + " + (n > 30)")).value == 0.5
 
 
 @pytest.mark.parametrize("failure", [SandboxError("no more processes"), BrokenTests("the tests cannot be run: NameError")])
