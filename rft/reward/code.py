@@ -8,6 +8,7 @@ tests fail, the run is not scored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -143,9 +144,10 @@ def _first(checks: Checks) -> Checks:
 
 
 def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
-    """The last code block of the answer, or all of it; behind the code of the question, which it goes on with or uses."""
-    blocks = [block.body for block in fenced(answer) if block.language in ("", "python", "py", "python3")]
-    code = blocks[-1] if blocks else answer
+    """The answer's last block of Python, else its last one of no language, else all of it; behind the code of the question, which it
+    goes on with or uses."""
+    blocks = [block for block in fenced(answer) if block.language in ("", "python", "py", "python3")]
+    code = max(blocks, key=lambda block: (bool(block.language), block.start)).body if blocks else answer
     if not prompt or f"def {entry_point}" not in prompt or not code.strip():
         return code
     if not re.search(rf"\bdef\s+{re.escape(entry_point)}\b", code):
@@ -154,11 +156,9 @@ def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
 
 
 def _compiles(text: str) -> bool:
-    try:
-        compile(text, "<prompt>", "exec")
-    except (SyntaxError, ValueError):
-        return False
-    return True
+    with contextlib.suppress(SyntaxError, ValueError):
+        return bool(compile(text, "<prompt>", "exec"))
+    return False
 
 
 def checks_of(task: Task, args: CodeArgs) -> Checks:
@@ -202,9 +202,6 @@ def _text(value: Any) -> str:
 
 def _parsed(value: Any) -> Any:
     """JSON in a text, as data sets store it; another text is itself."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
+    with contextlib.suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
     return value

@@ -62,6 +62,8 @@ async def scored(name: str, given: Task, text: str, **args: Any) -> Score:
         ("so\n```python\nx = 1\n```\nno:\n```py\nx = 2\n```", "x = 2\n"),
         ("```\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1", "x = 1"),
+        ("with ```x``` as\n```python\nx = 1\n```\nit is done", "x = 1\n"),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
         ("```text\nout\n```\n", "```text\nout\n```\n"),
         ("x = 1", "x = 1"),
         ("", ""),
