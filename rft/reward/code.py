@@ -30,6 +30,7 @@ from rft.types.task import Task
 LOCAL = Sandbox()
 _local, _remote = lru_cache(Sandbox), lru_cache(maxsize=8)(RemoteSandbox)  # one for all that ask for the same
 _FIRST_CASES = 10  # of which a share is scored, as in veRL
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
 class CodeArgs(BaseModel):
@@ -152,7 +153,8 @@ def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
         return code
     if not re.search(rf"\bdef\s+{re.escape(entry_point)}\b", code):
         return prompt + code  # it writes on where the question stops
-    return f"{prompt}\n\n{code}" if _compiles(prompt) else code
+    future = "".join(_FUTURE.findall(code))  # which Python wants first
+    return f"{future}{prompt}\n\n{_FUTURE.sub('', code)}" if _compiles(prompt) else code
 
 
 def _compiles(text: str) -> bool:

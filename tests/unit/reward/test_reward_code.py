@@ -78,6 +78,9 @@ def test_the_question_stands_before_the_program() -> None:
     assert program_of(GOOD, PROMPT, "shout").startswith(PROMPT + "\n\ndef shout")
     assert program_of(GOOD, "Write a def shout in words:", "shout").startswith("def shout")
     assert program_of("  ", PROMPT, "shout") == "  "
+    future = "from __future__ import annotations\n"
+    whole = program_of(f"```python\n{future}def shout(word): return word\n```", PROMPT, "shout")
+    assert whole == f"{future}{PROMPT}\n\ndef shout(word): return word\n" and compile(whole, "", "exec")
 
 
 def test_where_tests_stand() -> None:
