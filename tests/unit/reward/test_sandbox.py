@@ -92,6 +92,16 @@ def test_helpers_of_the_question_are_the_questions(server: ForkServer) -> None:
     assert wrong.reason == "wrong_answer" and "candidate(2) == double(2) + 1" in wrong.detail
 
 
+def test_the_function_may_be_a_method_of_a_solution(server: ForkServer) -> None:
+    prompt = "class Solution:\n    def add(self, a, b):\n        pass\n"
+    test = "def check(candidate):\n    assert candidate(a=1, b=2) == 3"
+    for sign, right in (("+", True), ("-", False)):
+        program = f"class Solution:\n    def add(self, a, b): return a {sign} b"
+        verdict = jobs.judge_tests(server, program, [test], LIMITS, entry_point="Solution().add", prompt=prompt)
+        assert verdict.right is right, verdict
+    assert jobs.judge_tests(server, "x = 1", [test], LIMITS, entry_point="Solution().add").reason == "error"
+
+
 def test_calls_and_shares(server: ForkServer) -> None:
     cases = [([1], 1), ([2], 4), ([3], [9]), ([4], 0)]
     program = "class Solution:\n    def square(self, x): return x * x"
