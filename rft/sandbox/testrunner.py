@@ -18,6 +18,7 @@ from rft.sandbox import wire
 from rft.worker.framing import BadMessage
 
 NAME = "<tests>"
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 
 
 class ProgramRaised(Exception):
@@ -152,6 +153,8 @@ def _judge(order: dict[str, Any], link: Link) -> dict[str, Any]:
             first = failure
         if failure is not None and not order["all"]:
             break
+    if passed == len(tests) and not (entry and any("check" in test for test in tests)) and _only_define(tests):
+        return {"broken": "they only define functions or classes; write asserts, or `check` and an entry_point"}
     return {"passed": passed, "total": len(tests), **first}
 
 
@@ -181,6 +184,13 @@ def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
         if had is not None:
             names.setdefault("check", had)
     return None
+
+
+def _only_define(tests: list[str]) -> bool:
+    """Whether nothing is run that a program could fail at."""
+    nodes = [n for test in tests for n in ast.parse(test).body]
+    idle = [isinstance(n, _DEFINITIONS) or isinstance(getattr(n, "value", n), ast.Constant | ast.Name) for n in nodes]
+    return all(i or "Name(id='__name__'" in ast.dump(n) for i, n in zip(idle, nodes, strict=True))
 
 
 def _unknown(tests: list[str], names: dict[str, Any]) -> set[str]:

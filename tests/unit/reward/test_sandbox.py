@@ -140,6 +140,23 @@ def test_tests_that_are_wrong_say_nothing_about_the_program(server: ForkServer) 
 
 
 @pytest.mark.parametrize(
+    ("test", "entry"),
+    [
+        ("def check(c):\n    assert c(1) == 2", ""),
+        ("'Tests.'\nimport math\nLIMIT = 1\ndef test_one():\n    assert f(1) == 2", "f"),
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    def test_one(self): self.assertEqual(f(1), 2)\n"
+            "if __name__ == '__main__': unittest.main()", "f",
+        ),
+    ],
+)  # fmt: skip
+def test_tests_that_run_nothing_are_passed_by_nobody(test: str, entry: str, server: ForkServer) -> None:
+    with pytest.raises(BrokenTests, match="only define"):
+        jobs.judge_tests(server, "def f(x): return 7", [test], LIMITS, entry_point=entry)
+    assert jobs.judge_tests(server, "def f(x): return 2", [test, "assert f(1) == 2"], LIMITS, entry_point=entry).right
+
+
+@pytest.mark.parametrize(
     "raised", ["NameError", "ImportError", "SyntaxError", "RecursionError", "KeyboardInterrupt", "GeneratorExit"]
 )
 def test_a_program_cannot_make_the_tests_look_wrong(raised: str, server: ForkServer) -> None:
