@@ -191,8 +191,14 @@ def _in_and_out(truth: dict[str, Any]) -> Checks:
         if isinstance(given, str):  # one JSON value a line
             given = [msgspec.json.decode(line) for line in given.splitlines() if line.strip()]
             wanted = _parsed(wanted)
-        cases.append((list(given), wanted))
+        cases.append(([_with_numbers(argument) for argument in given], wanted))
     return Calls(str(truth["fn_name"]), cases)
+
+
+def _with_numbers(value: Any) -> Any:
+    """JSON, in which keys are texts, of a mapping that had whole numbers, as APPS and TACO mean it."""
+    whole = isinstance(value, dict) and all(re.fullmatch(r"-?\d{1,18}", str(key)) for key in value)
+    return {int(key): of for key, of in value.items()} if whole else value
 
 
 def _text(value: Any) -> str:

@@ -31,11 +31,14 @@ _CALL = """
 
 if True:
     import json as _json, sys as _sys
-    _args = _json.loads(_sys.stdin.read())
+    _args = [
+        {{int(k): v for k, v in a.items()}} if isinstance(a, dict) and all(k.lstrip("-").isdecimal() for k in a) else a
+        for a in _json.loads(_sys.stdin.read())
+    ]
     _fn = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
     _value = _fn(*_args)
     print()
-    print({mark!r} + _json.dumps(_value, default=list))
+    print({mark!r} + _json.dumps(_value, default=lambda v: v.tolist() if hasattr(v, "tolist") else list(v)))
 """
 
 

@@ -91,6 +91,8 @@ def test_where_tests_stand() -> None:
     assert checks_of(task(json.dumps(pairs)), args) == checks_of(task(pairs), args) == Pairs([("1\n", "1"), ("2\n3", "5")])
     assert checks_of(task({"fn_name": "f", "inputs": ["1\n[2]"], "outputs": ["3"]}), args) == Calls("f", [([1, [2]], 3)])
     assert checks_of(task({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}), args) == Calls("f", [([1, 2], 3)])
+    keys = {"fn_name": "f", "inputs": [[{"1": 2}, {"a": 3, "1": 2}]], "outputs": [3]}
+    assert checks_of(task(keys), args) == Calls("f", [([{1: 2}, {"a": 3, "1": 2}], 3)])
     assert checks_of(task(["assert 1"], test_setup_code="import math"), args) == Tests(["import math\nassert 1"])
     assert checks_of(task({"assert_case": ["assert 1"]}), args) == Tests(["assert 1"])
     assert (
@@ -259,6 +261,9 @@ async def test_a_service_judges_pairs_and_calls(service: Service) -> None:
     assert (await scored("taco", task(calls), "class Solution:\n    def f(self, a, b): return (a, b)", **args)).value == 1.0
     assert (await scored("taco", task(calls), "def f(a, b):\n    print('x')\n    return [b, a]", **args)).value == 0.0
     assert (await scored("taco", task(calls), "import os; os._exit(0)", **args)).value == 0.0
+    keys = {"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [[2]]}
+    for result in ("d[1]", "numpy.int64(d[1])", "numpy.array([d[1]])"):
+        assert (await scored("taco", task(keys), f"import numpy\ndef f(d): return {result}", **args)).value == 1.0
     with pytest.raises(ConfigError, match="leave sandbox_url away"):
         await scored("code_reward", task(**ROW), GOOD, **args)
     with pytest.raises(ConfigError, match="begins with http"):
