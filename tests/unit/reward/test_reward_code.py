@@ -24,6 +24,7 @@ from rft.reward.code import CodeArgs, checks_of, program_of
 from rft.reward.sandbox import BrokenTests, Calls, Pairs, Tests
 from rft.reward.sandbox_remote import RemoteSandbox
 from rft.sandbox.processes import ProgramLimits, SandboxError
+from rft.threads import in_time
 from rft.types.completion import Score
 from rft.types.task import Task
 from tests.helpers.answers import make_transcript, task
@@ -336,3 +337,16 @@ async def test_an_answer_has_one_deadline_and_closing_waits_for_none(head: bytes
 async def test_so_many_requests_at_a_time(service: Service, remote: RemoteSandbox) -> None:
     many = [remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=10)) for _ in range(6)]
     assert all(v.right for v in await asyncio.gather(*many)) and service.most <= 2
+
+
+async def test_waiting_for_room_is_not_the_time_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteSandbox("http://sandbox", max_concurrent=1)
+    said = json.dumps({"status": "Success", "run_result": {"stdout": "1"}}).encode()
+
+    async def post(*_: Any) -> tuple[int, bytes, float]:
+        await asyncio.sleep(0.1)
+        return 200, said, 0.0
+
+    monkeypatch.setattr(remote, "_post", post)
+    waiting = [remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits()) for _ in range(10)]
+    assert all(v.right for v in await asyncio.gather(*(in_time(w, 0.7, "the run") for w in waiting)))
