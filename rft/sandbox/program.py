@@ -100,5 +100,5 @@ def _told(e: BaseException) -> str:
 
 def _module(name: str) -> types.ModuleType:
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # of Python's module site, which the sandbox leaves out
-    sys.modules[name] = module = types.ModuleType(name)
-    return module
+    sys.argv, sys.modules[name] = [name], types.ModuleType(name)
+    return sys.modules[name]

@@ -27,6 +27,7 @@ PROGRAMS = {
     "guarded by __main__": ("import sys\ndef main(): print(len(sys.stdin.read()))\nif __name__ == '__main__': main()", "abc", "3"),
     "exit with 0": ("import sys\nprint(1)\nsys.exit()", "", "1"),
     "exit and quit": ("try: quit(0)\nexcept SystemExit: print(1)\nexit()", "", "1"),
+    "no arguments": ("import fileinput, sys\nprint(len(sys.argv), sum(map(int, fileinput.input())))", "1\n2\n", "1 3"),
     "a thread with a large stack": (
         "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(1 << 27)\n"
         "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\nthreading.Thread(target=lambda: print(deep(20000))).start()", "", "20000",
