@@ -169,7 +169,7 @@ def checks_of(task: Task, args: CodeArgs) -> Checks:
         test = truth
     if isinstance(test, str) and isinstance(entry, str):
         return Tests([test], entry, prompt)
-    setup = row.get("test_setup_code") or ""
+    setup = row.get("test_setup_code") or _text(row.get("test_imports") or "")
     if isinstance(truth, dict) and "assert_case" in truth:
         truth = truth["assert_case"]
     if isinstance(truth, dict) and truth.get("inputs") and len(truth["inputs"]) == len(truth.get("outputs") or ()):

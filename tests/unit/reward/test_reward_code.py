@@ -95,6 +95,7 @@ def test_where_tests_stand() -> None:
     keys = {"fn_name": "f", "inputs": [[{"1": 2}, {"a": 3, "1": 2}]], "outputs": [3]}
     assert checks_of(task(keys), args) == Calls("f", [([{1: 2}, {"a": 3, "1": 2}], 3)])
     assert checks_of(task(["assert 1"], test_setup_code="import math"), args) == Tests(["import math\nassert 1"])
+    assert checks_of(task(["1"], test_imports=["import re", "import os"]), args) == Tests(["import re\nimport os\n1"])
     assert checks_of(task({"assert_case": ["assert 1"]}), args) == Tests(["assert 1"])
     assert (
         checks_of(task(None, exam="def check(c): pass", name="f"), CodeArgs(test_key="exam", entry_point_key="name")).entry_point
