@@ -8,6 +8,7 @@ tests fail, the run is not scored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -29,6 +30,7 @@ from rft.types.task import Task
 LOCAL = Sandbox()
 _local, _remote = lru_cache(Sandbox), lru_cache(maxsize=8)(RemoteSandbox)  # one for all that ask for the same
 _FIRST_CASES = 10  # of which a share is scored, as in veRL
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
 class CodeArgs(BaseModel):
@@ -135,30 +137,27 @@ def _place(args: CodeArgs) -> ProgramJudge:
 
 
 def _first(checks: Checks) -> Checks:
-    if isinstance(checks, Pairs):
-        return Pairs(checks.pairs[:_FIRST_CASES])
-    if isinstance(checks, Calls):
-        return Calls(checks.function, checks.cases[:_FIRST_CASES])
-    return Tests(checks.tests[:_FIRST_CASES], checks.entry_point, checks.prompt)
+    name = {Pairs: "pairs", Calls: "cases", Tests: "tests"}[type(checks)]
+    return replace(checks, **{name: getattr(checks, name)[:_FIRST_CASES]})
 
 
 def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
-    """The last code block of the answer, or all of it; behind the code of the question, which it goes on with or uses."""
-    blocks = [block.body for block in fenced(answer) if block.language in ("", "python", "py", "python3")]
-    code = blocks[-1] if blocks else answer
+    """The answer's last block of Python, else its last one of no language, else all of it; behind the code of the question, which it
+    goes on with or uses."""
+    blocks = [block for block in fenced(answer) if block.language in ("", "python", "py", "python3")]
+    code = max(blocks, key=lambda block: (bool(block.language), block.start)).body if blocks else answer
     if not prompt or f"def {entry_point}" not in prompt or not code.strip():
         return code
     if not re.search(rf"\bdef\s+{re.escape(entry_point)}\b", code):
         return prompt + code  # it writes on where the question stops
-    return f"{prompt}\n\n{code}" if _compiles(prompt) else code
+    future = "".join(_FUTURE.findall(code))  # which Python wants first
+    return f"{future}{prompt}\n\n{_FUTURE.sub('', code)}" if _compiles(prompt) else code
 
 
 def _compiles(text: str) -> bool:
-    try:
-        compile(text, "<prompt>", "exec")
-    except (SyntaxError, ValueError):
-        return False
-    return True
+    with contextlib.suppress(SyntaxError, ValueError):
+        return bool(compile(text, "<prompt>", "exec"))
+    return False
 
 
 def checks_of(task: Task, args: CodeArgs) -> Checks:
@@ -170,7 +169,7 @@ def checks_of(task: Task, args: CodeArgs) -> Checks:
         test = truth
     if isinstance(test, str) and isinstance(entry, str):
         return Tests([test], entry, prompt)
-    setup = row.get("test_setup_code") or ""
+    setup = row.get("test_setup_code") or _text(row.get("test_imports") or "")
     if isinstance(truth, dict) and "assert_case" in truth:
         truth = truth["assert_case"]
     if isinstance(truth, dict) and truth.get("inputs") and len(truth["inputs"]) == len(truth.get("outputs") or ()):
@@ -192,8 +191,14 @@ def _in_and_out(truth: dict[str, Any]) -> Checks:
         if isinstance(given, str):  # one JSON value a line
             given = [msgspec.json.decode(line) for line in given.splitlines() if line.strip()]
             wanted = _parsed(wanted)
-        cases.append((list(given), wanted))
+        cases.append(([_with_numbers(argument) for argument in given], wanted))
     return Calls(str(truth["fn_name"]), cases)
+
+
+def _with_numbers(value: Any) -> Any:
+    """JSON, in which keys are texts, of a mapping that had whole numbers, as APPS and TACO mean it."""
+    whole = isinstance(value, dict) and all(re.fullmatch(r"-?\d{1,18}", str(key)) for key in value)
+    return {int(key): of for key, of in value.items()} if whole else value
 
 
 def _text(value: Any) -> str:
@@ -202,9 +207,6 @@ def _text(value: Any) -> str:
 
 def _parsed(value: Any) -> Any:
     """JSON in a text, as data sets store it; another text is itself."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
+    with contextlib.suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
     return value

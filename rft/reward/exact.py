@@ -44,5 +44,5 @@ def exact_answer(
 
 def last_number(text: str) -> Decimal | None:
     """The last number written in `text`: "3 + 4 = 7." gives 7, "5-3" gives 3, "1,234.50" gives 1234.5."""
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(re.sub(r"[-\u2212]\\?\$|\u2212", "-", text))  # a typeset minus, or one before a dollar sign
     return Decimal(found[-1].replace(",", "")) if found else None

@@ -55,8 +55,11 @@ class FencedBlock(NamedTuple):
 
 def fenced(text: str) -> Iterator[FencedBlock]:
     """The fenced blocks of a text, in order."""
-    end = 0
-    while (start := text.find("```", end)) >= 0 and (line := text.find("\n", start)) >= 0:
+    end, line = 0, -1
+    while (start := text.find("```", end)) >= 0 and (line := line if line > start else text.find("\n", start)) >= 0:
+        if (inline := text.find("```", start + 3, line)) >= 0:  # code within a line of words
+            end = inline + 3
+            continue
         language = _LANGUAGE.match(text, start + 3, line)
         close = text.find("```", line + 1)
         end = close + 3 if close >= 0 else len(text)

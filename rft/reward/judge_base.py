@@ -245,16 +245,8 @@ class Judge(Reward):
     def _key(self, messages: Messages) -> bytes:
         assert self._client is not None
         a = self.args
-        what = [
-            self.kind,
-            self.version,
-            messages,
-            a.temperature,
-            a.max_tokens,
-            self._client.identity,
-            REPEAT.get(),
-            *self.choices,
-        ]
+        what: list[Any] = [self.kind, self.version, messages, a.temperature, a.max_tokens, self._client.identity]
+        what += [REPEAT.get(), *self.choices]
         return hashlib.blake2b(json.dumps(what, sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=20).digest()
 
     async def _attempts(self, client: JudgeClient, key: bytes, question: Callable[[PromptDelimiters], Messages]) -> Reading:

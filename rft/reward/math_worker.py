@@ -19,7 +19,7 @@ from rft.reward.extract import last_boxed
 from rft.worker.process import serve
 
 MEMORY_MB = 2048  # beyond what its imports take
-_TEXT_WITH_NUMBERS = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\d[^{}]*\}")
+_TEXT_WITH_NUMBERS = re.compile(r"[^\s$]\s*\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\d[^{}]*\}")
 
 
 def load() -> Callable[[dict[str, str]], bool]:

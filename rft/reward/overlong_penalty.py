@@ -49,9 +49,6 @@ def penalty(shape: OverlongArgs, length: int, max_tokens: int) -> float:
     """From -penalty_factor to 0.  Raises ConfigError where the cache is longer than an answer: an empty one would cost something."""
     longest = shape.max_response_length or max_tokens
     if shape.cache_length > longest:
-        raise ConfigError(
-            f"the overlong penalty's cache_length is longer than the longest answer ({longest} tokens); write at most that",
-            key="cache_length",
-            given=shape.cache_length,
-        )
+        why = f"the overlong penalty's cache_length is longer than the longest answer ({longest} tokens); write at most that"
+        raise ConfigError(why, key="cache_length", given=shape.cache_length)
     return min(0.0, max(-1.0, (longest - shape.cache_length - length) / shape.cache_length)) * shape.penalty_factor

@@ -24,18 +24,8 @@ from rft.sandbox.processes import LEVELS, ForkServer, Level, ProgramLimits, Sand
 from rft.worker.job_pool import JobPool
 
 __all__ = [
-    "BrokenTests",
-    "Calls",
-    "Checks",
-    "Level",
-    "Pairs",
-    "ProgramJudge",
-    "ProgramLimits",
-    "ProgramVerdict",
-    "Sandbox",
-    "SandboxError",
-    "SandboxUnavailable",
-    "Tests",
+    "BrokenTests", "Calls", "Checks", "Level", "Pairs", "ProgramJudge", "ProgramLimits", "ProgramVerdict", "Sandbox", "SandboxError",
+    "SandboxUnavailable", "Tests",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -116,7 +106,11 @@ class Sandbox(JobPool):
 
     async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict:
         """The verdict on `program`; see `ProgramJudge`."""
-        key = xxhash.xxh3_128_digest(msgspec.msgpack.encode([program, type(checks).__name__, checks, limits, all]))
+        asked = [program, type(checks).__name__, checks, limits, all]
+        try:
+            key = xxhash.xxh3_128_digest(msgspec.msgpack.encode(asked))
+        except OverflowError:  # a number of more than 64 bits
+            key = xxhash.xxh3_128_digest(repr(asked).encode())
         verdict = await self._answered(key, lambda: self._judge(program, checks, limits, all), _to_be_kept)
         if not _to_be_kept(verdict):
             with self._lock:

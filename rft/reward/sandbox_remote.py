@@ -22,6 +22,7 @@ from rft.reward.sandbox import Calls, Checks, Pairs
 from rft.sandbox.jobs import ProgramVerdict, Ran, same_output
 from rft.sandbox.processes import ProgramLimits, SandboxError
 from rft.sandbox.wire import same
+from rft.threads import CLOCK
 
 ATTEMPTS = 5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
@@ -31,11 +32,14 @@ _CALL = """
 
 if True:
     import json as _json, sys as _sys
-    _args = _json.loads(_sys.stdin.read())
+    _args = [
+        {{int(k): v for k, v in a.items()}} if isinstance(a, dict) and all(k.lstrip("-").isdecimal() for k in a) else a
+        for a in _json.loads(_sys.stdin.read())
+    ]
     _fn = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
     _value = _fn(*_args)
     print()
-    print({mark!r} + _json.dumps(_value, default=list))
+    print({mark!r} + _json.dumps(_value, default=lambda v: v.tolist() if hasattr(v, "tolist") else list(v)))
 """
 
 
@@ -109,7 +113,7 @@ class RemoteSandbox:
     async def _asked(self, body: bytes, timeout_s: float) -> tuple[int, bytes, float]:
         """(HTTP status or 0, body or what went wrong, seconds that the service asks to wait), when there is room for a request."""
         room = self._room.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_concurrent))
-        async with room:
+        async with CLOCK.get().turn(room):  # waiting for it is not the time of the run
             request = asyncio.ensure_future(self._post(body, 2 * timeout_s + self._grace_s))
             self._under_way.add(request)
             request.add_done_callback(self._under_way.discard)

@@ -26,7 +26,7 @@ def wanted(truth: Any) -> list[Wanted]:
             raise ValueError(f"a gold call must be a mapping, not {item!r}")
         item = {k: v for k, v in item.items() if v is not None}  # a table gives each call the keys of all
         if isinstance(item.get("name"), str) and "arguments" in item:
-            calls.append((item["name"], {k: [v] for k, v in dict(item["arguments"]).items()}))
+            calls.append((item["name"], _only(dict(item["arguments"]))))
         elif len(item) == 1:
             ((name, arguments),) = item.items()
             allowed = {k: v if isinstance(v, list) else [v] for k, v in dict(arguments).items() if v is not None}
@@ -34,6 +34,13 @@ def wanted(truth: Any) -> list[Wanted]:
         else:
             raise ValueError(f"a gold call must be {{function: {{argument: [values]}}}} or {{name, arguments}}, not {item!r}")
     return calls
+
+
+def _only(value: Any) -> Any:
+    """Every argument, however deep, with the one value that it may have."""
+    if isinstance(value, Mapping):
+        return {k: [_only(v)] for k, v in value.items()}
+    return [_only(v) for v in value] if isinstance(value, list) else value
 
 
 def matches(made: Sequence[Call], gold: Sequence[Wanted]) -> str:
@@ -68,7 +75,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(
-            _same(a[k], b[k][0] if isinstance(b[k], list) and len(b[k]) == 1 else b[k]) for k in a
-        )
+        allowed = {k: v if isinstance(v, list) else [v] for k, v in b.items()}
+        return not _differs(a, {k: v if len(v) == 1 else [*v, v] for k, v in allowed.items()})  # or a list as a whole
     return bool(a == b)

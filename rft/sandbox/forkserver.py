@@ -192,13 +192,7 @@ def _child(order: dict[str, Any], fds: dict[str, int], level: str, parent: int) 
 def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | None]:
     """0, 1, 2 are what was given or nothing, 3 and 4 the sockets; all others are closed."""
     nothing = os.open("/dev/null", os.O_RDWR)
-    order = [
-        fds.get("stdin", nothing),
-        fds.get("stdout", nothing),
-        fds.get("stderr", nothing),
-        fds["channel"],
-        fds.get("link", nothing),
-    ]
+    order = [*(fds.get(name, nothing) for name in ("stdin", "stdout", "stderr")), fds["channel"], fds.get("link", nothing)]
     high = [os.dup2(fd, 100 + i) for i, fd in enumerate(order)]
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)

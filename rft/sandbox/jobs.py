@@ -166,7 +166,7 @@ def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -
 
 
 def _pair(server: ForkServer, program: str, given: str, wanted: str, limits: ProgramLimits) -> Ran:
-    ran = run(server, program, given.encode(), limits)
+    ran = run(server, program, given.encode(), replace(limits, output_kb=limits.output_kb + (len(wanted) >> 8)))
     if ran.reason:
         return ran
     got = ran.output.decode(errors="replace")
@@ -183,7 +183,7 @@ def same_output(got: str, wanted: str) -> bool:
 
 
 def _close(a: str, b: str) -> bool:
-    if not (set("._eE") & set(b)) or len(a) > 40:
+    if not (set("._eE") & set(b)) or len(a) > 1000:
         return False
     try:
         return math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-9)

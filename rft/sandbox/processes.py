@@ -176,10 +176,7 @@ class ForkServer(ForkingProcess):
             "fds": list(fds),
             "number": next(self._numbers),
             "cpu_s": max(1, int(limits.timeout_s * limits.deadlines + 0.999)),
-            "memory_mb": limits.memory_mb,
-            "file_mb": limits.file_mb,
-            "files": limits.files,
-            "processes": limits.processes,
+            **{name: getattr(limits, name) for name in ("memory_mb", "file_mb", "files", "processes")},
         }
         if limits.processes > 1 and self.level != "namespaces":
             raise SandboxUnavailable(

@@ -7,6 +7,7 @@ verdict, and no expected result ever comes here.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import os
 import socket
@@ -98,7 +99,6 @@ def _told(e: BaseException) -> str:
 
 
 def _module(name: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__dict__["__builtins__"] = __builtins__
-    sys.modules[name] = module
-    return module
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # of Python's module site, which the sandbox leaves out
+    sys.argv, sys.modules[name] = [name], types.ModuleType(name)
+    return sys.modules[name]

@@ -18,6 +18,7 @@ from rft.sandbox import wire
 from rft.worker.framing import BadMessage
 
 NAME = "<tests>"
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 
 
 class ProgramRaised(Exception):
@@ -111,11 +112,7 @@ def compare(order: dict[str, Any], channel: socket.socket, link: socket.socket) 
             target = target or _callable(through, function)
             got, wanted = target(*map(wire.decode, case["args"])), wire.decode(case["wanted"])
             right = wire.same(got, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and wire.same(got, wanted[0]))
-            said = (
-                {"reason": "", "detail": ""}
-                if right
-                else {"reason": "wrong_answer", "detail": f"{function} gave {wire.short(got)}"}
-            )
+            said = {"reason": "" if right else "wrong_answer", "detail": "" if right else f"{function} gave {wire.short(got)}"}
         except ProgramRaised as e:
             said = {"reason": "gone" if through.gone else "error", "detail": str(e)}
         except Exception as e:  # made of what the program sent: nothing else is run here
@@ -139,7 +136,7 @@ def _judge(order: dict[str, Any], link: Link) -> dict[str, Any]:
     tests, entry = order["tests"], order["entry_point"]
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     _run_prompt(order["prompt"], names)
-    for name in _unknown(tests, names):
+    for name in _unknown(tests, names) | _unknown([entry], {}):
         names[name] = Stand(link, name)
     if entry:
         names[entry] = names["candidate"] = Stand(link, entry)
@@ -156,6 +153,8 @@ def _judge(order: dict[str, Any], link: Link) -> dict[str, Any]:
             first = failure
         if failure is not None and not order["all"]:
             break
+    if passed == len(tests) and not (entry and any("check" in test for test in tests)) and _only_define(tests):
+        return {"broken": "they only define functions or classes; write asserts, or `check` and an entry_point"}
     return {"passed": passed, "total": len(tests), **first}
 
 
@@ -174,7 +173,7 @@ def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
     try:
         exec(compile(test, NAME, "exec"), names)  # noqa: S102
         if entry and callable(names.get("check")):
-            names["check"](names[entry])
+            exec(f"check({entry})", names)  # noqa: S102  also of Solution().name
     except ProgramRaised as e:
         return {"reason": "gone" if isinstance(e, ProgramGone) else "error", "detail": _line(e)}
     except (NameError, ImportError, SyntaxError) as e:  # plain data cannot cause these: the tests are wrong
@@ -185,6 +184,13 @@ def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
         if had is not None:
             names.setdefault("check", had)
     return None
+
+
+def _only_define(tests: list[str]) -> bool:
+    """Whether nothing is run that a program could fail at."""
+    nodes = [n for test in tests for n in ast.parse(test).body]
+    idle = [isinstance(n, _DEFINITIONS) or isinstance(getattr(n, "value", n), ast.Constant | ast.Name) for n in nodes]
+    return all(i or "Name(id='__name__'" in ast.dump(n) for i, n in zip(idle, nodes, strict=True))
 
 
 def _unknown(tests: list[str], names: dict[str, Any]) -> set[str]:

@@ -41,7 +41,8 @@ def test_limits_of_a_program(server: ForkServer) -> None:
     assert (default.output_kb, default.file_mb, default.files) == (1024, 16, 64)
     assert "1 MB of output, 16 MB of files, 64 open files" in text
     assert run(server, "import os\nn = 0\ntry:\n    while True: os.dup(0); n += 1\nexcept OSError: print(n < 64)", "True").right
-    assert not run(server, "print('x' * (2 << 20))", "x" * (2 << 20)).right
+    assert run(server, "print('x' * (2 << 20))", "x").reason == "output"
+    assert run(server, "print('x' * (2 << 20))", "x" * (2 << 20)).right and "four times what is wanted" in text
 
 
 @attack("–", "code.md: a program of root's", "is that of a user whom no account has")

@@ -86,6 +86,13 @@ def test_gold_calls_in_several_shapes() -> None:
     assert wanted('{"name": "f", "arguments": {"a": [1]}}') == [("f", {"a": [[1]]})]
     assert matches([("b", {}), ("a", {"x": [1, 2]})], wanted([{"a": {"x": [[1, 2]]}}, {"b": {}}])) == ""
     assert wanted([{"a": {"x": [1], "y": None}, "b": None}]) == [("a", {"x": [1]})], "as a table holds it"
+    only = wanted([{"name": "f", "arguments": {"x": {"tags": ["a"], "of": {"n": [1, 2]}}}}])
+    assert matches([("f", {"x": {"tags": ["a"], "of": {"n": [1, 2]}}})], only) == ""
+    assert matches([("f", {"x": {"tags": "a", "of": {"n": [1, 2]}}})], only) and matches([("f", {"x": {"tags": ["a"]}})], only)
+    several = wanted([{"f": {"x": [{"city": ["NYC", "New York"], "days": [1, ""]}]}}])
+    for right in ({"city": "new york"}, {"city": "NYC", "days": 1}):
+        assert matches([("f", {"x": right})], several) == ""
+    assert matches([("f", {"x": {"city": "Oslo"}})], several) and matches([("f", {"x": {"days": 1}})], several)
     for bad in (3, ["x"], [{"a": {}, "b": {}}]):
         with pytest.raises(ValueError, match="gold call"):
             wanted(bad)

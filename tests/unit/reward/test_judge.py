@@ -20,6 +20,7 @@ from rft.reward.judge_costs import BudgetUsedUp, CostLedger
 from rft.reward.run_folder import run_folder
 from rft.reward.verdict import UnreadableVerdict, read
 from rft.testing.judge import FakeJudge, completion, judged, make_transcript, score_with
+from rft.threads import in_time
 from rft.types.completion import Completion
 from rft.types.ports import GenerateRequest
 from rft.types.task import Task
@@ -337,6 +338,20 @@ async def test_a_question_that_nobody_waits_for_is_cancelled() -> None:
 
 
 # ---------------------------------------------------------------- rates and money
+
+
+async def test_waiting_for_a_rate_or_for_room_is_not_the_time_of_a_run() -> None:
+    class Slow(FakeJudge):
+        async def generate(self, request: GenerateRequest) -> list[Completion]:
+            await asyncio.sleep(0.1)
+            return await super().generate(request)
+
+    for limit in ({"max_concurrent": 1}, {"requests_per_minute": 600}):
+        judge = clear(**limit)
+        await judge.prepare({"judge": Slow(5)})
+        asked = [in_time(judge(TASK, make_transcript(f"reason {i}")), 0.7, "the run") for i in range(10)]
+        assert await asyncio.gather(*asked) == [1.0] * 10
+        await judge.close()
 
 
 async def test_rates_hold_on_average() -> None:

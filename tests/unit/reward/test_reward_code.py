@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from rft.reward.code import CodeArgs, checks_of, program_of
 from rft.reward.sandbox import BrokenTests, Calls, Pairs, Tests
 from rft.reward.sandbox_remote import RemoteSandbox
 from rft.sandbox.processes import ProgramLimits, SandboxError
+from rft.threads import in_time
 from rft.types.completion import Score
 from rft.types.task import Task
 from tests.helpers.answers import make_transcript, task
@@ -61,6 +63,8 @@ async def scored(name: str, given: Task, text: str, **args: Any) -> Score:
         ("so\n```python\nx = 1\n```\nno:\n```py\nx = 2\n```", "x = 2\n"),
         ("```\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1", "x = 1"),
+        ("with ```x``` as\n```python\nx = 1\n```\nit is done", "x = 1\n"),
+        ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
         ("```text\nout\n```\n", "```text\nout\n```\n"),
         ("x = 1", "x = 1"),
         ("", ""),
@@ -75,6 +79,9 @@ def test_the_question_stands_before_the_program() -> None:
     assert program_of(GOOD, PROMPT, "shout").startswith(PROMPT + "\n\ndef shout")
     assert program_of(GOOD, "Write a def shout in words:", "shout").startswith("def shout")
     assert program_of("  ", PROMPT, "shout") == "  "
+    future = "from __future__ import annotations\n"
+    whole = program_of(f"```python\n{future}def shout(word): return word\n```", PROMPT, "shout")
+    assert whole == f"{future}{PROMPT}\n\ndef shout(word): return word\n" and compile(whole, "", "exec")
 
 
 def test_where_tests_stand() -> None:
@@ -85,7 +92,10 @@ def test_where_tests_stand() -> None:
     assert checks_of(task(json.dumps(pairs)), args) == checks_of(task(pairs), args) == Pairs([("1\n", "1"), ("2\n3", "5")])
     assert checks_of(task({"fn_name": "f", "inputs": ["1\n[2]"], "outputs": ["3"]}), args) == Calls("f", [([1, [2]], 3)])
     assert checks_of(task({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}), args) == Calls("f", [([1, 2], 3)])
+    keys = {"fn_name": "f", "inputs": [[{"1": 2}, {"a": 3, "1": 2}]], "outputs": [3]}
+    assert checks_of(task(keys), args) == Calls("f", [([{1: 2}, {"a": 3, "1": 2}], 3)])
     assert checks_of(task(["assert 1"], test_setup_code="import math"), args) == Tests(["import math\nassert 1"])
+    assert checks_of(task(["1"], test_imports=["import re", "import os"]), args) == Tests(["import re\nimport os\n1"])
     assert checks_of(task({"assert_case": ["assert 1"]}), args) == Tests(["assert 1"])
     assert (
         checks_of(task(None, exam="def check(c): pass", name="f"), CodeArgs(test_key="exam", entry_point_key="name")).entry_point
@@ -124,6 +134,14 @@ async def test_a_share_of_the_first_ten_tests() -> None:
     assert (
         await scored("codeforces", task({"fn_name": "f", "inputs": [[1]], "outputs": [2]}), "def f(x): return x + 1")
     ).value == 1.0
+
+
+@pytest.mark.usefixtures("local")
+async def test_numbers_of_more_than_64_bits() -> None:
+    calls = {"fn_name": "f", "inputs": [[30], [31]], "outputs": [[math.factorial(30)], [math.factorial(31)]]}
+    factorial = "import math\ndef f(n): return math.factorial(n)"
+    assert (await scored("taco", task(calls), factorial)).value == 1.0
+    assert (await scored("taco", task(json.dumps(calls)), factorial + " + (n > 30)")).value == 0.5
 
 
 @pytest.mark.parametrize("failure", [SandboxError("no more processes"), BrokenTests("the tests cannot be run: NameError")])
@@ -245,6 +263,9 @@ async def test_a_service_judges_pairs_and_calls(service: Service) -> None:
     assert (await scored("taco", task(calls), "class Solution:\n    def f(self, a, b): return (a, b)", **args)).value == 1.0
     assert (await scored("taco", task(calls), "def f(a, b):\n    print('x')\n    return [b, a]", **args)).value == 0.0
     assert (await scored("taco", task(calls), "import os; os._exit(0)", **args)).value == 0.0
+    keys = {"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [[2]]}
+    for result in ("d[1]", "numpy.int64(d[1])", "numpy.array([d[1]])"):
+        assert (await scored("taco", task(keys), f"import numpy\ndef f(d): return {result}", **args)).value == 1.0
     with pytest.raises(ConfigError, match="leave sandbox_url away"):
         await scored("code_reward", task(**ROW), GOOD, **args)
     with pytest.raises(ConfigError, match="begins with http"):
@@ -317,3 +338,16 @@ async def test_an_answer_has_one_deadline_and_closing_waits_for_none(head: bytes
 async def test_so_many_requests_at_a_time(service: Service, remote: RemoteSandbox) -> None:
     many = [remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=10)) for _ in range(6)]
     assert all(v.right for v in await asyncio.gather(*many)) and service.most <= 2
+
+
+async def test_waiting_for_room_is_not_the_time_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteSandbox("http://sandbox", max_concurrent=1)
+    said = json.dumps({"status": "Success", "run_result": {"stdout": "1"}}).encode()
+
+    async def post(*_: Any) -> tuple[int, bytes, float]:
+        await asyncio.sleep(0.1)
+        return 200, said, 0.0
+
+    monkeypatch.setattr(remote, "_post", post)
+    waiting = [remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits()) for _ in range(10)]
+    assert all(v.right for v in await asyncio.gather(*(in_time(w, 0.7, "the run") for w in waiting)))

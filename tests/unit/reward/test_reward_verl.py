@@ -73,6 +73,8 @@ async def test_dapo(text: str, value: float) -> None:
 
 async def test_math_and_numina() -> None:
     assert (await scored("lighteval/MATH", "\\frac12", "it is \\boxed{0.5}")).value == 1.0
+    for boxed in ("\\textbf{34}", "34\\text{ or 35}", "\\text{34}\\text{ or 35}"):
+        assert (await scored("lighteval/MATH", "34", f"\\boxed{{{boxed}}}")).value == float("or" not in boxed)
     assert (await scored("HuggingFaceH4/MATH-500", "\\text{Evelyn}", "\\boxed{\\text{Evelyn}}")).value == 1.0
     assert (await scored("DigitalLearningGmbH/MATH-lighteval", "1/2", "it is 0.5")).value == 0.0
     assert (await scored("numina_olympiads", "12", "so $x = 12$")).value == 1.0

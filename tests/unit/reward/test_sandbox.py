@@ -26,6 +26,8 @@ PROGRAMS = {
     "input and print": ("print(sum(map(int, input().split())))", "1 2 3\n", "6"),
     "guarded by __main__": ("import sys\ndef main(): print(len(sys.stdin.read()))\nif __name__ == '__main__': main()", "abc", "3"),
     "exit with 0": ("import sys\nprint(1)\nsys.exit()", "", "1"),
+    "exit and quit": ("try: quit(0)\nexcept SystemExit: print(1)\nexit()", "", "1"),
+    "no arguments": ("import fileinput, sys\nprint(len(sys.argv), sum(map(int, fileinput.input())))", "1\n2\n", "1 3"),
     "a thread with a large stack": (
         "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(1 << 27)\n"
         "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\nthreading.Thread(target=lambda: print(deep(20000))).start()", "", "20000",
@@ -33,6 +35,8 @@ PROGRAMS = {
     "output at exit": ("import atexit, io, os\nb = io.BytesIO(b'42')\natexit.register(lambda: os.write(1, b.getvalue()))", "", "42"),
     "many lines": ("import sys\nfor line in sys.stdin: print(int(line) * 2)", "1\n" * 30000, "2\n" * 30000),
     "numbers with a point": ("print(1 / 3)", "", "0.33333333"),
+    "numbers with many digits": ("print('%.50f' % (1 / 3))", "", "0.3333333333333333"),
+    "more than a megabyte that is wanted": ("for _ in range(150000): print(12345678)", "", "12345678\n" * 150000),
     "does not read its input": ("print('x')", "y" * 300000, "x"),
     "asyncio": ("import asyncio\nasync def f(): await asyncio.sleep(0); print('ok')\nasyncio.run(f())", "", "ok"),
     "modules": ("import heapq, numbers, wave, decimal, zoneinfo, sqlite3, hashlib\nprint(hashlib.md5(b'').hexdigest()[:4])", "", "d41d"),
@@ -89,6 +93,16 @@ def test_helpers_of_the_question_are_the_questions(server: ForkServer) -> None:
     assert wrong.reason == "wrong_answer" and "candidate(2) == double(2) + 1" in wrong.detail
 
 
+def test_the_function_may_be_a_method_of_a_solution(server: ForkServer) -> None:
+    prompt = "class Solution:\n    def add(self, a, b):\n        pass\n"
+    test = "def check(candidate):\n    assert candidate(a=1, b=2) == 3"
+    for sign, right in (("+", True), ("-", False)):
+        program = f"class Solution:\n    def add(self, a, b): return a {sign} b"
+        verdict = jobs.judge_tests(server, program, [test], LIMITS, entry_point="Solution().add", prompt=prompt)
+        assert verdict.right is right, verdict
+    assert jobs.judge_tests(server, "x = 1", [test], LIMITS, entry_point="Solution().add").reason == "error"
+
+
 def test_calls_and_shares(server: ForkServer) -> None:
     cases = [([1], 1), ([2], 4), ([3], [9]), ([4], 0)]
     program = "class Solution:\n    def square(self, x): return x * x"
@@ -124,6 +138,23 @@ def test_tests_that_are_wrong_say_nothing_about_the_program(server: ForkServer) 
     ]:  # fmt: skip
         with pytest.raises(BrokenTests, match=why):
             jobs.judge_tests(server, "def f(x): return x", [test], LIMITS, entry_point="f")
+
+
+@pytest.mark.parametrize(
+    ("test", "entry"),
+    [
+        ("def check(c):\n    assert c(1) == 2", ""),
+        ("'Tests.'\nimport math\nLIMIT = 1\ndef test_one():\n    assert f(1) == 2", "f"),
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    def test_one(self): self.assertEqual(f(1), 2)\n"
+            "if __name__ == '__main__': unittest.main()", "f",
+        ),
+    ],
+)  # fmt: skip
+def test_tests_that_run_nothing_are_passed_by_nobody(test: str, entry: str, server: ForkServer) -> None:
+    with pytest.raises(BrokenTests, match="only define"):
+        jobs.judge_tests(server, "def f(x): return 7", [test], LIMITS, entry_point=entry)
+    assert jobs.judge_tests(server, "def f(x): return 2", [test, "assert f(1) == 2"], LIMITS, entry_point=entry).right
 
 
 @pytest.mark.parametrize(
