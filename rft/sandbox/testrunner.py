@@ -189,7 +189,10 @@ def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
 def _only_define(tests: list[str]) -> bool:
     """Whether nothing is run that a program could fail at."""
     nodes = [n for test in tests for n in ast.parse(test).body]
-    idle = [isinstance(n, _DEFINITIONS) or isinstance(getattr(n, "value", n), ast.Constant | ast.Name) for n in nodes]
+    idle = [
+        isinstance(n, _DEFINITIONS) or isinstance(n.value if isinstance(n, ast.Expr) else n, ast.Constant | ast.Name)
+        for n in nodes
+    ]
     return all(i or "Name(id='__name__'" in ast.dump(n) for i, n in zip(idle, nodes, strict=True))
 
 

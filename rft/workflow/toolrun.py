@@ -58,7 +58,7 @@ class McpTool:
         try:
             result = await self.server.client.call_tool(name, dict(arguments))
         except Exception as e:
-            if getattr(e, "message", "") in _GONE:
+            if str(e) in _GONE:
                 self.server.leave()
             raise
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
