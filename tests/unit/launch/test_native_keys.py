@@ -283,7 +283,7 @@ def _critics(made: LearnerSettings) -> LearnerSettings:
     return replace(made, offload_policy=made.critic.offload_policy)
 
 
-DTYPE, STORED = (lambda m: (m.dtype, sharding.sharded(m))), sharding.storage_device
+DTYPE, STORED = (lambda m: (m.dtype, m.sharded)), sharding.storage_device
 GPU_CASES: dict[str, tuple[Any, Callable[[LearnerSettings], Any], Any, Any, dict[str, Any]]] = {
     # key on GPUs: (another value, what is looked at, what it was, what it becomes, what is written beside both)
     "trainer.param_dtype": ("float32", DTYPE, ("bfloat16", True), ("float32", False), {"trainer.world_size": 1}),
