@@ -173,7 +173,7 @@ def steps(ctx: Context, train: Tasksets, written: int | None, num_batches: NumBa
         whole_set = f"{epochs} epoch(s) of the training tasksets in batches of {b.batch_size}"
         ctx.derive("buffer.total_steps", batches, "what trainer.total_steps needs" if batches == needed else whole_set)
     steps = None if batches is None else batches * rows // size
-    if steps == 0:
+    if batches and not steps:
         ctx.error("buffer.train_batch_size", f"is {size}, and {batches} explore steps of {rows} rows do not fill one train step")
     if t.total_steps is not None and steps is not None:
         if fixed and t.total_steps > steps:

@@ -137,8 +137,11 @@ def _place(args: CodeArgs) -> ProgramJudge:
 
 
 def _first(checks: Checks) -> Checks:
-    name = {Pairs: "pairs", Calls: "cases", Tests: "tests"}[type(checks)]
-    return replace(checks, **{name: getattr(checks, name)[:_FIRST_CASES]})
+    if isinstance(checks, Pairs):
+        return Pairs(checks.pairs[:_FIRST_CASES])
+    if isinstance(checks, Calls):
+        return Calls(checks.function, checks.cases[:_FIRST_CASES])
+    return Tests(checks.tests[:_FIRST_CASES], checks.entry_point, checks.prompt)
 
 
 def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:

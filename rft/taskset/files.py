@@ -185,8 +185,7 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
                 f"({e}).  Set HF_HOME or HF_DATASETS_CACHE to a folder that can be, or name a jsonl, csv or parquet file itself."
             ) from e
         hint = "  It is not a local file or folder either; without a network only data sets in the local cache can be used."
-        hint = hint if folder is None else ""
-        raise _error(settings, f"{source}: cannot be loaded: {type(e).__name__}: {e}{hint}") from e
+        raise _error(settings, f"{source}: cannot be loaded: {type(e).__name__}: {e}{hint if folder is None else ''}") from e
     if isinstance(loaded, datasets.DatasetDict):
         if settings.split not in loaded:
             raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")

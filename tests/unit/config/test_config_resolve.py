@@ -109,6 +109,12 @@ def test_steps_from_epochs() -> None:
     assert {d.key: d.value for d in capped.derived}["buffer.total_steps"] == 10
     assert plan("buffer.total_steps=null", "trainer.total_steps=15", num_batches=num_batches).total_steps == 15
 
+    def unreadable(*_: Any) -> int:
+        raise ConfigError("cannot be read", key="taskset")
+
+    with pytest.raises(ConfigError, match=r"^taskset: cannot be read$"):  # that alone: no steps were counted
+        plan("buffer.total_steps=null", num_batches=unreadable)
+
 
 def test_steps_of_a_data_set() -> None:
     data = ("mode=train", "algorithm.algorithm_type=sft", "buffer.trainer_input.experience_buffer.path=rows.jsonl")
