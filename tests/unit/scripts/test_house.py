@@ -57,10 +57,48 @@ def test_names_defaults_and_reads_of_attributes(house: Any, tmp_path: Path) -> N
     assert found.duck_typed() == ["pkg/two/a.py:2 getattr(x, 'hook', None)"]
 
 
+def test_size_counts_tokens_without_comments_and_layout(house: Any) -> None:
+    assert house.count_tokens("# a comment\n\nif x:  # why\n    y = 1\n") == 6  # if x : y = 1
+    assert house.count_tokens("y = (\n    1\n)\n") == house.count_tokens("y = (1)\n") == 5
+
+
+def test_texts_that_name_modules_are_imports(house: Any, tmp_path: Path) -> None:
+    found = package(
+        house,
+        tmp_path,
+        a="import_module('pkg.b')\n",
+        b="ENTRY = 'pkg.a:main'\n",
+        c="'see pkg.a for more'\n",
+    )
+    assert found.cycles() == ["pkg/a.py, pkg/b.py"]
+
+
+def test_the_core_imports_no_extra(house: Any, tmp_path: Path) -> None:
+    found = package(
+        house,
+        tmp_path,
+        core__a="from pkg.extras.view import page\nKINDS = ('pkg.extras',)\n",
+        extras__view__page="import pkg.core.a\n",
+        extras__base="",
+    )
+    assert found.extra_edges() == ["pkg/core/a.py -> pkg/extras/view/page.py"]
+    assert found.loose_modules() == []
+
+
+def test_names_that_name_nothing(house: Any, tmp_path: Path) -> None:
+    found = package(house, tmp_path, a="def told(given, rows):\n    _found = rows\n    self.own = kept_rows = 1\n")
+    assert [row.split()[1] for row in found.lazy_names()] == ["told", "given", "_found", "own"]
+
+
+def test_a_figure_may_not_leave_its_goal_nor_get_worse(house: Any) -> None:
+    table = [house.Figure("a", 10, 11), house.Figure("b", 10, 20), house.Figure("c", 10, 20)]
+    assert house.worse(table, {"b": 20, "c": 19}) == ["a: 11, at most 10", "c: 20, at most 19"]
+
+
 @pytest.mark.e2e
 def test_the_table_of_this_package_and_its_reading_order(
     house: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     assert all(path.is_file() for path in house.reading_order())
     monkeypatch.setattr(sys, "argv", ["house.py", "--check"])
-    assert house.main() == 0 and "cycles of files" in capsys.readouterr().out
+    assert house.main() == 0 and "tokens of the core" in capsys.readouterr().out
