@@ -51,7 +51,7 @@ test-browser: install  ## pages of rft view in Chromium (apt-get install chromiu
 	$(RUN)python -m pytest -m browser -n 0 $(ARGS)
 
 test-worlds: install  ## simulators, Data-Juicer, Trinity-RFT's workflow files; what `make worlds` has not installed is skipped
-	PYTHONPATH=$(WORLDS) $(RUN)python -m pytest -rs $(addprefix tests/integration/test_,text_worlds.py data_juicer.py public_workflows.py) $(ARGS)
+	PYTHONPATH=$(WORLDS) $(RUN)python -m pytest -rs tests/extras/worlds/integration tests/extras/migrate/integration/test_public_workflows.py $(ARGS)
 
 worlds: $(WORLDS)/.installed  ## install TextWorld, ALFWorld, ScienceWorld and Data-Juicer beside .venv, for their tests
 $(WORLDS)/.installed: $(VENV)/.python requirements-worlds.txt

@@ -17,8 +17,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
@@ -40,6 +40,57 @@ class Plugin:
     obj: Any
     source: str
     args: type | None = None
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command of the program `rft`.  `entry`: "package.module:function" or that of a typer app."""
+
+    help: str
+    example: str
+    entry: str
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a folder below rft/extras adds to the core, which runs without it.
+
+    `verbs`: by name.  `plugins`: modules that register rewards, workflows and the like.
+    `entries`: "package.module:function" by kind and name, loaded where the core asks for the kind.
+    """
+
+    verbs: Mapping[str, Verb] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
+    entries: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@cache
+def extras() -> dict[str, Extra]:
+    """What each installed extra adds, by its name: EXTRA of each rft/extras/NAME/extra.py."""
+    folders = sorted((Path(__file__).parent / "extras").glob("*/extra.py"))
+    names = [path.parent.name for path in folders]
+    return {name: load_entry(f"rft.extras.{name}.extra:EXTRA") for name in names}
+
+
+def extra_entries(kind: str) -> dict[str, Any]:
+    """What extras add of one kind, by name, imported."""
+    entries = [extra.entries.get(kind, {}) for extra in extras().values()]
+    return {name: load_entry(entry) for table in entries for name, entry in table.items()}
+
+
+def extra_entry(kind: str, name: str, *, key: str) -> Any:
+    """One of them.  Raises ConfigError for the configuration key that needs it where no extra adds it."""
+    try:
+        return extra_entries(kind)[name]
+    except KeyError:
+        text = f"needs what an extra adds ({kind} {name!r}), and rft/extras has none that does"
+        raise ConfigError(text, key=key, given=name) from None
+
+
+def load_entry(entry: str) -> Any:
+    """The object that "package.module:name" names."""
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 class Provider:
@@ -313,10 +364,13 @@ def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
 
 
 def load_shipped() -> None:
-    """Shipped workflows, rewards and operators."""
+    """Shipped workflows, rewards and operators, also those of extras."""
     REGISTRY.scan_package("rft.reward")
     REGISTRY.scan_package("rft.buffer.operators")
     REGISTRY.scan_folder(shipped_workflows())
+    for extra in extras().values():
+        for name in extra.plugins:
+            _guarded(name, partial(importlib.import_module, name))
 
 
 def import_library(name: str | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import bench_harness as harness
 from bench_serve import Client, asked, listening, process, quantile, scripted, sessions_of
 
-from rft.client import AsyncClient
+from rft.extras.serve.client import AsyncClient
 from rft.monitor.read import read
 from rft.testing import tiny
 

@@ -16,8 +16,9 @@ import algorithm_pages
 import typer.main
 from configuration_page import json_schema, markdown
 
-from rft.cli.main import EXIT_CODES, VERBS
+from rft.cli.main import EXIT_CODES
 from rft.cli.main import make as program
+from rft.cli.verbs import all_verbs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,10 +30,10 @@ def cli_page() -> str:
         "# Command line",
         "<!-- made by scripts/generate_docs.py from rft/cli; edit the verbs instead -->",
         f"{whole.help}  {EXIT_CODES}",
-        "\n".join(f"- [`rft {verb}`](#rft-{verb}): {says}" for verb, says in VERBS.items()),
+        "\n".join(f"- [`rft {name}`](#rft-{name}): {verb.help}" for name, verb in all_verbs().items()),
         "For every verb: `--help`, `-h`; `--debug` shows the traceback of an error.  `rft --version` prints the version.",
     ]
-    for verb in VERBS:
+    for verb in all_verbs():
         command: Any = typer.main.get_command(program(verb))
         parts += _command(f"rft {verb}", command.commands[verb], "##")
     return "\n\n".join(parts) + "\n"

@@ -45,7 +45,7 @@ LAZY = set(
 )
 # Written by scripts, or evidence that a claim rests on: not what a reader has to read.
 NOT_PROSE = ("docs/reference/", "docs/measured/")
-SHARED_NAMES = {"__init__.py", "base.py", "settings.py"}  # one in each room, by convention
+SHARED_NAMES = {"__init__.py", "base.py", "extra.py", "settings.py"}  # one in each room, by convention
 # Attributes of objects of other libraries, which have them or not depending on version, model or database.
 FOREIGN = set(
     """

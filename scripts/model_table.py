@@ -32,7 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rft.launch.model_check import EXACT, ModelLine, Objective, compare  # noqa: E402
+from rft.extras.doctor.model_check import EXACT, ModelLine, Objective, compare  # noqa: E402
 from rft.trainer.loading import no_progress  # noqa: E402
 from rft.types.row_layout import RowLayout  # noqa: E402
 from tests.helpers import families  # noqa: E402

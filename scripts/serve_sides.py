@@ -27,9 +27,9 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings, PipelineSettings
 from rft.engine.pool import EnginePool
 from rft.engine.settings import EngineSettings
-from rft.serve.access import ENVIRONMENT
-from rft.serve.service import Service, settle
-from rft.serve.settings import LimitSettings, ServeSettings
+from rft.explorer.service_settings import LimitSettings, ServeSettings
+from rft.extras.serve.access import ENVIRONMENT
+from rft.extras.serve.service import Service, settle
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer

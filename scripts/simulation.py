@@ -1,4 +1,4 @@
-"""What `rft check --simulate` foretells, beside real runs of this machine, and for clusters of 8, 64 and 1,024 GPUs.
+"""What `rft simulate` foretells, beside real runs of this machine, and for clusters of 8, 64 and 1,024 GPUs.
 
     python scripts/simulation.py [--runs FOLDER] [--pages] [--write]
 
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pages
 
-from rft.config.cluster_file import load
-from rft.config.forecast import Simulated, simulated
 from rft.config.verify import check
+from rft.extras.simulate.cluster_file import load
+from rft.extras.simulate.forecast import Simulated, simulated
 from rft.monitor.read import read
 
 ROOT = Path(__file__).resolve().parents[1]

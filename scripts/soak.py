@@ -47,8 +47,8 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from rft.extras.serve.access import ENVIRONMENT as SERVE_KEY  # noqa: E402
 from rft.launch import leftovers  # noqa: E402
-from rft.serve.access import ENVIRONMENT as SERVE_KEY  # noqa: E402
 from rft.testing import tiny  # noqa: E402
 from tests.helpers import runs  # noqa: E402
 from tests.helpers.lab.lab import build_shim  # noqa: E402

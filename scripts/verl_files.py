@@ -19,10 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rft.convert import programs  # noqa: E402
-from rft.convert.launch import Launch, read_launch  # noqa: E402
-from rft.convert.verl import Conversion, convert  # noqa: E402
 from rft.errors import ConfigError  # noqa: E402
+from rft.extras.migrate.convert import programs  # noqa: E402
+from rft.extras.migrate.convert.launch import Launch, read_launch  # noqa: E402
+from rft.extras.migrate.convert.verl import Conversion, convert  # noqa: E402
 
 PAGE = ROOT / "docs" / "from-verl-files.md"
 OURS = "FSDP and vLLM"

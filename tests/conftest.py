@@ -56,7 +56,8 @@ ON_RAY = {
     """.split()
 }
 
-WHOLE_RUNS = {"integration", "fault"}  # folders of end-to-end tests; `make test` plays their smoke tests alone
+ROOT = Path(__file__).parent.parent
+WHOLE_RUNS = {"integration", "fault"}  # names of folders of end-to-end tests; `make test` plays their smoke tests alone
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -100,6 +101,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.e2e)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name not in ON_RAY)
+    for item in items:
+        for extra in (name for marker in item.iter_markers("extra") for name in marker.args):
+            if not (ROOT / "rft" / "extras" / extra).is_dir():
+                item.add_marker(pytest.mark.skip(reason=f"the extra {extra} is not here"))
     if not importlib.util.find_spec("vllm"):
         _skip(items, "vllm", "vLLM is not installed")
     if any(item.get_closest_marker("gpu") for item in items):

@@ -17,7 +17,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from smolagents import OpenAIServerModel
 
-from rft.client import Client
+from rft.extras.serve.client import Client
 
 
 def langgraph(base_url: str, key: str) -> str:

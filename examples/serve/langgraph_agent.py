@@ -18,7 +18,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from openai import APIStatusError
 
-from rft.client import AsyncClient, ServeError
+from rft.extras.serve.client import AsyncClient, ServeError
 
 ADDRESS = sys.argv[1].removesuffix("/v1")
 MODEL = ChatOpenAI(model="policy", base_url=f"{ADDRESS}/v1", api_key="each session has its own", timeout=300, max_retries=40)

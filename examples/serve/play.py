@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import openai
 
-from rft.client import AsyncClient, ServeError
+from rft.extras.serve.client import AsyncClient, ServeError
 from rft.testing.tiny import copy_tasks
 
 

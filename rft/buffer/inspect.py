@@ -5,6 +5,7 @@ It does not know terminals.  The one invariant: what it says of lineage is the l
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -157,3 +158,51 @@ def _uses(questions: Questions, id: str) -> tuple[Use, ...]:
         there = name is not None and (questions.run_dir / "checkpoints" / name / "manifest.json").is_file()
         found.append(Use(Version(row["train_lineage"], row["train_step"]), bool(row["counts"]), name, there))
     return tuple(found)
+
+
+def written_by(row: dict[str, Any]) -> str:
+    """The versions of the weights that wrote it, from the oldest to the newest; "" for what was not sampled."""
+    if row["newest_step"] is None:
+        return ""
+    oldest, newest = (f"{row[f'{k}_lineage']}:{row[f'{k}_step']}" for k in ("oldest", "newest"))
+    return oldest if oldest == newest else f"{oldest} to {newest}"
+
+
+def conversation(x: Shown) -> list[dict[str, str]]:
+    """Messages as role and text, with the calls of tools; of a row without a payload prompt and response."""
+    if x.payload is None or not x.payload.messages:
+        return [
+            {"role": "prompt", "text": x.row["prompt_text"] or ""},
+            {"role": "response", "text": x.row["response_text"] or ""},
+        ]
+    return [
+        {
+            "role": str(m.get("role", "?")) + (f" {m['name']}" if m.get("name") else ""),
+            "text": _content_text(m.get("content")),
+            "calls": "\n".join(_call_text(c) for c in m.get("tool_calls") or ()),
+        }
+        for m in x.payload.messages
+    ]
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if isinstance(content, list):
+        return "\n".join(
+            str(p["text"]) if isinstance(p, dict) and isinstance(p.get("text"), str) else plain_text(p) for p in content
+        )
+    return plain_text(content)
+
+
+def _call_text(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return plain_text(call)
+    given = function.get("arguments")
+    return f"{function.get('name')}({given if isinstance(given, str) else plain_text(given)})"
+
+
+def plain_text(value: Any) -> str:
+    """Any value of a record as text."""
+    return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,6 @@ from rft.logs import learn_environment, redact
 
 if TYPE_CHECKING:
     from rft.config.check_report import Report
-    from rft.config.cluster_file import ClusterFile
     from rft.config.plan import Plan
 
 
@@ -30,9 +28,6 @@ def check(
     schema_only: Annotated[bool, typer.Option("--schema-only", help="only the file itself: no plugins, data or model")] = False,
     as_json: Json = False,
     gpu_memory: Annotated[float | None, typer.Option(help="GiB of each GPU, to judge the estimate", show_default=False)] = None,
-    simulate: Annotated[
-        Path | None, typer.Option(help="a cluster's file: foretell step times, waits and staleness there", show_default=False)
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", hidden=True, help="changes nothing: a check never starts anything")
     ] = False,
@@ -44,14 +39,9 @@ def check(
     from rft.config.plan import Facts
 
     learn_environment()
-    facts, written = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30))), overrides or []
-    cluster = None
+    facts = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30)))
+    written = overrides or []
     try:
-        if simulate is not None:
-            from rft.config.cluster_file import load
-
-            cluster = load(simulate)
-            facts, written = cluster.facts(), [*written, *cluster.overrides()]
         stages = stage_names(config, overrides or ()) or ("",)
     except ConfigError as e:
         stages, wrong = (), Report(errors=tuple(e.errors), schema_only=schema_only)
@@ -59,9 +49,7 @@ def check(
         stage: verify.check(config, written, plugin_dirs=plugin_dir or (), schema_only=schema_only, facts=facts, stage=stage)
         for stage in stages
     } or {"": wrong}
-    if simulate is not None and cluster is not None:
-        found = {stage: _simulated(report, cluster, simulate) for stage, report in found.items()}
-    seats = {stage: _seats(report.plan) if report.ok else ([], "") for stage, report in found.items()}
+    seats = {stage: place_roles(report.plan) if report.ok else ([], "") for stage, report in found.items()}
     folders = [x for d in plugin_dir or () for x in ("--plugin-dir", d)]
     again = ["rft", "run", "--config", str(config), *folders, *(overrides or ())]
     if as_json:
@@ -70,21 +58,9 @@ def check(
         for stage, report in found.items():
             if stage:
                 print(f"stage {stage}")
-            _show(report, *seats[stage], config, shlex.join(again))
+            show_report(report, *seats[stage], config, shlex.join(again))
     if not all(report.ok and not seats[stage][1] for stage, report in found.items()):
         raise typer.Exit(2)
-
-
-def _simulated(report: Report, cluster: ClusterFile, path: Path) -> Report:
-    """With what is foretold of its plan."""
-    from rft.config.forecast import simulated
-
-    if report.plan is None or not report.ok:
-        return report
-    try:
-        return replace(report, simulation=simulated(cluster, report.plan, path.parent))
-    except ConfigError as e:
-        return replace(report, errors=tuple(e.errors))
 
 
 def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]], str]]) -> dict[str, Any]:
@@ -103,7 +79,7 @@ def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]]
     return {"ok": all(one["ok"] for one in whole), **both, "plan": None, "stages": whole}
 
 
-def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
+def place_roles(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
     """Who sits where on the declared cluster: (role, place)."""
     from rft.config.roles import explores
     from rft.launch.cluster import placement
@@ -128,10 +104,16 @@ def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
     return rows, ""
 
 
-def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path, command: str) -> None:
+def console() -> Any:
+    """Writes to standard output, 140 columns wide where that is no terminal."""
     from rich.console import Console
 
-    out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
+    fixed = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, soft_wrap=True, width=140 if fixed else None)
+
+
+def show_report(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path, command: str) -> None:
+    out = console()
     errors = [*map(str, report.errors), *([f"cluster: {seat_error}"] if seat_error else [])]
     if report.ok and not errors and report.plan is not None:
         out.print(f"[bold green]{path} is fine[/], {len(report.warnings)} warning(s); in detail:\n")
@@ -159,20 +141,18 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
     from rft.config.describe import values
 
     assert report.config is not None
-    _table(
+    print_table(
         out,
         "values that are not the default",
         ("key", "value", "from"),
         [r for r in values(report.config, plan) if r[2] != "default"],
     )
     rows = [("run folder", str(plan.run_dir)), *[(k, v) for k, v in _summary(report, plan)], *seats]
-    _table(out, "what will happen", ("", ""), rows)
+    print_table(out, "what will happen", ("", ""), rows)
     if report.memory:
-        _table(out, "memory and disk at the peak (docs/concepts/memory.md)", ("role", "estimate", "of which"), _memory(report))
-    if report.simulation is not None:
-        _table(out, "simulated (docs/concepts/simulation.md)", ("", ""), report.simulation.rows())
-        heads = ("rows at most", "engines", "ranks", "synchronizer", "step s", "explorer waits", "trainer waits")
-        _table(out, "the fastest split, interval and style there", heads, report.simulation.choices())
+        print_table(
+            out, "memory and disk at the peak (docs/concepts/memory.md)", ("role", "estimate", "of which"), _memory(report)
+        )
     for t in report.tasksets:
         for row in t.rows:
             gold = f", gold answer {row.truth!r}" + (f" scores {row.gold_reward:g}" if row.gold_reward is not None else "")
@@ -260,7 +240,7 @@ def _staleness(bound: int | None) -> str:
     return f"at most {bound} train steps" + (" (on-policy)" if bound == 0 else "")
 
 
-def _table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) -> None:
+def print_table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", show_header=any(head), box=None, pad_edge=False)

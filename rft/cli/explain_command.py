@@ -24,9 +24,10 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON array, one object for each key it became")] = False,
 ) -> None:
     """Say what a key means, its unit and default, who reads it, and its names in veRL and Trinity-RFT."""
-    from rft.compat.key_names import describe
+    from rft.config.describe import describe
+    from rft.plugins import extra_entries
 
-    found = describe(key)
+    found = extra_entries("explain").get("names", describe)(key)
     if as_json:
         print(json.dumps([d.to_json() for d in found], indent=1, ensure_ascii=False))
         return

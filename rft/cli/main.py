@@ -7,7 +7,6 @@ traceback; everything else is a bug and ends with one (exit code 4).
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import sys
 import traceback
@@ -19,77 +18,16 @@ import typer
 
 from rft import __version__
 from rft.blocked import is_ours, name_what_blocks
+from rft.cli.verbs import all_verbs
 from rft.disk import full, is_full
 from rft.errors import DiskFull, Interrupted, PluginStopped, RftError, RunFailed
 from rft.logs import learn_environment, redact
+from rft.plugins import load_entry
 
-VERBS = {
-    "run": "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
-    "serve": "Answer OpenAI requests and learn from the rewards that are posted.",
-    "check": "Show what a configuration will do, and everything that is wrong with it.",
-    "explain": "Explain a configuration key, with its names in veRL and Trinity-RFT.",
-    "quickstart": "A real pretrained model learns single-digit sums on this machine.",
-    "doctor": "Show what this machine has, and what is missing.",
-    "view": "Show runs in a browser, live and afterwards; nothing can be changed there.",
-    "status": "Show what a run is doing or how it ended, read from its files.",
-    "chat": "Talk to a checkpoint, or to a model.",
-    "ls": "List the runs below a folder.",
-    "report": "Write one HTML file about a run, to keep or to send.",
-    "compare": "Show runs beside each other, and what differs between them.",
-    "timeline": "Draw when each part of a run worked and when it waited.",
-    "convert": "Turn a veRL launch script or YAML file into a configuration.",
-    "eval": "Evaluate a model on a taskset, without a configuration file.",
-    "bench": "Score stored answers with a taskset's reward, split by source.",
-    "data": "Audit the tasks of a configuration: gold answers, duplicates, lengths.",
-    "replay": "Score a run's stored rollouts with another reward.",
-    "debug": "Play one task, score one answer, or train one step again.",
-    "new": "Write the skeleton of a workflow, reward, judge ... and its test.",
-    "judge": "Measure how reliable a judge is.",
-    "export": "Copy the verified Hugging Face model of a checkpoint.",
-    "log": "Show a run's logs, merged by time.",
-    "plugins": "List what a configuration can name.",
-    "buffer": "Look into a run's experience buffer.",
-}
-_FILES = {
-    "compare": "report",
-    "ls": "status",
-    "timeline": "status",
-    "log": "status",
-    "plugins": "explain",
-    "bench": "judge",
-}  # of verbs without a file named like them
-EXAMPLES = {
-    "run": "rft run --config my.yaml trainer.total_steps=50",
-    "serve": "rft serve --config my.yaml",
-    "check": "rft check --config my.yaml",
-    "explain": "rft explain lr",
-    "quickstart": "rft quickstart --seed 1",
-    "doctor": "rft doctor --model runs/model",
-    "view": "rft view runs",
-    "status": "rft status runs/rft/tiny",
-    "chat": "rft chat runs/rft/tiny",
-    "ls": "rft ls runs",
-    "report": "rft report runs/rft/tiny -o report.html",
-    "compare": "rft compare runs/rft/one runs/rft/two -o curves.svg",
-    "timeline": "rft timeline runs/rft/tiny",
-    "convert": "rft convert verl run_grpo.sh",
-    "eval": "rft eval runs/model questions.jsonl --reward math_reward --workflow math_workflow",
-    "bench": "rft bench -i answers.jsonl --reward-fn math_reward --truth-key answer",
-    "data": "rft data audit --config my.yaml",
-    "replay": "rft replay runs/rft/tiny --reward my_rewards.py:better",
-    "debug": "rft debug workflow --config my.yaml --say 4",
-    "new": "rft new config sums, or: rft new workflow my_workflow",
-    "judge": "rft judge report --config my.yaml --input labelled.jsonl",
-    "export": "rft export runs/rft/tiny -o exported",
-    "log": "rft log runs/rft/tiny -l warning",
-    "plugins": "rft plugins",
-    "buffer": "rft buffer sample runs/rft/tiny --step 10 --worst 3",
-}
 _OF_THE_MACHINE = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
     errno.EEXIST,
 }  # fmt: skip
-_NAMES = {"eval": "evaluate"}  # of functions that are not called like their verb
 EXIT_CODES = "Exit codes: 0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted."
 
 
@@ -196,16 +134,16 @@ def make(verb: str) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for name, says in VERBS.items():
+    for name, entry in all_verbs().items():
         if name != verb:
-            app.command(name, help=says)(_elsewhere)
+            app.command(name, help=entry.help)(_elsewhere)
             continue
-        example = f"Example: {EXAMPLES[name]}"
-        found = getattr(importlib.import_module(f"rft.cli.{_FILES.get(name, name)}_command"), _NAMES.get(name, name))
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, help=says, epilog=example)
+        example = f"Example: {entry.example}"
+        command = load_entry(entry.entry)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, help=entry.help, epilog=example)
         else:
-            app.command(name, epilog=example)(found)
+            app.command(name, epilog=example)(command)
     return app
 
 

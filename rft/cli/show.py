@@ -222,7 +222,7 @@ def experience(x: Shown, words: TokenTexts | None, *, colour: bool) -> Iterator[
         )
     yield from _lineage(x)
     if x.payload is not None and len(x.payload.messages) > 2:
-        from rft.view.rollout_pages import conversation
+        from rft.buffer.inspect import conversation
 
         for said in conversation(x):
             yield from _text(safe(said["role"])[:12], "\n".join(filter(None, (said["text"], said["calls"]))))
@@ -253,7 +253,7 @@ def _ended(row: dict[str, Any]) -> str:
 
 
 def _lineage(x: Shown) -> Iterator[str]:
-    from rft.view.rollout_pages import written_by
+    from rft.buffer.inspect import written_by
 
     if x.payload is not None and x.payload.version_spans:
         spans = ", ".join(f"{s.version} tokens {s.start} to {s.end}" for s in x.payload.version_spans)

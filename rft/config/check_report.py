@@ -29,7 +29,6 @@ class Report:
     tasksets: tuple[Any, ...] = ()  # preview.TasksetPreview
     model: dict[str, Any] = field(default_factory=dict)
     memory: tuple[RoleMemory, ...] = ()  # empty where the model's sizes are not known
-    simulation: Any = None  # forecast.Simulated, of a cluster that was asked about
     schema_only: bool = False
     needs: tuple[Need, ...] = ()  # with `schema_only`: what is named and not here
 
@@ -61,7 +60,6 @@ class Report:
             "values": self._values(),
             "step": step(self.plan, self.tasksets) if self.plan is not None else None,
             "memory": [{**plain(r), "bytes": r.nbytes} for r in self.memory],
-            **({} if self.simulation is None else {"simulation": self.simulation.to_json()}),
         }
 
     def _values(self) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """One key explained: meaning, type, default, who reads it; and a resolved configuration in words: where each value came from.
 
 Knows the schema.  Invariant: everything said is read from it; nothing is described twice.  What related tools call a key is added by
-`rft.compat.key_names`.
+an extra.
 """
 
 from __future__ import annotations
@@ -116,6 +116,13 @@ def described(name: str) -> Description | None:
     if key is not None and (inner == name or key.split(".")[0] in SECTIONS):
         return _described(key, "" if key == listed(name) else name)
     return _argument(name)
+
+
+def describe(name: str) -> list[Description]:
+    """The key called `name`.  Raises ConfigError naming the nearest key."""
+    if (key := described(name.strip().removeprefix("--"))) is None:
+        raise unknown(name)
+    return [key]
 
 
 def unknown(name: str) -> ConfigError:

@@ -1,6 +1,6 @@
 """What related tools call our keys: the hook by which a table of foreign names takes part in reading a configuration.
 
-Knows no such table.  Each is a plugin of the kind `foreign_keys`; the shipped ones stand in `rft.compat.keys`.  Invariant: without any
+Knows no such table: extras add them.  Invariant: without any
 of them a configuration in our own spelling is read in the same way.
 """
 
@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 from rft.config.schema.source import Loc, dotted
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, kind
+from rft.plugins import extra_entries
 
-foreign_keys = kind("foreign_keys")
 Origins = dict[Loc, str]
 
 
@@ -42,8 +41,7 @@ class ForeignKeys:
 
 @cache
 def tables() -> tuple[ForeignKeys, ...]:
-    REGISTRY.scan_package("rft.compat.keys")
-    return tuple(found.obj() for found in REGISTRY.all("foreign_keys"))
+    return tuple(table() for table in extra_entries("foreign_keys").values())
 
 
 def expand(values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool] = lambda _: True) -> list[str]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from rft.buffer.settings import BufferSettings, MixSettings
 from rft.disk import read_regular
 from rft.engine.settings import AuxiliarySettings, EngineSettings
+from rft.explorer.service_settings import ServeSettings
 from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
-from rft.serve.settings import ServeSettings
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings, TasksetSettings

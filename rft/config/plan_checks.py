@@ -23,6 +23,7 @@ from rft.config.plan_engines import distinct
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import AuxiliarySettings
 from rft.errors import ConfigError, SetupError
+from rft.plugins import extra_entry
 from rft.types import rotary
 from rft.types.row_layout import AskedLayout, Choice, changing_rope, choose, text_config
 
@@ -198,10 +199,8 @@ def _environment(plan: Plan, p: Problems) -> None:
         elif not (os.environ.get(s.api_key_env) or s.headers or s.header_envs or _LOCAL.match(url)):  # it may need none
             p.warn(f"{e.name}: {url} is asked without a key: the environment variable {s.api_key_env} is not set here")
     if plan.serve is not None:
-        from rft.serve.access import clients  # its modules take half a second
-
         try:
-            clients(plan.serve)
+            extra_entry("service", "clients", key="mode")(plan.serve)
         except SetupError as e:
             p.warn(str(e))
 

@@ -13,7 +13,7 @@ from rft.config.plan import Tasksets
 from rft.config.roles import serves
 from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
-from rft.serve.settings import LimitSettings, ServeSettings
+from rft.explorer.service_settings import LimitSettings, ServeSettings
 from rft.taskset.settings import TasksetSettings
 from rft.types.task import SamplingArgs
 

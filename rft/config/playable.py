@@ -155,7 +155,7 @@ def _imports(path: Path) -> str:
             elif found.is_relative_to(path.parent):
                 waiting.append(found)
     if "trinity" in absent:
-        return f"{path.name} imports trinity; change that to rft.compat (docs/howto/from-trinity.md)"
+        return f"{path.name} imports trinity; change that to rft.extras.migrate.compat (docs/howto/from-trinity.md)"
     return f"{path.name} imports {', '.join(absent)}, not installed" if absent else ""
 
 

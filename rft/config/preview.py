@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rft.config.compared_prompts import TaskText, overlap, rendered
 from rft.config.context import Problems
-from rft.config.data_audit import TaskText, overlap, rendered
 from rft.config.gold import gold_of, scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan

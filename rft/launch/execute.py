@@ -31,7 +31,7 @@ from rft.launch.remote import memory_remedy
 from rft.launch.rundir import INTERRUPTED, STATE, RunDir
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, began_with, refuse_program
-from rft.serve.access import clients
+from rft.plugins import extra_entry
 from rft.taskset import task_pipeline as tasks
 from rft.threads import as_failure
 from rft.trainer import manifest as manifests
@@ -84,8 +84,9 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
     if plan.mode == "bench":
         return _bench(loaded, plan, in_process)
     if plan.serve is not None:
-        known = clients(plan.serve)  # before anything starts; the service's process may not have this one's environment
-        plan = replace(plan, serve=replace(plan.serve, clients=known))
+        # before anything starts; the service's process may not have this one's environment
+        clients = extra_entry("service", "clients", key="mode")(plan.serve)
+        plan = replace(plan, serve=replace(plan.serve, clients=clients))
     # with an address, explorers may be on other machines; what is left of a run that was killed may still hold the ports
     if plan.cluster.ray_address is None and not ((folder or plan.run_dir) / STATE).exists():
         ports = [("127.0.0.1", api.port) for api in plan.explorer.apis if api.port and plan.mode != "train"]

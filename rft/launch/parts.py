@@ -120,8 +120,8 @@ class ExplorerPart:
         from rft.engine.pool import EnginePool
         from rft.explorer.explorer import Explorer
         from rft.launch.coordinator import ExplorerClient
+        from rft.plugins import extra_entry
         from rft.reward.run_folder import run_folder
-        from rft.serve.service import Service, settle
 
         run_folder.set(self.plan.run_dir)
         client = ExplorerClient(coordinator, name, joined)
@@ -132,8 +132,9 @@ class ExplorerPart:
             sides: dict[str, Any] = {"model": policy, "buffer": writer, "gate": client, "sink": coordinator, "models": models}
             sides["lineage"] = joined.start.lineage
             if self.plan.serve is not None:
-                sides |= {"folder": self.plan.run_dir, "on_listening": settle}
-                self._explorer = Service(self.plan.serve, self.plan.explorer.pipeline, **sides)
+                service = extra_entry("service", "explorer", key="mode")
+                sides["folder"] = self.plan.run_dir
+                self._explorer = service(self.plan.serve, self.plan.explorer.pipeline, **sides)
             else:
                 self._explorer = Explorer(self.plan.explorer, cursor=joined.start.cursor, evaluates=joined.evaluates, **sides)
             await self._explorer.run()

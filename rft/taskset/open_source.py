@@ -5,20 +5,17 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rft.errors import ConfigError, nearest
-from rft.plugins import REGISTRY, checked_args, derived
+from rft.errors import ConfigError
+from rft.plugins import REGISTRY, checked_args, derived, extra_entries
 from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, fingerprint_of, sample_fingerprint
-from rft.taskset.gym_rows import NoSuchData, gym_rows
 from rft.taskset.settings import TasksetSettings
 from rft.threads import blamed, contained
 
-BUILT_IN = ("file", "sql", "reasoning_gym", "python")
-REWARD = "reasoning_gym"
+BUILT_IN = ("file", "sql", "python")
 _MOVED = {  # paths of earlier versions
     "rft.taskset.arithmetic:digit_sums": "rft.taskset.generated_tasks:digit_sums",
     "rft.taskset.countdown:countdown": "rft.taskset.generated_tasks:countdown",
@@ -40,8 +37,11 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
         return _open_reader(settings, f"{settings.reader_path}:{settings.reader_name}", "reader_name")
     if ":" in kind or kind in REGISTRY.names("task_source"):
         return _open_reader(settings, kind, "storage_type")
+    openers = extra_entries("taskset")
+    if (opener := openers.get(path.partition("://")[0] if "://" in path else kind)) is not None:
+        return opener(settings)  # type: ignore[no-any-return]
     if kind not in BUILT_IN:
-        known = ", ".join([*BUILT_IN, *REGISTRY.names("task_source")])
+        known = ", ".join([*BUILT_IN, *openers, *REGISTRY.names("task_source")])
         raise ConfigError(
             f"storage type {kind!r} is not known; use {known}, or your own class as path/file.py:Name",
             key=f"taskset {settings.name}.storage_type",
@@ -51,40 +51,11 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
         from rft.taskset.sql_tasks import open_sql
 
         return open_sql(settings)
-    if kind == "reasoning_gym" or path.startswith("reasoning_gym://"):
-        return _open_gym(settings)
     if kind == "python" or (_FACTORY.fullmatch(path) and not Path(path).exists()):
         return _open_factory(settings)
     from rft.taskset.files import open_path
 
     return Taskset(settings, open_path(settings))
-
-
-def _open_gym(settings: TasksetSettings) -> Taskset:
-    """The named reasoning-gym data set, scored by the reward "reasoning_gym".  A row is made when it is asked for.
-
-    `args` holds `size` (default 500), `seed` (default 42) and the data set's own settings.  Raises ConfigError for an unknown name or a
-    setting it does not have.
-    """
-    name = settings.path.removeprefix("reasoning_gym://")
-    key = f"taskset {settings.name}"
-    args = {"size": 500, "seed": 42, **settings.args}
-    try:
-        rows = gym_rows(name, args)
-    except NoSuchData as e:
-        hint = nearest(name, e.known)
-        raise ConfigError(
-            f"reasoning-gym has no data set {name!r}.{hint}  It has {len(e.known)}: {e}.", key=f"{key}.path"
-        ) from None
-    except ValueError as e:
-        raise ConfigError(
-            f"reasoning-gym {name!r} does not take these arguments: {e}", key=f"{key}.args", given=settings.args
-        ) from e
-    columns = replace(settings.format, prompt_key="question", response_key="answer", prompt_type="plaintext")
-    settings = replace(settings, format=columns, reward=settings.reward or REWARD)
-    fingerprint = sample_fingerprint(rows, args, limit=50)
-    source = RowSource(rows=rows, where=lambda i: f"reasoning_gym://{name}, row {i}", fingerprint=fingerprint, check_all=False)
-    return Taskset(settings, source)
 
 
 def _open_factory(settings: TasksetSettings) -> Taskset:

@@ -19,7 +19,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.errors import ConfigError
-from rft.juicer import NEEDS, JuicerFilters
 from rft.plugins import WithArgs, kind
 from rft.taskset.base import ABSENT, Row, lookup
 
@@ -44,11 +43,11 @@ class SetOperator(_Operator):
         raise NotImplementedError
 
 
-class _RowOperatorArgs(BaseModel):
+class RowOperatorArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _Bounds(_RowOperatorArgs):
+class _Bounds(RowOperatorArgs):
     """At least one bound, the lower not above the upper."""
 
     field: str = Field(description="Column.")
@@ -91,7 +90,7 @@ class RangeFilter(WithArgs, RowOperator):
         return row if self.args.has(number(row, self.args.field)) else None
 
 
-class ValueArgs(_RowOperatorArgs):
+class ValueArgs(RowOperatorArgs):
     field: str = Field(description="Column.")
     keep: tuple[Any, ...] = Field((), description="Keep only rows with one of these values.")
     drop: tuple[Any, ...] = Field((), description="Drop rows with one of these values.")
@@ -116,7 +115,7 @@ class ValueFilter(WithArgs, RowOperator):
         return row if (value in listed) == bool(self.args.keep) else None
 
 
-class PassRateArgs(_RowOperatorArgs):
+class PassRateArgs(RowOperatorArgs):
     field: str = Field("pass_rate", description="Column with pass rates, 0 to 1.")
     score: str = Field("difficulty", description="Column to write 1 - pass rate to.")
 
@@ -132,7 +131,7 @@ class PassRateScore(WithArgs, RowOperator):
         return {**row, self.args.score: 1 - rate}
 
 
-class DeduplicateRowsArgs(_RowOperatorArgs):
+class DeduplicateRowsArgs(RowOperatorArgs):
     field: str = Field("prompt", description="Column to compare.")
     normalize: bool = Field(True, description="Treat texts that differ only in case and white space as equal.")
 
@@ -150,7 +149,7 @@ class DeduplicateRows(WithArgs, SetOperator):
         return list(first.values())
 
 
-class SortArgs(_RowOperatorArgs):
+class SortArgs(RowOperatorArgs):
     field: str = Field(description="Column of numbers.")
     descending: bool = Field(False, description="The largest first.")
 
@@ -162,30 +161,6 @@ class SortRows(WithArgs, SetOperator):
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
         values = np.array([number(row, self.args.field) for row in rows])
         return [int(i) for i in np.argsort(-values if self.args.descending else values, kind="stable")]
-
-
-class JuicerArgs(_RowOperatorArgs):
-    """The filters by name with their arguments, or a recipe of Data-Juicer that lists them under `process`."""
-
-    operators: tuple[dict[str, Any], ...] = Field((), description="Filters: {name: ..., args: {...}}.")
-    config_path: str | None = Field(None, description="A recipe of Data-Juicer.")
-    field: str = Field("prompt", description="Column with the text that filters call text; the others keep their names.")
-
-
-@task_operator("data_juicer_filter", args=JuicerArgs)
-class JuicerFilter(WithArgs, RowOperator):
-    """Keeps rows that all filters of Data-Juicer keep, and writes what they measure as columns (text_len, for example)."""
-
-    needs: ClassVar[Mapping[str, str]] = NEEDS
-
-    def __init__(self, **args: Any) -> None:
-        super().__init__(**args)
-        self._filters = JuicerFilters(self.args.operators, self.args.config_path)
-
-    def apply(self, row: Row) -> Row | None:
-        sample = {**row, "text": column(row, self.args.field)}
-        ((kept, measured),) = self._filters.measure({name: [value] for name, value in sample.items()})
-        return {**row, **measured} if kept else None
 
 
 def column(row: Row, name: str) -> Any:

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+from rft.extras.sandbox.code_reward import program_of
+from rft.extras.sandbox.remote_sandbox import _compared, _read
+from rft.extras.worlds.adapters import chosen
 from rft.logs import redact, safe
 from rft.plugins import import_file, shipped_workflows
 from rft.reward import calibration, dapo, exact, extract, gsm8k, search_qa, verdict
-from rft.reward.code import program_of
 from rft.reward.countdown_reward import evaluated
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
 from rft.reward.gsm8k import final_number
-from rft.reward.sandbox_remote import _compared, _read
 from rft.workflow import endpoint_wire
 from rft.workflow import tools as toolcalls
-from rft.workflow.adapters import chosen
 
 sql = import_file(shipped_workflows() / "sql.py")
 agent = import_file(shipped_workflows() / "agent.py")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rft.sandbox.processes import LEVELS
+from rft.extras.sandbox.processes import LEVELS
 from tests.attacks.table import attack
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ ACCOUNT = 1234
 JUDGE = """
 import asyncio, ctypes, json, os, sys
 from pathlib import Path
-from rft.reward.sandbox import ProgramLimits, Pairs, Sandbox, SandboxUnavailable
+from rft.extras.sandbox.code_sandbox import ProgramLimits, Pairs, Sandbox, SandboxUnavailable
 from rft.sync.transport.memory import memory_is_readable
 
 level, python, folder, attacks = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
@@ -204,7 +204,7 @@ PUBLISHER = """
 import subprocess, sys
 from pathlib import Path
 import torch
-from rft.sandbox import kernel
+from rft.extras.sandbox import kernel
 from rft.sync.transport.memory import MemoryTransport
 from rft.types.ids import Version
 

@@ -22,11 +22,11 @@ from rft.buffer.query import open_run as questions_of
 from rft.buffer.schema import payloads
 from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError, PayloadDamaged, RftError
+from rft.extras.view.report import comparison
+from rft.extras.view.report.facts import collect
+from rft.extras.view.report.page import page
 from rft.monitor.read import MOST_LINE
 from rft.notebook import open_run
-from rft.report import comparison
-from rft.report.facts import collect
-from rft.report.page import page
 from tests.attacks.table import attack
 from tests.helpers.viewed import stored, viewing
 

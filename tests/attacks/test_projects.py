@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from rft.extras.sandbox.code_sandbox import Sandbox, SandboxUnavailable
+from rft.extras.sandbox.container import ContainerSandbox
+from rft.extras.sandbox.processes import ProgramLimits
+from rft.extras.sandbox.project import passes_inside, run_project
 from rft.plugins import load_all
-from rft.reward.sandbox import Sandbox, SandboxUnavailable
-from rft.sandbox.container import ContainerSandbox
-from rft.sandbox.processes import ProgramLimits
-from rft.sandbox.project import passes_inside, run_project
 from rft.taskset.task_folders import MOST_BYTES, task_folders
 from rft.testing import run_workflow_async
 from rft.testing.scripted import ScriptedEngine

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from rft.reward.code import CodeArgs
+from rft.extras.sandbox import jobs
+from rft.extras.sandbox.code_reward import CodeArgs
+from rft.extras.sandbox.code_sandbox import Sandbox
+from rft.extras.sandbox.jobs import ProgramVerdict
+from rft.extras.sandbox.processes import ForkServer, ProgramLimits
 from rft.reward.delimiters import PromptDelimiters
 from rft.reward.judge_args import JudgeArgs
 from rft.reward.judge_base import AGAIN_TEMPERATURE
-from rft.reward.sandbox import Sandbox
-from rft.sandbox import jobs
-from rft.sandbox.jobs import ProgramVerdict
-from rft.sandbox.processes import ForkServer, ProgramLimits
 from rft.testing.judge import probes
 from rft.workflow import endpoint, endpoint_wire
 from tests.attacks.table import attack

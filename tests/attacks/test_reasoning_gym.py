@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from reasoning_gym.factory import create_dataset
 
+from rft.extras.worlds.gym_reward import POOL
 from rft.plugins import load_all
 from rft.reward.base import score
 from rft.reward.build_reward import build
-from rft.reward.reasoning_gym import POOL
 from tests.attacks.table import attack
 from tests.helpers.answers import make_transcript as said
 from tests.helpers.answers import task

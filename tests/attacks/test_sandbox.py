@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rft.reward.sandbox import open_server
-from rft.sandbox import jobs, wire
-from rft.sandbox.jobs import ProgramVerdict
-from rft.sandbox.processes import LEVELS, ForkServer, ProgramLimits, SandboxUnavailable
+from rft.extras.sandbox import jobs, wire
+from rft.extras.sandbox.code_sandbox import open_server
+from rft.extras.sandbox.jobs import ProgramVerdict
+from rft.extras.sandbox.processes import LEVELS, ForkServer, ProgramLimits, SandboxUnavailable
 from tests.attacks.table import attack
 
 LIMITS = ProgramLimits(timeout_s=0.4, memory_mb=256, output_kb=64, file_mb=4)
@@ -306,8 +306,8 @@ def test_a_box_dies_with_its_caller(tmp_path: Path) -> None:
     """kill -9 of the process that judges: the program, which would run on, ends as well."""
     read, write = os.pipe()
     caller = (
-        "import sys\nfrom rft.sandbox import jobs\nfrom rft.sandbox.processes import ProgramLimits\n"
-        "from rft.reward.sandbox import open_server, LEVELS\n"
+        "import sys\nfrom rft.extras.sandbox import jobs\nfrom rft.extras.sandbox.processes import ProgramLimits\n"
+        "from rft.extras.sandbox.code_sandbox import open_server, LEVELS\n"
         "s = open_server(LEVELS, sys.executable)\nprint('up', flush=True)\n"
         "jobs.run(s, 'import time; time.sleep(1000)', b'', ProgramLimits(timeout_s=1000))\n"
     )

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rft.serve import gateway
-from rft.serve.access import line_of
+from rft.extras.serve import gateway
+from rft.extras.serve.access import line_of
 from rft.workflow import endpoint, endpoint_wire
 from tests.attacks.table import attack
 from tests.attacks.test_requests import drip

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.sandbox.container import COMMAND
+from rft.extras.sandbox.container import COMMAND
 
 NAME = "rft-test-python:1"
 PODMAN = (

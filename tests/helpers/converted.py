@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rft.convert.launch import read_launch
-from rft.convert.report import yaml_text
-from rft.convert.verl import convert
+from rft.extras.migrate.convert.launch import read_launch
+from rft.extras.migrate.convert.report import yaml_text
+from rft.extras.migrate.convert.verl import convert
 from rft.testing import tiny
 from tests.helpers.command import Done, rft
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rft.reward.sandbox import SandboxUnavailable, open_server
-from rft.sandbox.processes import LEVELS, ForkServer
+from rft.extras.sandbox.code_sandbox import SandboxUnavailable, open_server
+from rft.extras.sandbox.processes import LEVELS, ForkServer
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rft.client import AsyncClient, ServeError
+from rft.extras.serve.client import AsyncClient, ServeError
 
 
 class Persistent:

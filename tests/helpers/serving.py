@@ -12,10 +12,10 @@ import httpx
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings, PipelineSettings
-from rft.serve.access import ENVIRONMENT
-from rft.serve.live_session import LiveSession
-from rft.serve.service import Service
-from rft.serve.settings import ServeSettings
+from rft.explorer.service_settings import ServeSettings
+from rft.extras.serve.access import ENVIRONMENT
+from rft.extras.serve.live_session import LiveSession
+from rft.extras.serve.service import Service
 from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord

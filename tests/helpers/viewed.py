@@ -14,12 +14,12 @@ import msgspec
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
+from rft.extras.view.view_pages import ViewPages
+from rft.extras.view.view_server import ViewServer
 from rft.testing.storage_contract import row
 from rft.types.block import encode
 from rft.types.experience import failed
 from rft.types.ids import GroupId, Version
-from rft.view.view_pages import ViewPages
-from rft.view.view_server import ViewServer
 from tests.helpers.asked_ledger import play
 
 INJECTIONS = (

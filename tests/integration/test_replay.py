@@ -13,13 +13,13 @@ import pytest
 
 import rft
 from rft.buffer.replay_reader import ReplayReader
-from rft.cli import debug_command, judge_command
+from rft.cli import debug_command
 from rft.cli.options import planned, tasksets
 from rft.errors import ConfigError, ConfigErrors, PayloadDamaged
+from rft.extras.view.report.facts import collect
 from rft.launch.execute import execute
 from rft.launch.step_again import again
 from rft.monitor.read import read, series
-from rft.report.facts import collect
 from rft.taskset.open_source import open_taskset
 from rft.trainer import manifest as manifests
 from rft.types.ports import EndOfData
@@ -248,8 +248,11 @@ def few(model: Path, root: Path, name: str, *more: str) -> list[str]:
     return [f"model.model_path={model}", f"checkpoint_root_dir={root}", f"name={name}", "trainer.save_interval=1", *into, *more]
 
 
+@pytest.mark.extra("judge_lab")
 def test_an_answer_keeps_its_task_where_rows_are_left_out(filtered: Path) -> None:
     """The plugins are found again, too."""
+    from rft.extras.judge_lab import judge_command
+
     out, err, code = said("replay", str(filtered), "--reward", "its_gold", "--json")
     assert code == 0, err
     told = json.loads(out)["tasksets"]["few"]
@@ -276,6 +279,7 @@ def test_a_step_of_a_run_that_began_with_another_one(filtered: Path, tiny_model:
         again(second, 2)
 
 
+@pytest.mark.extra("judge_lab")
 def test_changed_tasks_are_told(filtered: Path) -> None:
     file = filtered.parents[2] / "tasks.jsonl"
     lines = file.read_text().splitlines(keepends=True)

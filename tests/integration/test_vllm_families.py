@@ -14,7 +14,7 @@ from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.engine.vllm_args import engine_args
-from rft.launch import model_check
+from rft.extras.doctor import model_check
 from rft.testing.engine_contract import ask
 from rft.trainer.learner import Learner
 from rft.trainer.settings import LearnerSettings

@@ -33,8 +33,8 @@ CODE = sorted(p for folder in ("rft", "workflows", "scripts") for p in (ROOT / f
 
 # file -> call that it may make, with the reason
 ALLOWED: dict[tuple[str, str], str] = {
-    ("rft/sandbox/program.py", "exec"): "the program of a model: what a sandbox is for",
-    ("rft/sandbox/testrunner.py", "exec"): "a data set's tests, in a sandbox",
+    ("rft/extras/sandbox/program.py", "exec"): "the program of a model: what a sandbox is for",
+    ("rft/extras/sandbox/testrunner.py", "exec"): "a data set's tests, in a sandbox",
 }
 
 

@@ -23,7 +23,7 @@ def test_wheel_holds_workflows_and_examples(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "site")
     assert {f"rft/_workflows/{p.name}" for p in (ROOT / "workflows").glob("*.py")} <= names
     assert {"rft/_examples/quickstart/config.yaml", "rft/_examples/tiny/config.yaml", "rft/py.typed"} <= names
-    assert {"rft/compat/keys/data/verl_keys.tsv", "rft/compat/keys/data/trinity_keys.txt"} <= names
+    assert {"rft/extras/migrate/compat/keys/data/verl_keys.tsv", "rft/extras/migrate/compat/keys/data/trinity_keys.txt"} <= names
     assert {"rft/cli/skeletons/workflow/plugin.py.txt", "rft/cli/skeletons/config/config.yaml"} <= names
     assert not any(n.startswith(("workflows/", "tests/", "scripts/")) for n in names)
     program = "from rft.plugins import REGISTRY, load_all; load_all(); print(REGISTRY.get('workflow', 'simple_workflow').source)"

@@ -13,8 +13,8 @@ from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, s
 from rft.config.schema.model_section import ExternalModelConfig
 from rft.config.schema.serve_section import ServeConfig
 from rft.engine.settings import EngineSettings
+from rft.explorer.service_settings import ServeSettings
 from rft.explorer.settings import ExplorerSettings
-from rft.serve.settings import ServeSettings
 
 Device = Annotated[Literal["auto", "cuda", "cpu"], IgnoreCase]
 _ENGINES = ("vllm", "transformers", "scripted", "external")

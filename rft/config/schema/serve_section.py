@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rft.config.schema import units
 from rft.config.schema.base import Section, key, safe_key
-from rft.serve.settings import LimitSettings, ServeSettings
+from rft.explorer.service_settings import LimitSettings, ServeSettings
 from rft.sync.settings import SyncSettings
 
 

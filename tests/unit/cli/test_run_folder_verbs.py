@@ -17,8 +17,8 @@ import rft
 from rft.cli import chat_command, export_command, status_command
 from rft.cli import main as cli
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
+from rft.extras.view.report.facts import collect
 from rft.launch.rundir import RunDir
-from rft.report.facts import collect
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rft.compat.keys.verl_keys import by_path, rows
 from rft.config.load import from_dict, load
 from rft.config.schema.walk import all_keys, fields_at
 from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
+from rft.extras.migrate.compat.keys.verl_keys import by_path, rows
 
 GOOD = Path(__file__).parent / "data" / "good" / "short.yaml"
 MODEL = {"model": {"model_path": "m", "max_prompt_tokens": 8, "max_response_tokens": 8}}

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rft.cli.main import make
-from rft.compat.key_names import describe, trinity
-from rft.compat.keys.verl_keys import rows
 from rft.config.foreign import advice
 from rft.config.schema.walk import all_keys
 from rft.errors import ConfigError
+from rft.extras.migrate.compat.key_names import describe, trinity
+from rft.extras.migrate.compat.keys.verl_keys import rows
 
 BEFORE_THE_SCHEMA = {"stages", "trainer.trainer_config"}
 

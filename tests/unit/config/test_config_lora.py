@@ -21,9 +21,9 @@ from rft.config.model_folder import look, shape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
 from rft.config.verify import check
-from rft.convert.launch import Argument, Launch
-from rft.convert.verl import Conversion, convert
 from rft.errors import ConfigError
+from rft.extras.migrate.convert.launch import Argument, Launch
+from rft.extras.migrate.convert.verl import Conversion, convert
 from rft.launch.bench import Target, plan_for
 from rft.trainer import adapterfiles
 from rft.trainer.settings import LoraSettings

@@ -65,11 +65,11 @@ def test_a_workflow_that_is_not_here(tmp_path: Path, workflow: str, says: str) -
 def test_files_are_read_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("from trinity.common.workflows.workflow import SimpleWorkflow\nraise SystemExit\n")
     (line,) = needed(report(tmp_path, workflow=f"{tmp_path}/a.py:Mine"))
-    assert "a.py imports trinity; change that to rft.compat" in line
+    assert "a.py imports trinity; change that to rft.extras.migrate.compat" in line
     (tmp_path / "b.py").write_text("def f():\n    import no_such_library.part\nraise SystemExit\n")
     (line,) = needed(report(tmp_path, workflow=f"{tmp_path}/b.py:Mine"))
     assert "b.py imports no_such_library, not installed" in line
-    (tmp_path / "c.py").write_text("import json\nfrom rft.compat import SimpleWorkflow\nraise SystemExit\n")
+    (tmp_path / "c.py").write_text("import json\nfrom rft.extras.migrate.compat import SimpleWorkflow\nraise SystemExit\n")
     assert needed(report(tmp_path, workflow=f"{tmp_path}/c.py:Mine")) == []
     (tmp_path / "d.py").write_text("this is no Python")
     assert needed(report(tmp_path, workflow=f"{tmp_path}/d.py:Mine")) == []

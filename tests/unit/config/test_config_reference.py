@@ -11,9 +11,9 @@ import pytest
 import yaml
 from configuration_page import json_schema, markdown
 
-from rft.compat.keys.not_offered import INSTEAD, VALUES
 from rft.config.foreign import advice
 from rft.config.schema.walk import all_keys, extra, field_at, literals
+from rft.extras.migrate.compat.keys.not_offered import INSTEAD, VALUES
 
 ROOT = Path(__file__).parents[3]
 

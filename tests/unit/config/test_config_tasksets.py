@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rft.compat.keys.verl_keys import rows
 from rft.config.inert import inert
 from rft.config.plan import Facts
 from rft.config.schema.walk import field_at
 from rft.config.verify import check
+from rft.extras.migrate.compat.keys.verl_keys import rows
 from rft.launch.execute import execute
 from rft.testing import tiny
 

@@ -12,7 +12,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from rft.compat.keys.verl_keys import rows
+from rft.extras.migrate.compat.keys.verl_keys import rows
 from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rft.config.compared_prompts import overlap
 from rft.config.context import Problems
-from rft.config.data_audit import overlap
 from rft.types.task import Task
 from tests.helpers.asked_ledger import said
 from tests.helpers.runs import TINY

@@ -7,7 +7,7 @@ import re
 import model_table
 import pytest
 
-from rft.launch.model_check import ModelLine
+from rft.extras.doctor.model_check import ModelLine
 
 
 def test_a_line_is_written_and_the_rest_stays() -> None:

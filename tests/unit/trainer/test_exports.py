@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rft.engine.weights import saved_buffers
-from rft.launch import model_check
+from rft.extras.doctor import model_check
 from rft.taskset.chatfiles import ChatFiles, read_settings
 from rft.testing import tiny
 from rft.trainer import hf_folder, saving

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft.explorer.rescore import transcript_of
+from rft.extras.judge_lab.rescore import transcript_of
 from rft.plugins import load_all
 from rft.reward.base import reward
 from rft.testing.scripted import ScriptedEngine

@@ -13,8 +13,8 @@ import pytest
 from pydantic import Field
 
 from rft.errors import ConfigError
+from rft.extras.sandbox.code_sandbox import Sandbox
 from rft.plugins import load_all
-from rft.reward.sandbox import Sandbox
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async
 from rft.types.task import SamplingArgs, Task
 from rft.workflow import toolrun

@@ -1,0 +1,13 @@
+"""The extra that audits a whole set of tasks."""
+
+from rft.plugins import Extra, Verb
+
+EXTRA = Extra(
+    verbs={
+        "data": Verb(
+            "Audit the tasks of a configuration: gold answers, duplicates, lengths.",
+            "rft data audit --config my.yaml",
+            "rft.extras.data_audit.data_command:data",
+        ),
+    },
+)

@@ -1,0 +1,215 @@
+"""Rewards for programs: the answer's code is run in a sandbox against the task's tests.
+
+Tests are found in the row: `test` and `entry_point` (HumanEval), or in the truth: {inputs, outputs[, fn_name]} (APPS, TACO, veRL's
+prime_code), or a list of asserts (MBPP).  Invariant: a program that misbehaves scores `wrong` with its reason; when the sandbox or the
+tests fail, the run is not scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rft.extras.sandbox.code_sandbox import Calls, Checks, Pairs, ProgramJudge, Sandbox, Tests
+from rft.extras.sandbox.jobs import BrokenTests, ProgramVerdict
+from rft.extras.sandbox.processes import Level, ProgramLimits, SandboxError, SandboxUnavailable
+from rft.extras.sandbox.remote_sandbox import RemoteSandbox
+from rft.reward.base import Reward, reward
+from rft.reward.extract import fenced
+from rft.types.completion import Score, Transcript
+from rft.types.task import Task
+
+LOCAL = Sandbox()
+_local, _remote = lru_cache(Sandbox), lru_cache(maxsize=8)(RemoteSandbox)  # one for all that ask for the same
+_FIRST_CASES = 10  # of which a share is scored, as in veRL
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+
+
+class CodeArgs(BaseModel):
+    """`timeout_s`: of each input, or of all asserts of a test.  `continuous`: a program that fails scores the share of tests passed.
+
+    `test_key` etc.: columns of the row.  `sandbox_level`: how programs are closed off on this machine, null: namespaces or else landlock.
+    With `sandbox_url` a remote service runs the programs.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    timeout_s: float = Field(10.0, gt=0)
+    memory_mb: int = Field(1024, ge=64)
+    right: float = 1.0
+    wrong: float = 0.0
+    continuous: bool = False
+    test_key: str = "test"
+    entry_point_key: str = "entry_point"
+    prompt_key: str = "prompt"
+    sandbox_level: Level | None = None
+    sandbox_url: str | None = None
+    sandbox_max_concurrent: int = Field(64, ge=1)
+    sandbox_memory_mb: int | None = Field(None, ge=64)
+
+    @model_validator(mode="after")
+    def _of_one_place(self) -> CodeArgs:
+        if self.sandbox_level is not None and self.sandbox_url is not None:
+            raise ValueError("sandbox_level is about this machine, sandbox_url names another one; leave one of them away")
+        return self
+
+
+class PrimeCodeArgs(CodeArgs):
+    continuous: bool = True
+
+
+@reward("code_reward", args=CodeArgs)
+class CodeReward(Reward):
+    """`right` if the last code block of the answer passes all of its task's tests, else `wrong`.  Part `tests_passed`: their share."""
+
+    def __init__(self, **args: Any) -> None:
+        self.args = CodeArgs(**args)
+        a = self.args
+        self.limits = ProgramLimits(timeout_s=a.timeout_s, memory_mb=a.sandbox_memory_mb or a.memory_mb)
+        self.sandbox = _place(a)
+
+    async def __call__(self, task: Task, transcript: Transcript) -> Score:
+        checks = checks_of(task, self.args)
+        prompt, entry = (checks.prompt, checks.entry_point) if isinstance(checks, Tests) else ("", "")
+        program = program_of(transcript.answer, prompt, entry)
+        if not program.strip():
+            return Score(value=self.args.wrong, parts={"tests_passed": 0.0}, reason="no_code: the answer holds no program")
+        try:
+            verdict = await self._judge(program, checks)
+        except (SandboxError, BrokenTests) as e:
+            return Score(value=None, reason=f"{type(e).__name__}: {e}")
+        share = verdict.passed / verdict.total
+        value = self.args.right if verdict.right else share if self.args.continuous else self.args.wrong
+        why = "" if verdict.right else f"{verdict.reason}: {verdict.detail}"
+        return Score(value=value, parts={"tests_passed": share}, reason=why)
+
+    def gold_answer(self, task: Task) -> str | None:
+        """A solution that came with the row, so that `rft check` can try the tests."""
+        columns = (task.row.get(name) for name in ("canonical_solution", "solution"))
+        return next((text for text in columns if isinstance(text, str) and text.strip()), None)
+
+    def remarks(self) -> list[str]:
+        """For `rft check`: how this machine closes programs off."""
+        if not isinstance(self.sandbox, Sandbox):
+            return []
+        try:
+            return [f"programs run at sandbox_level {self.sandbox.level()} on this machine"]
+        except SandboxUnavailable as e:
+            return [str(e)]
+
+    async def prepare(self, models: Any) -> None:
+        """Refuses the machine before the first run is played, if it cannot keep programs in."""
+        if isinstance(self.sandbox, Sandbox):
+            await asyncio.to_thread(self.sandbox.level)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.sandbox.close)
+
+    async def _judge(self, program: str, checks: Checks) -> ProgramVerdict:
+        verdict = await self.sandbox.judge(program, checks, self.limits)
+        if verdict.right or not self.args.continuous:
+            return verdict
+        if verdict.total == 1 or verdict.reason == "timeout":  # nothing is run behind a timeout
+            cases = min(verdict.total, _FIRST_CASES)
+            return replace(verdict, passed=min(verdict.passed, cases), total=cases)
+        return await self.sandbox.judge(program, _first(checks), self.limits, all=True)
+
+
+@reward("prime_code_reward", args=PrimeCodeArgs)
+class PrimeCodeReward(CodeReward):
+    """`code_reward` with the share of the first ten tests as the score of a program that fails one."""
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**{"continuous": True} | args)
+
+
+def _place(args: CodeArgs) -> ProgramJudge:
+    if args.sandbox_url is not None:
+        return _remote(args.sandbox_url, max_concurrent=args.sandbox_max_concurrent)
+    return LOCAL if args.sandbox_level is None else _local(level=args.sandbox_level)
+
+
+def _first(checks: Checks) -> Checks:
+    if isinstance(checks, Pairs):
+        return Pairs(checks.pairs[:_FIRST_CASES])
+    if isinstance(checks, Calls):
+        return Calls(checks.function, checks.cases[:_FIRST_CASES])
+    return Tests(checks.tests[:_FIRST_CASES], checks.entry_point, checks.prompt)
+
+
+def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
+    """The answer's last block of Python, else its last one of no language, else all of it; behind the code of the question, which it
+    goes on with or uses."""
+    blocks = [block for block in fenced(answer) if block.language in ("", "python", "py", "python3")]
+    code = max(blocks, key=lambda block: (bool(block.language), block.start)).body if blocks else answer
+    if not prompt or f"def {entry_point}" not in prompt or not code.strip():
+        return code
+    if not re.search(rf"\bdef\s+{re.escape(entry_point)}\b", code):
+        return prompt + code  # it writes on where the question stops
+    future = "".join(_FUTURE.findall(code))  # which Python wants first
+    return f"{future}{prompt}\n\n{_FUTURE.sub('', code)}" if _compiles(prompt) else code
+
+
+def _compiles(text: str) -> bool:
+    with contextlib.suppress(SyntaxError, ValueError):
+        return bool(compile(text, "<prompt>", "exec"))
+    return False
+
+
+def checks_of(task: Task, args: CodeArgs) -> Checks:
+    """The task's tests.  Raises ValueError if there are none that are known."""
+    row, truth = task.row, _parsed(task.truth)
+    entry, test, prompt = row.get(args.entry_point_key), row.get(args.test_key), row.get(args.prompt_key)
+    prompt = prompt if isinstance(prompt, str) else task.prompt or ""
+    if not isinstance(test, str) and isinstance(truth, str):
+        test = truth
+    if isinstance(test, str) and isinstance(entry, str):
+        return Tests([test], entry, prompt)
+    setup = row.get("test_setup_code") or _text(row.get("test_imports") or "")
+    if isinstance(truth, dict) and "assert_case" in truth:
+        truth = truth["assert_case"]
+    if isinstance(truth, dict) and truth.get("inputs") and len(truth["inputs"]) == len(truth.get("outputs") or ()):
+        return _in_and_out(truth)
+    asserts = [truth] if isinstance(truth, str) else truth
+    if isinstance(asserts, list) and asserts and all(isinstance(a, str) and a.strip() for a in asserts):
+        return Tests([f"{setup}\n{a}" if setup else a for a in asserts])
+    raise ValueError(
+        f"task {task.taskset}[{task.index}] has no tests: give columns {args.test_key} and {args.entry_point_key}, or a truth "
+        "(format.response_key) that is {inputs, outputs} of equal length or a list of asserts"
+    )
+
+
+def _in_and_out(truth: dict[str, Any]) -> Checks:
+    if not truth.get("fn_name"):
+        return Pairs([(_text(given), _text(wanted)) for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True)])
+    cases = []
+    for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True):
+        if isinstance(given, str):  # one JSON value a line
+            given = [msgspec.json.decode(line) for line in given.splitlines() if line.strip()]
+            wanted = _parsed(wanted)
+        cases.append(([_with_numbers(argument) for argument in given], wanted))
+    return Calls(str(truth["fn_name"]), cases)
+
+
+def _with_numbers(value: Any) -> Any:
+    """JSON, in which keys are texts, of a mapping that had whole numbers, as APPS and TACO mean it."""
+    whole = isinstance(value, dict) and all(re.fullmatch(r"-?\d{1,18}", str(key)) for key in value)
+    return {int(key): of for key, of in value.items()} if whole else value
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _parsed(value: Any) -> Any:
+    """JSON in a text, as data sets store it; another text is itself."""
+    with contextlib.suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value

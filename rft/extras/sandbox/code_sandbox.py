@@ -1,0 +1,207 @@
+"""Programs of a model, run and judged where they can do no harm: on this machine, or by a remote service (`sandbox_remote`).
+
+Knows nothing of tasks.  What a program and its checks give is remembered; a timeout is not, since the next time may be quieter.
+Invariant: a verdict is about the program; when the sandbox itself fails, SandboxError is raised, and a machine that cannot keep a
+program from the network, from files, memory and environment of others, or from outliving its run is refused with SandboxUnavailable.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import xxhash
+
+from rft.extras.sandbox import jobs
+from rft.extras.sandbox.jobs import BrokenTests, ProgramVerdict
+from rft.extras.sandbox.processes import LEVELS, ForkServer, Level, ProgramLimits, SandboxError, SandboxUnavailable
+from rft.worker.job_pool import JobPool
+
+__all__ = [
+    "BrokenTests", "Calls", "Checks", "Level", "Pairs", "ProgramJudge", "ProgramLimits", "ProgramVerdict", "Sandbox", "SandboxError",
+    "SandboxUnavailable", "Tests",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+DEFAULT = LEVELS[:2]
+"""What is tried where no level is named.  At "seccomp" programs can import little, so right ones may fail: it has to be named."""
+CLOSE_S = 5.0  # that `close` leaves to programs under way
+SWITCH_ON = (
+    "Switch on user namespaces (sysctl user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+    "--security-opt seccomp=unconfined) or Landlock (Linux 5.13, landlock in the kernel's lsm= list), on x86_64 or aarch64"
+)
+_SELF_TEST = """
+import json, socket, wave
+found = []
+try:
+    socket.socket()
+    found.append("the network")
+except PermissionError:
+    pass
+for path in ("/etc/passwd", "/proc/{pid}/environ", "/proc/{pid}/mem"):
+    try:
+        open(path, "rb").close()
+        found.append(path)
+    except OSError:
+        pass
+print(*found or ["closed"])
+"""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Text for stdin, and what has to be printed."""
+
+    pairs: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Arguments, and what `function` (or that method of a class Solution) has to return."""
+
+    function: str
+    cases: Sequence[tuple[Sequence[Any], Any]]
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Code with asserts; `check(candidate)` is called with the function `entry_point`.  `prompt`: code whose helpers they use."""
+
+    __test__ = False  # no test class
+    tests: Sequence[str]
+    entry_point: str = ""
+    prompt: str = ""
+
+
+Checks = Pairs | Calls | Tests
+
+
+class ProgramJudge(Protocol):
+    """Where programs are judged.  Raises SandboxError, SandboxUnavailable or BrokenTests; `all`: go on after a failure."""
+
+    async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict: ...
+
+    def close(self) -> None:
+        """Leaves some seconds to what is under way and ends everything.  The next call starts anew."""
+        ...
+
+
+class Sandbox(JobPool):
+    """On this machine, at most `size` programs at a time.  Usable from any thread and any event loop; ended by `job_pool.close_all`.
+
+    `level`: how programs are closed off; None: the first of DEFAULT that this machine offers.
+    """
+
+    def __init__(self, *, size: int | None = None, level: Level | None = None, python: str = sys.executable) -> None:
+        super().__init__("sandbox", size=size if size is not None else max(2, min(16, os.cpu_count() or 1)))
+        self._levels, self._python = (level,) if level else DEFAULT, python
+        self._server: ForkServer | None = None
+        self._opening = threading.Lock()
+
+    async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict:
+        """The verdict on `program`; see `ProgramJudge`."""
+        asked = [program, type(checks).__name__, checks, limits, all]
+        try:
+            key = xxhash.xxh3_128_digest(msgspec.msgpack.encode(asked))
+        except OverflowError:  # a number of more than 64 bits
+            key = xxhash.xxh3_128_digest(repr(asked).encode())
+        verdict = await self._answered(key, lambda: self._judge(program, checks, limits, all), _to_be_kept)
+        if not _to_be_kept(verdict):
+            with self._lock:
+                self.timeouts += 1
+        return verdict
+
+    async def run(self, program: str, limits: ProgramLimits, stdin: bytes = b"") -> jobs.Ran:
+        """What the program prints, and why it did not end well."""
+        return await self._done(lambda: jobs.run(self._open(), program, stdin, limits))
+
+    def level(self) -> Level:
+        """How programs are closed off here.  Raises SandboxUnavailable."""
+        return self._open().level
+
+    def _judge(self, program: str, checks: Checks, limits: ProgramLimits, all: bool) -> ProgramVerdict:
+        server = self._open()
+        self.restarts = max(0, server.starts - 1)
+        try:
+            return _judged(server, program, checks, limits, all)
+        finally:
+            if server.aborted:
+                raise SandboxError("the sandbox was closed while the program ran")
+
+    def _open(self) -> ForkServer:
+        with self._opening:
+            if self._server is None:
+                self._server = open_server(self._levels, self._python)
+            return self._server
+
+    def close(self) -> None:
+        """See `ProgramJudge`."""
+        self._end_jobs(self._abort, after_s=CLOSE_S)
+        with self._opening:
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+
+    def _abort(self) -> None:
+        if (server := self._server) is not None:
+            server.abort()
+
+
+def _to_be_kept(verdict: ProgramVerdict) -> bool:
+    """The next time may be quieter."""
+    return verdict.reason not in ("timeout", "killed")
+
+
+def _judged(server: ForkServer, program: str, checks: Checks, limits: ProgramLimits, all: bool) -> ProgramVerdict:
+    if isinstance(checks, Pairs):
+        return jobs.judge_pairs(server, program, checks.pairs, limits, all=all)
+    if isinstance(checks, Calls):
+        return jobs.judge_calls(server, program, checks.function, checks.cases, limits, all=all)
+    return jobs.judge_tests(server, program, checks.tests, limits, entry_point=checks.entry_point, prompt=checks.prompt, all=all)
+
+
+def offered(python: str = sys.executable) -> tuple[Level | None, dict[Level, str]]:
+    """The strongest level of this machine, and why the stronger ones are not."""
+    found: dict[Level, str] = {}
+    for level in LEVELS:
+        server = ForkServer(level, python)
+        fault = _fault(server)
+        server.close()
+        if not fault:
+            return level, found
+        found[level] = fault
+    return None, found
+
+
+def open_server(levels: Sequence[Level], python: str) -> ForkServer:
+    """A server of the first level that works here, as a program inside it shows.  Raises SandboxUnavailable."""
+    tried: list[str] = []
+    for level in levels:
+        server = ForkServer(level, python)
+        if not (fault := _fault(server)):
+            if level == "seccomp":
+                log.warning("programs run at sandbox level seccomp: they can import only Python's own library and NumPy")
+            return server
+        server.close()
+        tried.append(f"{level}: {fault}")
+    raise SandboxUnavailable(
+        f"programs cannot be run safely on this machine ({'; '.join(tried)}).  {SWITCH_ON}, and a Python that other users can read.  "
+        "Or accept less with sandbox_level: seccomp in reward_fn_args (no packages but NumPy), or name a remote sandbox in "
+        "reward_fn_args.sandbox_url"
+    )
+
+
+def _fault(server: ForkServer) -> str:
+    try:
+        ran = jobs.run(server, _SELF_TEST.replace("{pid}", str(os.getpid())), b"", ProgramLimits(timeout_s=30))
+    except SandboxError as e:
+        return str(e)
+    if ran.output == b"closed\n":
+        return ""
+    return ran.detail or f"a test program was not kept from {ran.output[:100].decode(errors='replace').strip()}"

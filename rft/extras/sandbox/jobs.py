@@ -1,0 +1,298 @@
+"""What a program is worth: by pairs of input and output, by calls of one function, or by tests that are code.
+
+Expected results stay in this process, or in the sandbox of a test runner; the program's sandbox sees inputs only, and no value that it
+sends is decoded in this process.  Invariant: a verdict says what the program did; where that is not known, SandboxError or BrokenTests
+is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rft.extras.sandbox import wire
+from rft.extras.sandbox.processes import ForkServer, ProgramLimits, SandboxedProcess, SandboxError, remaining
+from rft.worker.framing import BadMessage
+
+_ERRORS_KEPT = 4096
+_XCPU, _KILLED = 128 + 24, 128 + 9
+
+
+class BrokenTests(ValueError):
+    """The tests themselves cannot be run."""
+
+
+@dataclass(frozen=True)
+class ProgramVerdict:
+    """`reason` of the first failure: wrong_answer, error, timeout, memory, output, exit, killed, crash; "passed" without one."""
+
+    passed: int
+    total: int
+    reason: str
+    detail: str = ""
+
+    def __post_init__(self) -> None:  # what a program says may hold half characters, which no store takes
+        object.__setattr__(self, "detail", self.detail.encode(errors="replace").decode())
+
+    @property
+    def right(self) -> bool:
+        return 0 < self.total == self.passed
+
+
+class Talking(Protocol):
+    """A program under way: our ends of stdin, stdout and stderr, and its status once it has ended."""
+
+    fds: dict[str, int]
+
+    def wait(self, timeout_s: float) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of a program.  `reason` empty: it ended by itself with status 0."""
+
+    reason: str
+    detail: str
+    output: bytes
+
+
+def judge_pairs(
+    server: ForkServer, program: str, pairs: Sequence[tuple[str, str]], limits: ProgramLimits, *, all: bool = False
+) -> ProgramVerdict:
+    """Each input on stdin, what is printed compared with the output.  `all`: go on after a failure."""
+    return _count((_pair(server, program, given, wanted, limits) for given, wanted in pairs), len(pairs), all)
+
+
+def judge_calls(
+    server: ForkServer,
+    program: str,
+    function: str,
+    cases: Sequence[tuple[Sequence[Any], Any]],
+    limits: ProgramLimits,
+    *,
+    all: bool = False,
+) -> ProgramVerdict:
+    """Each case is (arguments, result); `function` may be a method of a class called Solution.  The deadline holds for each call."""
+    with _two(server, replace(limits, deadlines=1 + len(cases))) as (process, runner):
+        failure, deadline = _load(process, program, limits)
+        if failure is not None:
+            return ProgramVerdict(0, len(cases), failure.reason, failure.detail)
+        try:
+            wire.send(runner.channel, {"function": function}, deadline=deadline)
+        except OSError as e:
+            raise SandboxError(f"the tests' process does not listen: {e}") from e
+
+        def one(args: Sequence[Any], wanted: Any) -> Ran:
+            deadline = time.monotonic() + limits.timeout_s
+            case = {"args": [wire.encode(a, _plain) for a in args], "wanted": wire.encode(wanted, _plain)}
+            try:
+                wire.send(runner.channel, case, largest=wire.LARGEST_ORDER, deadline=deadline)
+                said = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
+            except TimeoutError:
+                return Ran("timeout", f"no answer after {limits.timeout_s:g} s", b"")
+            except OSError:  # it runs no code but ours: what the program sent has ended it
+                return Ran("error", f"its result cannot be compared (status {runner.ended()})", b"")
+            if said["reason"] == "gone":
+                return how_ended(process.ended(), said["detail"], limits)
+            return _memory(said["reason"], said["detail"])
+
+        return _count((one(*case) for case in cases), len(cases), all)
+
+
+def judge_tests(
+    server: ForkServer,
+    program: str,
+    tests: Sequence[str],
+    limits: ProgramLimits,
+    *,
+    entry_point: str = "",
+    prompt: str = "",
+    all: bool = False,
+) -> ProgramVerdict:
+    """Each test is code with asserts; one that defines `check` has it called with the function `entry_point`.
+
+    `prompt`: code whose helpers the tests may use.  The deadline holds for loading and all tests together.  Raises BrokenTests.
+    """
+    with _two(server, limits) as (process, runner):
+        failure, deadline = _load(process, program, limits)
+        if failure is not None:
+            return ProgramVerdict(0, len(tests), failure.reason, failure.detail)
+        order = {"tests": list(tests), "entry_point": entry_point, "prompt": prompt, "all": all}
+        try:
+            wire.send(runner.channel, order, largest=wire.LARGEST_ORDER, deadline=deadline)
+            said = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
+        except TimeoutError:
+            return ProgramVerdict(0, len(tests), "timeout", f"no verdict after {limits.timeout_s:g} s")
+        except OSError:
+            status = runner.ended()
+            if status in (_XCPU, _KILLED):
+                return ProgramVerdict(0, len(tests), "timeout", "the tests used up their processor time")
+            raise SandboxError(f"the tests' process ended without a verdict (status {status})") from None
+        if "broken" in said:
+            raise BrokenTests(f"the tests cannot be run: {said['broken']}")
+        reason, detail = said["reason"], said["detail"]
+        if reason == "gone":
+            ended = how_ended(process.ended(), detail, limits)
+            reason, detail = ended.reason, ended.detail
+        ran = _memory(reason, detail)
+        return ProgramVerdict(said["passed"], said["total"], ran.reason, ran.detail)
+
+
+def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -> Ran:
+    """`python program` with `stdin`, under the limits."""
+    with server.start("run", limits) as process:
+        deadline = time.monotonic() + limits.timeout_s
+        try:
+            wire.send(process.channel, {"program": program}, largest=wire.LARGEST_ORDER, deadline=deadline)
+        except OSError as e:
+            raise SandboxError(f"the sandbox does not take its program: {e}") from e
+        output, errors, stopped = talk(process, stdin, deadline, limits)
+        status = process.end()
+        if stopped:
+            return was_stopped(stopped, limits)
+    if status == 0:
+        return Ran("", "", output)
+    return how_ended(status, last_line(errors), limits)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _pair(server: ForkServer, program: str, given: str, wanted: str, limits: ProgramLimits) -> Ran:
+    ran = run(server, program, given.encode(), replace(limits, output_kb=limits.output_kb + (len(wanted) >> 8)))
+    if ran.reason:
+        return ran
+    got = ran.output.decode(errors="replace")
+    return ran if same_output(got, wanted) else Ran("wrong_answer", f"printed {wire.short(got)}", b"")
+
+
+def same_output(got: str, wanted: str) -> bool:
+    """Line by line, blanks at the ends aside; numbers with a point or exponent to a relative 1e-6."""
+    mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (got, wanted))
+    return len(mine) == len(theirs) and all(
+        len(a) == len(b) and all(x == y or _close(x, y) for x, y in zip(a, b, strict=True))
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _close(a: str, b: str) -> bool:
+    if not (set("._eE") & set(b)) or len(a) > 1000:
+        return False
+    try:
+        return math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False
+
+
+def _count(results: Iterable[Ran], total: int, all: bool) -> ProgramVerdict:
+    passed, first = 0, Ran("passed", "", b"")
+    for result in results:
+        if not result.reason:
+            passed += 1
+            continue
+        first = result if first.reason == "passed" else first
+        if not all or result.reason == "timeout":  # ten timeouts for one answer hold up the others
+            break
+    return ProgramVerdict(passed, total, first.reason, first.detail)
+
+
+def _load(process: SandboxedProcess, program: str, limits: ProgramLimits) -> tuple[Ran | None, float]:
+    """How loading failed, if it did, and the deadline."""
+    deadline = time.monotonic() + limits.timeout_s
+    try:
+        wire.send(process.channel, {"program": program}, largest=wire.LARGEST_ORDER, deadline=deadline)
+        said = wire.receive(process.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
+    except TimeoutError:
+        return Ran("timeout", f"loading took longer than {limits.timeout_s:g} s", b""), deadline
+    except (BadMessage, OSError):
+        return how_ended(process.ended(), "it ended while it was loaded", limits), deadline
+    if said == {"loaded": True}:
+        return None, deadline
+    error = str(said.get("error") if isinstance(said, dict) else said)[:500]
+    return _memory("error", error), deadline
+
+
+@contextlib.contextmanager
+def _two(server: ForkServer, limits: ProgramLimits) -> Iterator[tuple[SandboxedProcess, SandboxedProcess]]:
+    """The program's process and the test runner's, with a socket between them."""
+    to_program, to_runner = socket.socketpair()
+    with contextlib.ExitStack() as stack:
+        with to_program, to_runner:
+            process = stack.enter_context(server.start("serve", limits, link=to_program))
+            runner = stack.enter_context(server.start("judge", limits, link=to_runner))
+        yield process, runner
+
+
+def _memory(reason: str, detail: str) -> Ran:
+    return Ran("memory" if reason and "MemoryError" in detail else reason, detail, b"")
+
+
+def _plain(value: Any) -> Any:
+    raise BrokenTests(f"an argument is a {type(value).__name__}")
+
+
+def talk(process: Talking, stdin: bytes, deadline: float, limits: ProgramLimits) -> tuple[bytes, bytes, str]:
+    """Feeds and reads until the program ends.  (stdout, the end of stderr, why it has to be stopped)."""
+    output, errors, sent = bytearray(), b"", 0
+    with selectors.DefaultSelector() as ready:
+        os.set_blocking(process.fds["stdin"], False)
+        ready.register(process.fds["stdin"], selectors.EVENT_WRITE, "stdin")
+        for name in ("stdout", "stderr"):
+            ready.register(process.fds[name], selectors.EVENT_READ, name)
+        while len(ready.get_map()) > (1 if "stdin" in process.fds else 0):
+            found = ready.select(max(0.0, deadline - time.monotonic()))
+            if not found or time.monotonic() > deadline:  # what goes on talking gets no more time
+                return b"", errors, "timeout"
+            for key, _ in found:
+                if key.data == "stdin":
+                    sent = _feed(key.fd, stdin, sent)
+                    if sent >= len(stdin):
+                        ready.unregister(key.fd)
+                        os.close(process.fds.pop("stdin"))
+                    continue
+                piece = os.read(key.fd, 1 << 16)
+                if not piece:
+                    ready.unregister(key.fd)
+                elif key.data == "stdout":
+                    output += piece
+                else:
+                    errors = (errors + piece)[-_ERRORS_KEPT:]
+            if len(output) > limits.output_kb << 10:
+                return b"", errors, "output"
+    if process.wait(remaining(deadline)) is None:
+        return b"", errors, "timeout"
+    return bytes(output), errors, ""
+
+
+def _feed(fd: int, data: bytes, sent: int) -> int:
+    try:
+        return sent + os.write(fd, data[sent : sent + (1 << 16)])
+    except BrokenPipeError:  # it does not read to the end
+        return len(data)
+
+
+def was_stopped(why: str, limits: ProgramLimits) -> Ran:
+    """Of a program that `talk` had to stop: timeout or output."""
+    return Ran(why, f"more than {limits.output_kb} KB" if why == "output" else f"no end after {limits.timeout_s:g} s", b"")
+
+
+def how_ended(status: int, detail: str, limits: ProgramLimits) -> Ran:
+    if status == _XCPU or (status == _KILLED and not detail):
+        return Ran("timeout" if status == _XCPU else "killed", f"{limits.timeout_s:g} s of processor time are used up", b"")
+    if status >= 128:
+        return Ran("killed" if status == _KILLED else "crash", f"ended by signal {status - 128}", b"")
+    if detail.startswith("MemoryError"):
+        return Ran("memory", f"more than {limits.memory_mb} MB", b"")
+    return Ran("error" if status else "exit", detail or f"exit status {status}", b"")
+
+
+def last_line(errors: bytes) -> str:
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return lines[-1][:500] if lines else ""

@@ -1,0 +1,80 @@
+"""The file system, network and process space of a program, made of Linux namespaces.
+
+Inside there is Python with its libraries, read-only, four devices and, for each program, an empty /tmp of its own in memory that
+vanishes with it.  No network, no /proc, no other process.  Invariant: a step that fails raises OSError; nothing runs half protected.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rft.extras.sandbox import kernel
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
+_OUTSIDE_ID = 65534
+
+
+def readable(sites: Sequence[str]) -> list[str]:
+    """Folders that a program may read: Python with its libraries, and `sites`, the folders of installed packages."""
+    return [str(Path(sys.base_prefix) / "lib"), *_LIBRARIES, *sites]
+
+
+def enter(sites: Sequence[str]) -> None:
+    """Moves this process, and what it starts, into a place of its own.  `sites`: more folders that programs may import from."""
+    uid, gid = os.geteuid(), os.getegid()
+    spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    try:
+        if uid != 0:
+            raise PermissionError
+        kernel.unshare(spaces)
+    except PermissionError:  # also root of a container without CAP_SYS_ADMIN
+        kernel.unshare(kernel.CLONE_NEWUSER | spaces)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{_OUTSIDE_ID} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{_OUTSIDE_ID} {gid} 1")
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    socket.sethostname("sandbox")
+    _swap_root(readable(sites))
+
+
+def private_tmp(megabytes: int) -> None:
+    """An empty /tmp of the program that is started next, in a process space of its own."""
+    kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
+    options = f"size={megabytes}m,nr_inodes=4096,mode=1777"
+    kernel.mount("sandbox", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+
+
+def _swap_root(folders: Sequence[str]) -> None:
+    root = Path("/tmp")
+    kernel.mount("sandbox", str(root), "tmpfs", kernel.MS_NOSUID, "size=1m,mode=755")
+    for name in ("tmp", "old", "dev"):
+        (root / name).mkdir()
+    for folder in folders:
+        _show(root, folder)
+    for device in DEVICES:
+        inside = root / device.lstrip("/")
+        inside.touch()
+        kernel.mount(device, str(inside), "", kernel.MS_BIND)
+    kernel.swap_root(str(root), "/old")
+    Path("/old").rmdir()
+    kernel.restrict_mount("/", kernel.RDONLY | kernel.NOSUID, recursive=False)
+
+
+def _show(root: Path, folder: str) -> None:
+    """Puts `folder` at the same place under `root`, read-only with all that is mounted below it."""
+    source, inside = Path(folder), root / folder.lstrip("/")
+    if not source.is_dir() or inside.exists() or inside.is_symlink():
+        return
+    inside.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink():
+        inside.symlink_to(source.readlink())
+        _show(root, str(source.resolve()))
+        return
+    inside.mkdir()
+    kernel.mount(folder, str(inside), "", kernel.MS_BIND | kernel.MS_REC)
+    kernel.restrict_mount(str(inside), kernel.RDONLY | kernel.NOSUID | kernel.NODEV)

@@ -1,0 +1,122 @@
+"""Who may ask, and how much: keys of clients, known by their hashes alone, and limits for each key.
+
+Knows no HTTP.  Invariant: what was refused has taken nothing; a key is compared by its hash and never shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rft.disk import read_regular
+from rft.errors import SetupError
+from rft.explorer.service_settings import LimitSettings, ServeSettings
+from rft.logs import learn_secrets
+from rft.workflow.endpoint_sessions import hashed
+
+ENVIRONMENT = "RFT_SERVE_KEY"
+LEAST_KEY = 16  # characters of a key in the environment
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,80})\s+(?P<hash>[0-9a-f]{64})")
+_MOST = 1 << 20
+
+
+def clients(settings: ServeSettings) -> dict[str, str]:
+    """{hash of the key: client}.  Raises SetupError where there is no key, or one that cannot be read or is too short."""
+    found: dict[str, str] = {}
+    if settings.clients_file is not None:
+        try:
+            lines = read_regular(settings.clients_file, _MOST).decode().splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise SetupError(f"explorer.serve.clients_file {settings.clients_file} cannot be read: {e}") from e
+        for number, line in enumerate(lines, 1):
+            if not (text := line.partition("#")[0].strip()):
+                continue
+            if (match := _LINE.fullmatch(text)) is None:
+                raise SetupError(
+                    f"{settings.clients_file}, line {number}: write NAME and the SHA-256 of its key as 64 hex digits; `rft serve --new-key "
+                    "NAME` makes both"
+                )
+            found[match["hash"]] = match["name"]
+    if key := os.environ.get(ENVIRONMENT):
+        if len(key) < LEAST_KEY:
+            raise SetupError(f"the key in {ENVIRONMENT} has {len(key)} characters; use a random one of at least {LEAST_KEY}")
+        learn_secrets([key])
+        found[hashed(key)] = "environment"
+    if not found:
+        raise SetupError(
+            f"nobody may ask: set {ENVIRONMENT} to a random key, or name explorer.serve.clients_file (`rft serve --new-key NAME` makes a "
+            "line for it)"
+        )
+    return found
+
+
+def line_of(name: str, key: str) -> str:
+    """What `clients_file` says of a client."""
+    return f"{name} {hashed(key)}"
+
+
+@dataclass
+class TokenBucket:
+    """`per_minute` units come back each minute, and no more than that are there at a time."""
+
+    per_minute: float
+    left: float
+    seen: float
+
+    def fill(self, now: float) -> None:
+        self.left = min(self.per_minute, self.left + (now - self.seen) * self.per_minute / 60)
+        self.seen = now
+
+    def wait_s(self, units: float) -> float:
+        """How long until so many are there; 0: they are."""
+        return max(0.0, (units - self.left) * 60 / self.per_minute)
+
+
+class TooMuch(Exception):
+    """A limit is reached; `retry_s` until it is not any more."""
+
+    def __init__(self, what: str, retry_s: float) -> None:
+        super().__init__(what)
+        self.retry_s = retry_s
+
+
+class Quota:
+    """The limits of one key."""
+
+    def __init__(self, limits: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self.clock = limits, clock
+        now = clock()
+        self._requests = TokenBucket(limits.requests_per_minute, limits.requests_per_minute, now)
+        self._tokens = TokenBucket(limits.tokens_per_minute, limits.tokens_per_minute, now)
+        self._under_way = 0
+
+    def check(self) -> None:
+        """Raises TooMuch where one more request is too many."""
+        now, limits = self.clock(), self._limits
+        self._requests.fill(now)
+        self._tokens.fill(now)
+        if self._under_way >= limits.max_concurrent:
+            raise TooMuch(f"{limits.max_concurrent} requests of this key are under way", 1.0)
+        if wait := self._requests.wait_s(1):
+            raise TooMuch(f"{limits.requests_per_minute} requests a minute are the limit of this key", wait)
+        if wait := self._tokens.wait_s(1):
+            raise TooMuch(f"{limits.tokens_per_minute} tokens a minute are the limit of this key", wait)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """While one request is under way, which was checked."""
+        self._requests.left -= 1
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    def spend(self, tokens: int) -> None:
+        """What an answer has cost; more than there was is paid back by waiting."""
+        self._tokens.fill(self.clock())
+        self._tokens.left -= tokens

@@ -1,0 +1,256 @@
+"""The service's addresses: OpenAI's for the policy, and what tells it which answers were good.
+
+    POST   /v1/chat/completions, /v1/completions    with a session's key; with a client's key each call is a session by itself
+    GET    /v1/models  /health  /metrics
+    POST   /v1/sessions                             {task_id, metadata, ttl} -> {id, api_key, base_url}
+    GET    /v1/sessions/{id}                        its state
+    POST   /v1/sessions/{id}/reward                 {reward, message, final}
+    DELETE /v1/sessions/{id}                        it is never trained
+    POST   /feedback  /commit                       as Trinity-RFT's client sends them
+
+Knows no batches.  Invariants: nothing but /health without a key; a session sees only itself, a client only its own sessions; what is
+refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rft.explorer.service_settings import ServeSettings
+from rft.extras.serve import bodies
+from rft.extras.serve.access import Quota, TooMuch
+from rft.extras.serve.book import SessionBook, over
+from rft.extras.serve.live_session import LiveSession
+from rft.types.completion import Score
+from rft.types.metrics import reduce
+from rft.types.ports import ChatModel, Measured
+from rft.types.sessions import StoredSession
+from rft.workflow.endpoint import WRONG_KEY, Endpoint, json_response, key_of, read_json
+from rft.workflow.endpoint_sessions import Session
+from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest, checked, usage
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+
+class Gateway(Endpoint):
+    """`clients`: names by the hashes of their keys."""
+
+    def __init__(self, settings: ServeSettings, clients: Mapping[str, str], model: ChatModel) -> None:
+        super().__init__()
+        self._settings, self._clients, self._model = settings, dict(clients), model
+        self.quotas = {name: Quota(settings.limits) for name in clients.values()}
+        self._of_sessions: dict[str, Quota] = {}  # by id
+        self._book: SessionBook | None = None
+        self.listening = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+
+    async def serve(self, book: SessionBook) -> None:
+        """Listens.  Raises SetupError where the port is taken."""
+        self._book = book
+        await self.start(host=self._settings.host, port=self._settings.port)
+        self.listening.set()
+
+    @property
+    def book(self) -> SessionBook:
+        assert self._book is not None, "set before it listens"
+        return self._book
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        super().routes(router)
+        router.add_post("/v1/sessions", _to_its_end(self._open))
+        router.add_get("/v1/sessions/{id}", self._show)
+        router.add_post("/v1/sessions/{id}/reward", _to_its_end(self._reward_session))
+        router.add_delete("/v1/sessions/{id}", _to_its_end(self._withdraw))
+        router.add_post("/feedback", _to_its_end(self._feedback))
+        router.add_post("/commit", self._commit)
+        router.add_get("/metrics", self._metrics)
+
+    def add(self, session: Session) -> str:
+        assert isinstance(session, LiveSession), "this server has no other ones"
+        self._of_sessions[session.id] = Quota(self._settings.limits)
+        session.on_answer = partial(self._count, session)
+        return super().add(session)
+
+    def remove(self, session: Session) -> None:
+        super().remove(session)
+        self._of_sessions.pop(session.id, None)
+
+    # ------------------------------------------------------------ who asks
+
+    def authenticate(self, request: web.Request) -> None:
+        if "run" in request.match_info or key_of(request) not in self._clients:
+            self._session(request)
+
+    def _client(self, request: web.Request) -> str:
+        """Name of the client whose key this is."""
+        if (name := self._clients.get(key_of(request))) is None:
+            raise ApiError(401, "wrong key: this takes the key of a client", code="invalid_api_key")
+        return name
+
+    async def respond(self, request: web.Request, asked: ApiRequest, retry_key: str) -> tuple[Session, ApiAnswer]:
+        name = None if "run" in request.match_info else self._clients.get(key_of(request))
+        if name is not None:
+            with self._limited([self.quotas[name]]):  # before there is a session: what is refused leaves none behind
+                session = self.book.alone(name, retry_key)
+                try:
+                    answer = await session.answer(asked, retry_key)
+                except BaseException:
+                    await self.book.abandon(session)
+                    raise
+            return session, answer
+        found = self._session(request)
+        assert isinstance(found, LiveSession), "this server has no other ones"
+        with self._limited(self._quotas(found)):
+            return found, await found.answer(asked, retry_key)
+
+    def _quotas(self, session: LiveSession) -> list[Quota]:
+        """What a call of this session counts for; its client may have been removed."""
+        both = self._of_sessions.get(session.id), self.quotas.get(session.stored.client)
+        return [quota for quota in both if quota is not None]
+
+    def _count(self, session: LiveSession, answer: ApiAnswer, n: int) -> None:
+        used = usage(answer.completions, n)
+        self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
+        for quota in self._quotas(session):
+            quota.spend(used["total_tokens"])
+
+    @contextmanager
+    def _limited(self, quotas: Sequence[Quota]) -> Iterator[None]:
+        """While a request is under way that counts for all of them.  Raises ApiError 429, which has taken nothing."""
+        try:
+            for quota in quotas:
+                quota.check()
+        except TooMuch as e:
+            self.counts["limited"] += 1
+            raise ApiError(429, str(e), code="rate_limit_exceeded", retry_s=e.retry_s) from None
+        with ExitStack() as stack:
+            for quota in quotas:
+                stack.enter_context(quota.request())
+            yield
+
+    async def _mine(self, request: web.Request) -> LiveSession | StoredSession:
+        """The session of the address, for its own key or its client's.  Others learn nothing, not even whether it is there."""
+        key, id = key_of(request), request.match_info["id"]
+        found = await self.book.find(id) if key else None
+        stored = found.stored if isinstance(found, LiveSession) else found
+        if stored is not None:
+            theirs = stored.key_hash and hmac.compare_digest(stored.key_hash, key)
+            if theirs or self._clients.get(key) == stored.client:
+                assert found is not None
+                return found
+        if key in self._clients:
+            raise ApiError(404, "this client has no session of this id", code="unknown_session")
+        raise ApiError(401, WRONG_KEY, code="invalid_api_key")
+
+    # ------------------------------------------------------------ sessions
+
+    async def _open(self, request: web.Request) -> web.Response:
+        client = self._client(request)
+        asked = checked(bodies.OpenSession, await read_json(request))
+        self._check_task(asked.task_id)
+        session = await self.book.open(client, asked.task_id, asked.metadata, asked.ttl)
+        scheme = request.headers.get("X-Forwarded-Proto", request.scheme)  # of a proxy that speaks TLS
+        base_url = f"{scheme}://{request.host}/run/{session.id}/v1"  # the address that this client knows
+        return json_response({**_shown(session.stored), "api_key": session.key, "base_url": base_url}, status=201)
+
+    def _check_task(self, task_id: str) -> None:
+        if self._settings.num_runs > 1 and not task_id:
+            why = "task_id is required, when a session is opened or in /feedback: runs of one task are compared with each other here"
+            raise ApiError(400, why, param="task_id", code="task_id_required")
+
+    async def _show(self, request: web.Request) -> web.Response:
+        found = await self._mine(request)
+        return json_response(_shown(found.stored if isinstance(found, LiveSession) else found))
+
+    async def _reward_session(self, request: web.Request) -> web.Response:
+        found = await self._mine(request)
+        asked = checked(bodies.RewardBody, await read_json(request))
+        self._check_task((found.stored if isinstance(found, LiveSession) else found).task_id)
+        call = None if asked.message is None else bodies.call_of(asked.message)
+        return await self._rewarded(found, asked.score, call, asked.final)
+
+    async def _rewarded(self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool) -> web.Response:
+        if isinstance(found, LiveSession):
+            status = await self.book.reward(found, score, call, final)
+        elif found.state == "accepted" and call is None and found.score == score:
+            status = "duplicate"
+        else:
+            raise over(found.state, found.reason or "it is rows of a group, whose rewards hold")
+        return json_response({"object": "reward", "status": status})
+
+    async def _withdraw(self, request: web.Request) -> web.Response:
+        found = await self._mine(request)
+        if isinstance(found, LiveSession):
+            if not await self.book.explain([found.id], "withdrawn"):
+                raise over("accepted", "it is rows of a group")
+        elif (found.state, found.reason) != ("explained", "withdrawn"):
+            raise over(found.state, found.reason or "it is rows of a group")
+        return json_response({"object": "session.deleted", "id": found.id, "deleted": True})
+
+    # ------------------------------------------------------------ Trinity's
+
+    async def _feedback(self, request: web.Request) -> web.Response:
+        client = self._client(request)
+        asked = checked(bodies.Feedback, await read_json(request))
+        task_id, found = asked.task_id or "", dict[str, LiveSession | StoredSession]()
+        for message in asked.msg_ids:
+            one = await self.book.find(bodies.call_of(message))
+            stored = one.stored if isinstance(one, LiveSession) else one
+            if one is None or stored is None or stored.client != client:
+                raise ApiError(404, f"message {message!r} is none of this client's", param="msg_ids", code="unknown_message")
+            found[stored.id], task_id = one, task_id or stored.task_id
+        self._check_task(task_id)
+        first = next(iter(found.values()))
+        waiting = [s for s in found.values() if isinstance(s, LiveSession) and s.stored.state == "open"]
+        if len(found) > 1 and (len(waiting) < len(found) or any(s.stored.key_hash for s in waiting[1:])):
+            raise ApiError(409, "some of these messages belong to other runs", param="msg_ids", code="session_over")
+        if waiting and (waiting[1:] or waiting[0].stored.task_id != task_id):
+            await self.book.join(waiting[0], waiting[1:], task_id)
+        return await self._rewarded(first, Score(value=asked.reward), None, False)
+
+    async def _commit(self, request: web.Request) -> web.Response:
+        self._client(request)
+        closed = self.book.groups.commit()
+        self.book.changed.set()
+        return json_response({"status": "ok", "closed_groups": closed, "waiting_sessions": self.book.groups.waiting})
+
+    # ------------------------------------------------------------ what it does
+
+    def values(self) -> dict[str, float]:
+        """Counted since it began."""
+        names = ("calls", "prompt_tokens", "completion_tokens", "limited")
+        return {f"serve/{name}": float(self.counts[name]) for name in names}
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        self._client(request)
+        values = self.values() | {f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()}
+        waiting, closed = len(self.book.sessions), len(self.book.groups.closed)
+        values |= {"serve/sessions/waiting": float(waiting), "serve/groups/closed": float(closed)}
+        if isinstance(self._model, Measured):
+            values |= reduce(await self._model.metrics())  # of several engines
+        lines = [f"rft_{re.sub('[^A-Za-z0-9]', '_', name)} {value:.15g}" for name, value in sorted(values.items())]
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
+
+
+def _to_its_end(handler: Callable[[web.Request], Awaitable[web.Response]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Also where the client has gone: a session is here as it is in the store."""
+
+    async def handled(request: web.Request) -> web.Response:
+        return await asyncio.shield(handler(request))
+
+    return handled
+
+
+def _shown(s: StoredSession) -> dict[str, Any]:
+    shown = {"object": "session", "id": s.id, "task_id": s.task_id, "state": s.state, "expires": s.expires}
+    return shown | ({"reason": s.reason} if s.reason else {}) | ({"reward": s.score.value} if s.score is not None else {})

@@ -1,0 +1,159 @@
+"""Runs below a folder: where they are, in one line each, and what their configurations differ in.
+
+Knows files of runs.  Invariant: what an address names is one of the runs found; nothing else is opened.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rft.errors import ConfigError
+from rft.extras.view.metric_curves import Curves, spark
+from rft.launch.rundir import STATE, RunDir
+from rft.monitor.curves import REWARD, is_evaluation
+
+_DEPTH = 5
+_MOST_RUNS = 2000
+_INSIDE = {"checkpoints", "buffer", "logs", "sync", "samples", "profile", "tensorboard", "wandb", "mlflow", "swanlab"}
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """One run in the table of runs."""
+
+    key: str  # in addresses
+    name: str  # its path below the folder
+    path: Path
+    phase: str
+    step: int | None
+    reward: float | None
+    evals: tuple[tuple[str, float], ...]  # name, newest value
+    cost_usd: float | None
+    seconds: float | None  # from the first record to the last train step
+    changed: float  # seconds since the epoch
+    spark: str  # path of its small reward curve
+    read: bool = True  # False: its metrics are not read yet
+
+
+class FoundRuns:
+    """The runs below `folder`, or `folder` alone if it is one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.single = _is_run(self.folder) and not (self.folder / "stages.json").exists()
+        self.found: dict[str, Path] = {}
+        self._curves: dict[Path, Curves] = {}
+        self._lines: dict[Path, tuple[tuple[int, ...], RunLine]] = {}
+
+    def look(self) -> None:
+        """Find them anew.  Raises ConfigError where there is none."""
+        paths = [self.folder] if self.single else list(_below(self.folder, _DEPTH))[:_MOST_RUNS]
+        if not paths:
+            raise ConfigError(
+                f"there is no run below {self.folder}; give the folder of a run, or one above several, such as checkpoint_root_dir",
+                key="RUN",
+                given=str(self.folder),
+            )
+        self.found = {}
+        for path in sorted(paths):
+            name = "~".join(path.relative_to(self.folder).parts) or path.name or "run"
+            key = name.encode("utf-8", "replace").decode()  # a name that is no text cannot be part of an address
+            while key in self.found:
+                key += "~"
+            self.found[key] = path
+
+    def path(self, key: str) -> Path | None:
+        if key not in self.found:
+            self.look()
+        return self.found.get(key)
+
+    def lines(self, patience_s: float = math.inf) -> list[RunLine]:
+        """One for each run, the one that changed last first; read anew where files have changed.
+
+        After `patience_s` the others are given unread, or as they were read before; the next call goes on.
+        """
+        ends = time.monotonic() + patience_s
+        self.look()
+        made = []
+        changed = {path: max((f.stat().st_mtime for f in _files(path)), default=0.0) for path in self.found.values()}
+        for key, path in sorted(self.found.items(), key=lambda item: -changed[item[1]]):
+            stamp = _stamp(path)
+            known = self._lines.get(path)
+            if known is not None and known[0] == stamp:
+                made.append(known[1])
+            elif time.monotonic() < ends:
+                made.append(self._line(key, path, changed[path]))
+                self._lines[path] = (stamp, made[-1])
+            else:
+                made.append(self._line(key, path, changed[path], read=False) if known is None else known[1])
+        return made
+
+    def _line(self, key: str, path: Path, changed: float, *, read: bool = True) -> RunLine:
+        curves = self._curves.setdefault(path, Curves(path, lambda name: name in REWARD or is_evaluation(name)))
+        if read:
+            curves.refresh()
+        run, last = RunDir(path), curves.last
+        try:
+            phase = run.phase(run.read_state())[0]
+        except ConfigError:
+            phase = "damaged"
+        rewards = next((curve for n in REWARD if (curve := curves.found.get(n))), None)
+        return RunLine(
+            key=key,
+            name=str(path.relative_to(self.folder)) if path != self.folder else path.name,
+            path=path,
+            phase=phase,
+            step=None if last is None else last.step,
+            reward=rewards.values[-1] if rewards else None,
+            evals=tuple((e["name"], e["newest"]["value"]) for e in curves.evals()),
+            cost_usd=curves.cost_usd(),
+            seconds=None if last is None else last.time - curves.began,
+            changed=changed,
+            spark=spark(list(rewards.values)) if rewards else "",
+            read=read,
+        )
+
+
+def _files(path: Path) -> list[Path]:
+    return [f for f in (path / STATE, path / "metrics.jsonl") if f.is_file()]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    return tuple(n for f in _files(path) for n in (f.stat().st_mtime_ns, f.stat().st_size))
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in (STATE, "metrics.jsonl", "buffer"))
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    """Run folders, those of stages included; links are not followed."""
+    try:
+        below = [e for e in os.scandir(folder) if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+    except OSError:
+        return
+    if _is_run(folder):
+        if not (folder / "stages.json").exists():
+            yield folder
+            return
+        below = [e for e in below if e.name not in _INSIDE]
+    if depth:
+        for entry in below:
+            yield from _below(Path(entry.path), depth - 1)
+
+
+def differences(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """Keys in which the configurations differ, with the value of each run; a run without a configuration has changed none."""
+    from rft.config.save import changed, differing, saved
+
+    found: list[dict[str, str]] = [{} for _ in folders]
+    for i, folder in enumerate(folders):
+        with suppress(ConfigError):  # of a run that has not begun, or was not ours
+            found[i] = changed(saved(folder)["tree"])
+    return differing(found)

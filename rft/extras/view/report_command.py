@@ -1,0 +1,79 @@
+"""`rft report`: a run as one HTML file; `rft compare`: two runs and more beside each other.  From their files alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rft.cli.options import Json, RunDir
+from rft.disk import write_whole
+from rft.errors import ConfigError
+
+KEYS = (  # of `rft compare`, where a run has them
+    "rollout/reward/mean", "experience/response_length/mean", "actor/loss", "actor/entropy", "actor/kl_loss", "mismatch/abs_diff_mean",
+    "experience/staleness/mean", "perf/step_s",
+)  # fmt: skip
+
+
+def report(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Option("-o", "--output", help="the HTML file; one that exists is replaced")] = Path("report.html"),
+) -> None:
+    """Write one HTML file about a run: subject, curves, evaluations, answers, cost, alarms, settings, versions."""
+    from rft.extras.view.report.facts import collect
+    from rft.extras.view.report.page import page
+    from rft.notebook import open_run
+
+    if out.suffix not in (".html", ".htm"):
+        raise ConfigError("must end in .html", key="-o", given=str(out))
+    facts = collect(open_run(run_dir))
+    text = page(facts)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, text.encode("utf-8"), mode=0o644)
+    for line in facts.missing:
+        print(f"without   {line}")
+    print(f"report    {out}  {len(text.encode()) / 1e3:.0f} kB, to be opened with any browser")
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="folders of two runs or more", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="also an SVG picture of their rewards and evaluations", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show runs beside each other: evaluations with intervals, newest numbers, cost, and every key that differs."""
+    from rft.cli import show
+    from rft.extras.view.report import comparison
+    from rft.extras.view.report.facts import collect
+    from rft.notebook import open_run
+
+    if len(runs) < 2:
+        raise ConfigError("give the folders of two runs or more", key="RUNS", given=" ".join(map(str, runs)))
+    if out is not None and out.suffix != ".svg":
+        raise ConfigError("must end in .svg", key="-o", given=str(out))
+    found = [collect(open_run(r), answers=False, keys=KEYS) for r in runs]
+    names = comparison.short_names(found)
+    told = comparison.compared(found, names, KEYS)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, comparison.picture(found, names).encode(), mode=0o644)
+    if as_json:
+        print(show.as_json(told))
+        return
+    for title, rows in told.items():
+        if rows:
+            cells = [[str(name), *(_cell(row.get(n)) for n in names)] for name, row in rows.items()]
+            print("\n".join(show.table((title, *names), cells)) + "\n")
+    if out is not None:
+        print(f"picture  {out}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else str(value)
+    return "" if value is None else str(value)

@@ -1,0 +1,29 @@
+"""Reward of reasoning-gym tasksets: the data set's own `score_answer` on the row it made, in a process that can be killed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rft.reward.base import reward_function
+from rft.types.completion import Transcript
+from rft.types.task import Task
+from rft.worker.job_pool import WorkerPool
+from rft.worker.process import LITERALS
+
+POOL = WorkerPool("reasoning_gym", "rft.extras.worlds.gym_worker", codec=LITERALS)
+
+
+@reward_function("reasoning_gym")
+async def reasoning_gym(task: Task, transcript: Transcript, *, timeout_s: Annotated[float, Field(gt=0)] = 10.0) -> float:
+    """Score in [0, 1] of the last <answer> block, else of the whole answer.  For reasoning_gym:// tasksets."""
+    name = task.row.get("metadata", {}).get("source_dataset")
+    if name is None:
+        raise ValueError(
+            f"task {task.taskset}[{task.index}] has no metadata.source_dataset; this reward is for reasoning_gym:// tasksets"
+        )
+    answer = transcript.answer
+    if "<answer>" in answer:
+        answer = answer.rpartition("<answer>")[2].partition("</answer>")[0]
+    return float(await POOL.call({"name": name, "answer": answer.strip(), "entry": task.row}, timeout_s))

@@ -1,0 +1,119 @@
+"""kill -9 of a service at random moments and at each named one: what a client saw acknowledged is in the ledger, once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rft.buffer.audit import audit_run
+from rft.extras.serve.access import ENVIRONMENT
+from rft.extras.serve.client import AsyncClient, ServeError
+from rft.faults import SERVE_POINTS, VARIABLE
+from tests.helpers import runs
+from tests.helpers.serving import KEY
+
+pytestmark = pytest.mark.e2e
+
+
+class Killed:
+    """Clients that play against a service which is killed and started again, and what they saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.acknowledged: dict[str, str] = {}  # answers, by the id of the message
+        self.rewarded: set[str] = set()
+        self._number = 0
+
+    def start(self, fault: str = "") -> subprocess.Popen[bytes]:
+        (self.folder / "serve.json").unlink(missing_ok=True)
+        environment = {**os.environ, ENVIRONMENT: KEY, **({VARIABLE: fault} if fault else {})}
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.fault.service_child", str(self.folder)], cwd=runs.ROOT, env=environment
+        )
+
+    async def address(self, child: subprocess.Popen[bytes]) -> str:
+        async with asyncio.timeout(60):
+            while True:
+                assert child.poll() is None, "the service ended while it started"
+                with contextlib.suppress(OSError, ValueError):
+                    return str(json.loads((self.folder / "serve.json").read_text())["base_url"])
+                await asyncio.sleep(0.02)
+
+    async def play(self, address: str, clients: int = 6) -> None:
+        """Until the service is gone.  A request whose answer did not come is asked again, after the next start."""
+        async with AsyncClient(address, KEY, patience_s=0.0) as rft, httpx.AsyncClient(timeout=20) as http:
+            await asyncio.gather(*(self._one_after_the_other(rft, http) for _ in range(clients)))
+
+    async def _one_after_the_other(self, rft: AsyncClient, http: httpx.AsyncClient) -> None:
+        with contextlib.suppress(ServeError, httpx.TransportError):
+            while True:
+                self._number += 1
+                number = self._number
+                session = await rft.session(task_id=str(number // 2))
+                for turn in range(1 + number % 3):
+                    text = f"{number}-{turn}"
+                    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+                    headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": text}
+                    answer = (await http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)).json()
+                    self.acknowledged[answer["id"]] = text
+                await rft.reward(session, float(number % 2))
+                self.rewarded.add(session.id)
+
+    def check(self) -> None:
+        audit = audit_run(self.folder)
+        assert audit.ok, audit
+        with contextlib.closing(sqlite3.connect(self.folder / "buffer" / "experience_buffer.db")) as ledger:
+            calls = [f"chatcmpl-{id}" for (id,) in ledger.execute("SELECT id FROM calls")]
+            retries = ledger.execute("SELECT count(*) FROM (SELECT 1 FROM calls GROUP BY session, retry_key HAVING count(*) > 1)")
+            assert retries.fetchone() == (0,), "a request counts once"
+            scored = {id for (id,) in ledger.execute("SELECT id FROM sessions WHERE score IS NOT NULL")}
+        assert self.acknowledged.keys() <= set(calls) and len(set(calls)) == len(calls)
+        assert self.rewarded <= scored
+
+
+def test_at_twenty_random_moments(tmp_path):
+    dice, killed = random.Random(0), Killed(tmp_path)
+
+    async def moment() -> None:
+        child = killed.start()
+        try:
+            playing = asyncio.ensure_future(killed.play(await killed.address(child)))
+            await asyncio.sleep(dice.uniform(0.05, 0.6))
+            child.kill()
+            await playing
+        finally:
+            child.kill()
+            child.wait()
+
+    for _ in range(20):
+        asyncio.run(moment())
+        killed.check()
+    assert len(killed.acknowledged) > 200 and len(killed.rewarded) > 50
+
+
+@pytest.mark.parametrize("point", [*SERVE_POINTS, "buffer.append.before", "buffer.append.stored", "buffer.append.after"])
+def test_at_each_named_moment(tmp_path, point):
+    killed = Killed(tmp_path)
+
+    async def until_it_dies(fault: str) -> None:
+        child = killed.start(fault)
+        try:
+            await asyncio.wait_for(killed.play(await killed.address(child)), 30)
+            assert child.wait(10) == -9
+        finally:
+            child.kill()
+            child.wait()
+
+    for nth in (3, 9):
+        asyncio.run(until_it_dies(f"{point}:{nth}=kill"))
+        killed.check()
