@@ -13,6 +13,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+from rft.extras.sandbox import repair_workflow as repair
 from rft.extras.sandbox.code_reward import program_of
 from rft.extras.sandbox.remote_sandbox import _compared, _read
 from rft.extras.worlds.adapters import chosen
@@ -28,7 +29,6 @@ from rft.workflow import tools as toolcalls
 sql = import_file(shipped_workflows() / "sql.py")
 agent = import_file(shipped_workflows() / "agent.py")
 tools = import_file(shipped_workflows() / "tools.py")
-repair = import_file(shipped_workflows() / "repair.py")
 sudoku = import_file(shipped_workflows() / "sudoku.py").SudokuWorkflow()
 sudoku.board = [[0] * 9] * 9
 

@@ -175,7 +175,7 @@ def _windows() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         import tomllib
 
-        project = Path(__file__).parents[2] / "pyproject.toml"
+        project = Path(__file__).parents[3] / "pyproject.toml"
         if project.is_file():
             table = tomllib.loads(project.read_text())["project"]
             texts = [*table["dependencies"], *(r for group in table["optional-dependencies"].values() for r in group)]

@@ -186,7 +186,7 @@ class ForkServer(ForkingProcess):
             self._order(json.dumps(order).encode(), list(fds.values()))
 
     def _command(self, control: int) -> list[str]:
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(Path(__file__).resolve().parents[3])
         return [self._python, "-I", "-S", "-B", "-c", _BOOT, root, str(control), self.level, *_sites()]
 
     def _cannot_start(self, why: str) -> Exception:

@@ -424,7 +424,7 @@ def test_what_is_not_kept_says_what_to_do():
             getattr(rft.extras.migrate.compat, name)
         for page in re.findall(r"docs/\S+\.md", why):
             assert (Path(__file__).parents[3] / page).is_file(), page
-    with pytest.raises(AttributeError, match=r"rft\.compat has no Wrokflow"):
+    with pytest.raises(AttributeError, match=r"compat has no Wrokflow"):
         rft.extras.migrate.compat.Wrokflow  # noqa: B018
     for module, names in rft.extras.migrate.compat.NAMES.items():
         for name in names:

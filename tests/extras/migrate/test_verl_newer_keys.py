@@ -10,7 +10,7 @@ import pytest
 from rft.cli.main import main
 from rft.extras.migrate.convert.launch import read_launch
 from rft.extras.migrate.convert.verl import Conversion, convert
-from tests.unit.convert.test_verl_vectors import SHARED, A, R, found, made, outcome
+from tests.extras.migrate.test_verl_vectors import SHARED, A, R, found, made, outcome
 
 RM = "reward_model"
 EXAMPLES = "buffer.trainer_input.experience_buffer"

@@ -13,7 +13,7 @@ from rft.extras.migrate.compat.key_names import describe
 from rft.extras.migrate.convert import report
 from rft.extras.migrate.convert.launch import read_launch
 from rft.extras.migrate.convert.verl import Conversion, convert
-from tests.unit.convert.test_verl_vectors import SHARED, A, R, T, found, made, outcome
+from tests.extras.migrate.test_verl_vectors import SHARED, A, R, T, found, made, outcome
 
 REF = "actor_rollout_ref.ref"
 INPUT = "buffer.explorer_input"

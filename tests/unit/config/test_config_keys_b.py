@@ -24,7 +24,7 @@ from rft.testing import tiny
 
 HERE = Path(__file__).parent
 FILE = HERE / "data" / "good" / "short.yaml"
-KEYS_OF_VERL = Path(__file__).parents[3] / "rft" / "compat" / "keys" / "data" / "verl_keys.tsv"
+KEYS_OF_VERL = Path(__file__).parents[3] / "rft/extras/migrate/compat/keys/data" / "verl_keys.tsv"
 BUFFER = "buffer.trainer_input.experience_buffer"
 ENGINE = "explorer.rollout_model"
 

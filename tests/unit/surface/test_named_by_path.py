@@ -74,7 +74,7 @@ def test_a_task_source_is_refused_with_its_reason(file: Write) -> None:
         open_taskset(TasksetSettings(name="t", path="x", storage_type=name, workflow="w", args={"sise": 4}))
     with pytest.raises(PluginError, match="has no 'Digit'"):
         open_taskset(TasksetSettings(name="t", path="x", storage_type=name[:-1], workflow="w"))
-    with pytest.raises(ConfigError, match="'fiel' is not known; use file, sql, reasoning_gym, python"):
+    with pytest.raises(ConfigError, match="'fiel' is not known; use file, sql, python, reasoning_gym"):
         open_taskset(TasksetSettings(name="t", path="x", storage_type="fiel", workflow="w"))
     with pytest.raises(ConfigError, match="has no __len__ and no __getitem__"):
         bare = file("from rft import TaskSource\n\nclass Bare(TaskSource):\n    def __init__(self, **given): ...\n", "Bare")

@@ -14,7 +14,7 @@ from rft.testing import tiny
 from tests.helpers import converted as converted_runs
 from tests.helpers.command import rft
 
-SCRIPTS = Path(__file__).parents[1] / "unit" / "convert" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 WINDOWS, INTERVAL = 2, 4
 INPUT = "buffer.explorer_input"
 SMALL = (
