@@ -15,18 +15,17 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rft.buffer.base import Audit, Storage, stored_by
 from rft.buffer.database import cause
-from rft.buffer.derived_state import UseCounts, chain, count, counted_as, strays
+from rft.buffer.derived_state import UseCounts, chain, count, count_uses, strays
 from rft.buffer.location import Location, connect, find
 from rft.buffer.mixing import MixedCounts
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta, uses
 from rft.errors import BufferFailed
 from rft.types.block import UNREADABLE, read
 from rft.types.ids import Version
-from rft.types.ports import MANIFEST_FORMATS, Consumption
+from rft.types.ports import MANIFEST_FORMAT, Consumption
 
 _Often = dict[str, list[tuple[int, int]]]
-_Known = tuple[UseCounts, MixedCounts | None, _Often]  # read once for all manifests
-_READABLE = {str(n) for n in range(1, FORMAT + 1)}  # what the audit asks for is the same in all of them
+_Known = tuple[UseCounts, MixedCounts, _Often]  # read once for all manifests
 
 
 class _Manifest(msgspec.Struct):
@@ -62,18 +61,17 @@ def _audit(
     tx: Connection, location: Location, folder: Path, manifests: list[_Manifest], problems: list[str], payload: bool
 ) -> Audit:
     about = dict(tx.execute(select(meta.c.key, meta.c.value)).all())
-    if about.get("format") not in _READABLE:
+    if about.get("format") != str(FORMAT):
         raise BufferFailed(
-            f"{location} has format {about.get('format')}, this rft reads formats 1 to {FORMAT}; use the rft that wrote it"
+            f"{location} has format {about.get('format')}, this rft reads format {FORMAT}; use the rft that wrote it"
         )
     max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
     latest = manifests[-1].version if manifests else None
-    mixed = MixedCounts(tx) if about["format"] != "1" else None  # no rows were mixed in then
-    known = UseCounts(tx), mixed, _often(tx, max_uses)
+    known = UseCounts(tx), MixedCounts(tx), _often(tx, max_uses)
     audit, now = count(tx, chain(tx, latest), known[0], max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
     for manifest in manifests:
         problems += _compare(tx, manifest, known, max_uses)
-    problems += strays(tx) if about["format"] == str(FORMAT) else []
+    problems += strays(tx)
     storage = stored_by(about, location.name, folder)
     available, discarded = audit.available, dict(audit.discarded)
     if not storage.durable and available:  # what only memory held went with its process
@@ -90,8 +88,8 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
     for path in folder.glob("global_step_*/manifest.json"):
         try:
             manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
-            if manifest.format not in MANIFEST_FORMATS:
-                raise ValueError(f"format {manifest.format} is none of {', '.join(map(str, MANIFEST_FORMATS))}")
+            if manifest.format != MANIFEST_FORMAT:
+                raise ValueError(f"format {manifest.format} is not {MANIFEST_FORMAT}")
             valid.append(manifest)
         except (ValueError, msgspec.MsgspecError, OSError) as e:
             problems.append(f"{path} is not a valid manifest: {e}")
@@ -120,13 +118,13 @@ def _compare(tx: Connection, manifest: _Manifest, known: _Known, max_uses: int) 
         problems.append(f"checkpoint {version}: its lineage began at {manifest.parent}, the ledger says {parent}")
     ancestry = chain(tx, version)
     counts, mixed, often = known
-    num_uses, found = counted_as(said.digest, tx, ancestry, counts)
+    num_uses, found = count_uses(ancestry, counts)
     if (num_uses, found) != (said.num_uses, said.digest):
         problems.append(
             f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "
             f"the ledger counts {num_uses} ({found})"
         )
-    if (others := mixed.of(ancestry) if mixed else {}) != said.mixed:
+    if (others := mixed.of(ancestry)) != said.mixed:
         problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {others}")
     twice = [x for x, at in often.items() if sum(step <= ancestry.get(line, -1) for line, step in at) > max_uses]
     if twice:

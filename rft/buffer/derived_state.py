@@ -51,7 +51,7 @@ from rft.errors import BufferFailed
 from rft.types.ids import Version
 
 _PART = 10_000  # uses that are read at once
-_SUM = "sum:"  # begins a digest of format 5 of manifests
+_SUM = "sum:"  # begins a digest
 NO_LIMIT = 2**62  # newest step of the lineage that is being trained
 
 # by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
@@ -130,14 +130,10 @@ def digest(total: int) -> str:
     return f"{_SUM}{total % (1 << 128):032x}"
 
 
-def counted_as(stated: str, tx: Connection, ancestry: dict[int, int], known: UseCounts | None = None) -> tuple[int, str]:
-    """How many uses count, and their digest in the form of `stated`: before format 5 of manifests it is that of their sorted lines."""
-    if stated.startswith(_SUM):
-        num_uses, total = (known or UseCounts(tx)).of(ancestry)
-        return num_uses, digest(total)
-    rows = tx.execute(counted_uses(ancestry), execution_options={"yield_per": _PART})
-    lines = sorted(f"{u.experience}@{u.lineage}:{u.step}" for u in rows)
-    return len(lines), xxhash.xxh3_128_hexdigest("\n".join(lines).encode("ascii"))
+def count_uses(ancestry: dict[int, int], known: UseCounts) -> tuple[int, str]:
+    """(number, digest) of the uses that count."""
+    num_uses, total = known.of(ancestry)
+    return num_uses, digest(total)
 
 
 def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Select[tuple[str, str, str | None]]:

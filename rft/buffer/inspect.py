@@ -72,11 +72,7 @@ def collect(questions: Questions) -> dict[str, Any]:
             "edits": tx.exec_driver_sql(_EDITS).scalar(),
             "bytes": {
                 "payload": tx.exec_driver_sql(_PAYLOAD).scalar(),
-                **(
-                    {"trainer_logprobs": kept}
-                    if questions.keeps_logprobs and (kept := tx.exec_driver_sql(_KEPT).scalar())
-                    else {}
-                ),
+                **({"trainer_logprobs": kept} if (kept := tx.exec_driver_sql(_KEPT).scalar()) else {}),
                 **_sizes(questions, tx),
             },
         }

@@ -16,12 +16,12 @@ from sqlalchemy import Connection, and_, exists, func, not_, or_, select, update
 
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.database import Database
-from rft.buffer.derived_state import UseCounts, chain, count, counted_as, derive_states, has_used_rows, strays, waiting_groups
-from rft.buffer.migrate import prepare
+from rft.buffer.derived_state import UseCounts, chain, count, count_uses, derive_states, has_used_rows, strays, waiting_groups
 from rft.buffer.mixing import MixedCounts
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
 from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts, put_many
 from rft.buffer.settings import BufferSettings
+from rft.buffer.tables import prepare
 from rft.errors import BufferFailed, Fenced, PayloadDamaged
 from rft.faults import fault
 from rft.types.block import UNREADABLE, contents
@@ -58,7 +58,7 @@ class Ledger:
         """Raises SetupError on a network file system or without the server, BufferFailed for another owner or an unknown format."""
 
         def work(tx: Connection) -> int:
-            prepare(tx, self.settings, self.location, self.storage)
+            prepare(tx, self.settings, self.location)
             return tx.scalar(select(func.max(lineages.c.lineage))) or 0
 
         try:
@@ -114,7 +114,7 @@ class Ledger:
 
     def _verify(self, tx: Connection, parent: Version, given: Consumption) -> None:
         ancestry = chain(tx, parent)
-        num_uses, digest = counted_as(given.digest, tx, ancestry)
+        num_uses, digest = count_uses(ancestry, UseCounts(tx))
         if (mixed := MixedCounts(tx).of(ancestry)) != given.mixed:
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in rows, but the buffer {self.location} knows "

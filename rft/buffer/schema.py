@@ -104,7 +104,7 @@ experiences = _table(
     _all(Text, "content_hash"),
     _all(Float, "created"),
     Column("dropped", Text),  # fact: why it can never be trained
-    # how it was made; null where a row of format 1 has lost its payload
+    # how it was made
     Column("num_turns", Integer),  # model calls
     Column("top_p", Float),  # this and the next four: of the first call
     Column("top_k", Integer),
@@ -127,7 +127,7 @@ uses = _table(
     "uses",
     _all(Id, "experience", key=True),
     _all(Integer, "lineage", "step", key=True),
-    Column("created", Float),  # null in rows of format 1
+    Column("created", Float),
     Index("ix_uses_step", "lineage", "step"),
 )
 

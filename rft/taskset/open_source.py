@@ -16,12 +16,6 @@ from rft.taskset.settings import TasksetSettings
 from rft.threads import blamed, contained
 
 BUILT_IN = ("file", "sql", "python")
-_MOVED = {  # paths of earlier versions
-    "rft.taskset.arithmetic:digit_sums": "rft.taskset.generated_tasks:digit_sums",
-    "rft.taskset.countdown:countdown": "rft.taskset.generated_tasks:countdown",
-    "rft.taskset.lakes:lakes": "rft.taskset.generated_tasks:frozen_lake_maps",
-    "rft.taskset.seeds:seeds": "rft.taskset.generated_tasks:seeds",
-}
 _FACTORY = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
 
 
@@ -60,7 +54,7 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
 
 def _open_factory(settings: TasksetSettings) -> Taskset:
     """Tasksets from Python: the list of rows (dicts) that `func(split=..., **args)` gives."""
-    func = REGISTRY.get("taskset", _MOVED.get(settings.path, settings.path)).obj
+    func = REGISTRY.get("taskset", settings.path).obj
     key = f"taskset {settings.name}"
     args = _fitting(func, {"split": settings.split, **settings.args}, settings.path, f"{key}.args")
     with blamed(f"{settings.path} failed", f"{key}.path"):

@@ -24,11 +24,10 @@ from rft.disk import read_regular, sync_path, write_whole
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.strictjson import parse_json
 from rft.types.ids import Version
-from rft.types.ports import MANIFEST_FORMATS, Consumption
+from rft.types.ports import MANIFEST_FORMAT, Consumption
 
 log = logging.getLogger(__name__)
 
-FORMAT = MANIFEST_FORMATS[-1]  # what was otherwise before is in docs/reference/files.md
 NAME = "manifest.json"
 NEWEST = "newest_checkpoint.json"  # in the run's folder
 REPLACED = ".old.tmp"  # behind the name of a checkpoint that another of the same step is about to replace
@@ -37,8 +36,7 @@ _FOLDER = re.compile(r"global_step_(\d+)")
 
 class FileFact(Struct, frozen=True, omit_defaults=True):
     size: int
-    sha256: str = ""  # formats before 4; there xxh3_128 is ""
-    xxh3_128: str = ""
+    xxh3_128: str
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -53,7 +51,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class _StoredManifest(Struct, kw_only=True):
-    """As it is written, and as it was before versions had attempts: a checkpoint's version is a lineage and a step."""
+    """As it is written: a checkpoint's version is a lineage and a step."""
 
     format: int
     version: tuple[int, int]
@@ -86,7 +84,7 @@ def commit(
         raise CheckpointInvalid(f"{folder / lost[0]}: was written and is not there; do all ranks share this folder?")
     files = {name: FileFact(p.stat().st_size, xxh3_128=known.get(name) or hash_of(p)) for name, p in names.items()}
     stored = _StoredManifest(
-        format=FORMAT,
+        format=MANIFEST_FORMAT,
         version=(version.lineage, version.step),
         parent=None if parent is None else (parent.lineage, parent.step),
         consumption=consumption,
@@ -105,13 +103,12 @@ def read(folder: Path, *, verify: bool = True) -> Manifest:
     try:
         data = path.read_bytes()
         number = msgspec.json.decode(data, type=dict[str, object]).get("format")
-        if number not in MANIFEST_FORMATS:
-            known = ", ".join(map(str, MANIFEST_FORMATS))
+        if number != MANIFEST_FORMAT:
             raise CheckpointInvalid(
-                f"{path}: format {number!r}, this version of rft reads {known}; use the version that wrote it"
+                f"{path}: format {number!r}, this version of rft reads {MANIFEST_FORMAT}; use the version that wrote it"
             )
         stored = msgspec.json.decode(data, type=_StoredManifest)
-        if (stored.sha256 or number >= 3) and stored.sha256 != _own_sha256(stored):
+        if stored.sha256 != _own_sha256(stored):
             raise CheckpointInvalid(f"{path}: damaged: its sha256 is not the one that it states")
         found = _manifest(folder, stored)
     except FileNotFoundError:
@@ -131,9 +128,8 @@ def check_files(manifest: Manifest) -> None:
             raise CheckpointInvalid(f"{path}: missing")
         if (size := path.stat().st_size) != fact.size:
             raise CheckpointInvalid(f"{path}: {size} bytes, the manifest says {fact.size}")
-        kind, due = ("sha256", fact.sha256) if fact.sha256 else ("xxh3-128", fact.xxh3_128)
-        if (found := sha256_of(path) if fact.sha256 else hash_of(path)) != due:
-            raise CheckpointInvalid(f"{path}: {kind} {found}, the manifest says {due}; the file has changed")
+        if (computed := hash_of(path)) != fact.xxh3_128:
+            raise CheckpointInvalid(f"{path}: xxh3-128 {computed}, the manifest says {fact.xxh3_128}; the file has changed")
 
 
 def latest(checkpoints: Path, fits: Callable[[int], bool] = lambda step: True) -> Manifest | None:
@@ -241,6 +237,6 @@ def hash_of(path: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file."""
+    """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

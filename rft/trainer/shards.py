@@ -36,15 +36,11 @@ def write(folder: Path, kind: str, pieces: Sequence[Piece], *, step: int) -> dic
 
 def kinds(folder: Path) -> set[str]:
     """What kinds of tensors are in `folder`."""
-    return {m["kind"] for p in folder.glob("*.safetensors") if (m := _FILE.fullmatch(p.name))} | {
-        p.stem for p in folder.glob("*.safetensors") if re.fullmatch(r"[a-z_]+", p.stem)
-    }
+    return {m["kind"] for p in folder.glob("*.safetensors") if (m := _FILE.fullmatch(p.name))}
 
 
 def find(folder: Path, kind: str) -> Files:
-    """The files of `kind`, which must be complete and of one step.  Also reads `kind.safetensors`, the one file of format 1."""
-    if (single := folder / f"{kind}.safetensors").is_file():
-        return Files([single])
+    """The files of `kind`, which must be complete and of one step."""
     found = sorted(p for p in folder.glob(f"{kind}-*.safetensors") if (m := _FILE.fullmatch(p.name)) and m["kind"] == kind)
     if not found:
         raise CheckpointInvalid(f"{folder / kind}-*.safetensors: missing")

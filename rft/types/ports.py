@@ -17,7 +17,7 @@ from rft.types.ids import Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.task import SamplingArgs
 
-MANIFEST_FORMATS = (1, 2, 3, 4, 5)  # of checkpoints, that are read; the last one is written
+MANIFEST_FORMAT = 5  # of checkpoints
 
 # ---------------------------------------------------------------- engine
 

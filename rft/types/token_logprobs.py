@@ -17,8 +17,7 @@ from rft.types.experience import Experience
 class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Of one row.  `pairs`, JSON: [engine, trainer, advantage] for each token from `token_start` to the row's end.
 
-    null stands for a token that was not trained, and for a number that is not there or not finite.  Up to format 4 of the ledger there
-    is no advantage.
+    null stands for a token that was not trained, and for a number that is not there or not finite.
     """
 
     id: str

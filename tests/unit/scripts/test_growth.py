@@ -7,7 +7,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +214,6 @@ async def test_a_digest_is_that_of_its_uses_in_both_forms(tmp_path: Path, monkey
         stated = await ledger.reader(1).consumption(newest)
         assert (stated.num_uses, stated.digest) == (len(lines), f"sum:{total:032x}")
         assert stated.cursor == {6: 0, 8: 0, 12: 2, 10: 1}[newest], "what is used again later is not wholly used"
-        before = xxhash.xxh3_128_hexdigest(b"\n".join(lines))  # up to format 4 of manifests
-        found = ledger._ledger.run(partial(derived_state.counted_as, before, ancestry={1: newest}))
-        assert found == (len(lines), before), newest
     await ledger.close()
 
 
