@@ -23,6 +23,7 @@ from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.types import modelfiles
 from rft.types.ports import GenerateRequest
+from rft.types.thoughts import TAIL_TOKENS, opens_thought
 
 log = logging.getLogger(__name__)
 RESERVED = frozenset({  # of renderers and tokenizers: they decide what rendering gives, not what the text says
@@ -168,6 +169,11 @@ class Chat:
             raise TokensDiffer(text)
         if self.differing == 1:
             log.warning("%s: %s (said once)", self.settings.name, text)
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends inside a thought, with which the answer goes on."""
+        tail = self.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return opens_thought(str(tail))
 
     def decode(self, tokens: list[int] | np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -10,6 +10,7 @@ from msgspec import Struct, field
 
 from rft.types.ids import Version
 from rft.types.task import SamplingArgs
+from rft.types.thoughts import split_thought
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -36,6 +37,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...]
     sampling: SamplingArgs
     engine: str = ""  # which engine, e.g. "vllm-0"
+    in_thought: bool = False  # the prompt ended inside a thought, with which `text` goes on
     reasoning: str = ""  # what a reasoning parser cut out of `text`
     tool_calls: tuple[dict[str, Any], ...] = ()  # what a tool-call parser found, in OpenAI's form
     routed_experts: np.ndarray | None = None  # [P + R - 1, layers, experts], see rft.types.experts; None: it does not tell
@@ -47,6 +49,11 @@ class Completion(Struct, frozen=True, kw_only=True):
         made: dict[str, Any] = {"role": "assistant", "content": self.text}
         made |= {"reasoning_content": self.reasoning} if self.reasoning else {}
         return made | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
+
+    @property
+    def answer(self) -> str:
+        """The part of `text` behind the last thought (`split_thought`)."""
+        return split_thought(self.text, opened=self.in_thought).answer
 
     @property
     def version(self) -> Version:

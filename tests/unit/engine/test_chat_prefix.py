@@ -168,3 +168,9 @@ async def test_the_scripted_engine_goes_on_too() -> None:
     cut = GenerateRequest(messages=messages, prefix_tokens=before[:-1], prefix_messages=3)
     engine.will_say("4")
     assert ((await engine.generate(cut))[0].prompt_tokens == scripted.encode(messages)).all()
+
+
+@pytest.mark.parametrize(("style", "opens"), [("think", True), ("chatml", False)])
+def test_a_template_may_open_a_thought(folder: Path, style: str, opens: bool) -> None:
+    c = chat(folder, AFTER[style][0])
+    assert c.opens_thought(c.encode(GenerateRequest(messages=FIRST))) is opens  # G2
