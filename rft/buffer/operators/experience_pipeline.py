@@ -165,7 +165,7 @@ def _changed(stage: Stage, old: Experience, new: Experience) -> str:
 
 
 def _invalid(row: Experience) -> str:
-    """Rows check themselves when they are made; `info` and `metrics` may also be written in place."""
+    """Rows check themselves when they are made; an operator may write into `info` and `metrics` of those that it makes."""
     if not row.info and not row.metrics:
         return ""
     try:
