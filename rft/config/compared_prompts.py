@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rft.config.context import Problems
+from rft.config.conversation_check import renderer
 from rft.config.model_folder import ModelFiles
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
@@ -28,12 +29,7 @@ _CASED = re.compile(r"\s+")
 
 def rendered(task: Task, model: ModelFiles, engine: EngineSettings) -> str:
     """The prompt as the engine makes it.  Raises ValueError where the workflow makes its own from the row."""
-    return model.render(
-        task.chat(),
-        list(task.tools),
-        template=task.chat_template or engine.chat_template,
-        **{**engine.chat_template_kwargs, **task.chat_template_args},
-    )
+    return renderer(task, model, engine)(task.chat())
 
 
 @dataclass(frozen=True)

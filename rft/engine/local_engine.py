@@ -161,6 +161,7 @@ class LocalEngine(BaseEngine):
             version_spans=tuple(spans),
             sampling=request.sampling,
             engine=self.settings.name,
+            in_thought=self._chat.opens_thought(prompt),
             routed_experts=experts,
         )
         return self._parse(made, request)

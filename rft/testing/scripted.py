@@ -27,6 +27,7 @@ from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
+from rft.types.thoughts import TAIL_TOKENS, opens_thought
 
 BEGIN, END = 256, 257  # marks around a message; END is the end-of-sequence token
 VOCAB_SIZE = 258
@@ -246,6 +247,7 @@ class ScriptedEngine(BaseEngine):
             version_spans=tuple(spans),
             sampling=request.sampling,
             engine=self.settings.name,
+            in_thought=opens_thought(decode(prompt[-TAIL_TOKENS:])),
         )
 
     def _next(self, request: GenerateRequest) -> str:

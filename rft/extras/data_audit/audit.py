@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rft.config.compared_prompts import NUMBER, TaskText, near, rendered, shared_prompts
+from rft.config.conversation_check import left_out
 from rft.config.gold import scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
@@ -102,6 +103,9 @@ def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelF
             return
         except ValueError:
             return  # the workflow makes its own prompts from rows
+        if why := left_out(task, model, engine):
+            out.findings.append(AuditFinding(True, why, (f"{out.name}[{task.index}]",)))
+            return
         out.example = out.example or text
         if model.can_count:
             lengths[task.index] = model.count_tokens(text)

@@ -36,7 +36,7 @@ GEMMA = (  # has no system role: its text begins the first message of the user
     " | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-SILENT = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
+SILENT = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}\n{% endfor %}"
 FIRST = ({"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 1+1?"})
 SMOL = Path("~/.cache/rft/models/SmolLM2-135M-Instruct").expanduser()
 
@@ -168,3 +168,9 @@ async def test_the_scripted_engine_goes_on_too() -> None:
     cut = GenerateRequest(messages=messages, prefix_tokens=before[:-1], prefix_messages=3)
     engine.will_say("4")
     assert ((await engine.generate(cut))[0].prompt_tokens == scripted.encode(messages)).all()
+
+
+@pytest.mark.parametrize(("style", "opens"), [("think", True), ("chatml", False)])
+def test_a_template_may_open_a_thought(folder: Path, style: str, opens: bool) -> None:
+    c = chat(folder, AFTER[style][0])
+    assert c.opens_thought(c.encode(GenerateRequest(messages=FIRST))) is opens  # G2

@@ -1,0 +1,45 @@
+"""Splits an answer into its thought and what follows it, by the tags <think> and </think>.
+
+Knows no template and no tokenizer.  Invariant: nothing before the last </think>, and nothing inside a thought that is still open, is
+part of the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+THINK = "<think>"
+THINK_END = "</think>"
+TAIL_TOKENS = 16  # of a prompt: in any vocabulary they hold the tag and the blanks behind it
+_TAGS = re.compile(r"""(?<![^\s([{:,])([`'"])</?think>\1|(</think>)""")  # first: a tag in quotes, which is text
+_BEGINS = re.compile(r"(?:\A|[\n.!?:>。！？：])[^\S\n]*(<think>)")  # elsewhere it is a word of a sentence
+
+
+class SplitAnswer(NamedTuple):
+    """What a model wrote, in two parts.  `thought` includes its tags."""
+
+    thought: str
+    answer: str
+
+
+def split_thought(text: str, *, opened: bool = False) -> SplitAnswer:
+    """Split what a model wrote behind its last closed thought; a thought that is open at the end is no answer either.
+
+    `opened`: the prompt ended inside a thought (`opens_thought`), with which `text` goes on.
+    """
+    ends = [tag.end() for tag in _TAGS.finditer(text) if tag[2]]
+    if opened and not ends:
+        return SplitAnswer(text, "")
+    start = ends[-1] if ends else 0
+    answer = text[start:]
+    unclosed = _BEGINS.search(answer)
+    if unclosed is None:
+        return SplitAnswer(text[:start], answer)
+    cut = unclosed.start(1)
+    return SplitAnswer(text[:start] + answer[cut:], answer[:cut])
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt, of which the end is enough, ends inside a thought that the answer goes on with."""
+    return prompt.rstrip().endswith(THINK)
