@@ -196,8 +196,8 @@ class ExplorerSide(BufferCore):
     def _read(self, offer: Offer) -> IncomingGroup | BufferFailed:
         try:
             self._ledger.fence(offer.lineage)
-            ancestry = {**self._ledger.ancestry, offer.lineage: self._ledger.newest_step}
-            intake = read(offer.frame, self._settings, offer.lineage, ancestry, accepted=offer.accepted, reason=offer.reason)
+            writers = self._ledger.writers()
+            intake = read(offer.frame, self._settings, offer.lineage, writers, accepted=offer.accepted, reason=offer.reason)
             if intake.numbers.explorer != offer.explorer:
                 raise FrameRejected(f"foreign_explorer: group {intake.id} was appended by explorer {offer.explorer}")
         except BufferFailed as e:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import rft.logs as logs
+from rft.buffer.audit import audit_run
 from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.plan_serve import ENDLESS
@@ -23,7 +24,7 @@ from rft.config.save import refuse_changes, save
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
 from rft.disk import full, is_full
-from rft.errors import ConfigError, Interrupted, OutOfMemory, PluginStopped, RftError, RunFailed, is_out_of_memory
+from rft.errors import BufferFailed, ConfigError, Interrupted, OutOfMemory, PluginStopped, RftError, RunFailed, is_out_of_memory
 from rft.launch import bench, leftovers, modes
 from rft.launch.drive import Outcome
 from rft.launch.progress import Progress
@@ -178,7 +179,7 @@ def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
 
 def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
     """What is new since the run began, in words.  Until there is a checkpoint anything may change: nothing learnt would be thrown away,
-    and rows are set aside, unless they are to be kept.
+    and rows are set aside, unless some are to be kept.
 
     Raises ConfigError for those that would make it another run, and where its checkpoints or its state are not as it left them.
     """
@@ -187,7 +188,7 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
         manifests.recover(rundir.checkpoints)
         if plan.resume_mode == "auto":
             manifests.refuse_lost(rundir.checkpoints)
-        goes_on = plan.buffer.resume_rows == "keep" or bool(manifests.committed(rundir.checkpoints))
+        goes_on = bool(manifests.committed(rundir.checkpoints)) or _keeps_rows(plan, rundir)
         found = refuse_changes(loaded, rundir.path) if goes_on else []
     except (RftError, OSError):
         rundir.release()
@@ -195,6 +196,16 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
     own = {"resume_from_path": ", without effect: the run goes on from its own checkpoint"}
     said = ((c.key, textwrap.shorten(f"{c.key} {c.old!r} -> {c.new!r}", 300, placeholder=" ...")) for c in found)
     return [f"changed since the run began: {text}{own.get(key, '')}" for key, text in said]
+
+
+def _keeps_rows(plan: Plan, rundir: RunDir) -> bool:
+    """Whether experiences of an earlier attempt are to be trained in this one."""
+    if plan.buffer.resume_rows != "keep":
+        return False
+    try:
+        return audit_run(rundir.path, payload=False, ledger_url=plan.buffer.ledger_url).acked > 0
+    except BufferFailed:  # there is no ledger; one that cannot be read is refused when it is opened
+        return False
 
 
 def _clean_after_a_crash(rundir: RunDir) -> None:

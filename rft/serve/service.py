@@ -3,7 +3,8 @@
     client ── calls, rewards ──> gateway ──> book (stored before answered) ──> closed groups ──> explore batches ──> buffer
 
 To the run it is an explorer: it joins, is assigned batches, appends and closes them.  It plays no task by itself.
-Invariant: a session becomes rows of one group in the transaction that ends its waiting, and only under verified weights.
+Invariant: a session becomes rows of one group in the transaction that ends its waiting, and of this attempt's weights only under
+verified ones.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, judge
 from rft.workflow.play_run import PlayedRun, experiences, value
 
 log = logging.getLogger(__name__)
-_ORPHANED = ("future_version", "unknown_version")
 ADDRESS = "serve.json"  # in the run folder, while the service listens
 
 
@@ -201,7 +201,6 @@ class Service:
         bad = [] if reason == "session_over" else waiting
         with suppress(ValueError):  # a text without one
             bad = [ids[ExperienceId.parse(text.partition(" ")[0]).run]]
-        reason = "orphaned" if reason in _ORPHANED else reason
         await patient(lambda: self.book.explain([i for i in bad if i in waiting], reason))
         self._again(i for i in waiting if i not in bad)
 
@@ -234,7 +233,9 @@ class Service:
         """Whether all weights that wrote it are verified; else the store says why it is never trained."""
         await session.load()
         for version in {s.version for turn in session.transcript().turns for s in turn.completion.version_spans}:
-            if version in self._verified or version.lineage != self._lineage:  # older ones: the buffer knows which still count
+            if (
+                version in self._verified or version.lineage != self._lineage
+            ):  # of an attempt that has ended: nobody verifies it now
                 continue
             if not await self._gate.wait_verified(version):
                 await patient(lambda: self.book.explain([session.id], REJECTED_WEIGHTS))
