@@ -373,6 +373,7 @@ def _save_after(ctx: Context, steps: int | None) -> float:
     t = ctx.config.trainer
     if t.save_after is None and serves(ctx.config) and not t.save_interval:
         ctx.derive("trainer.save_after", SERVICE_SAVE_S, "a service has no end at which a checkpoint would be saved")
+        ctx.note(f"a crash loses no reward; train steps of the last {SERVICE_SAVE_S:.0f} s are repeated (trainer.save_after)")
         return SERVICE_SAVE_S
     lost = min(t.save_interval or plan_serve.ENDLESS, steps or 0)
     if not t.save_after and lost > MOST_LOST and trains(ctx.config):

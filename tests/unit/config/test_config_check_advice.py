@@ -128,6 +128,7 @@ def test_a_service_saves_by_age_and_keeps_its_rows(tmp_path: Path) -> None:
         return made.trainer.save_after_s, made.buffer.resume_rows
 
     assert plan() == (600.0, "keep") and about(service().warnings, "a crash would lose") == []
+    assert len(about(service().notes, "steps of the last 600 s are repeated (trainer.save_after)")) == 1
     assert plan("trainer.save_after=60") == (60.0, "keep") and plan("trainer.save_interval=5") == (0.0, "keep")
     assert plan("mode=train", "explorer.serve.trainer_apart=true") == (600.0, "keep")
     (text,) = about(service("trainer.save_after=0").warnings, "a crash would lose")
