@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -113,7 +113,7 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
                 try:
                     with leftovers.collected() as ended:
                         saving = partial(save, loaded, rundir.path, began_with(rundir.path))
-                        outcome = asyncio.run(modes.run(mode, rundir, progress.update, runtime, saving))
+                        outcome = asyncio.run(_followed(mode, rundir, progress, runtime, saving))
                 finally:  # a run that fails is the one that leaves things
                     for line in ended:
                         log.info("left by the run: %s", line)
@@ -137,6 +137,13 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
             raise e
 
 
+async def _followed(
+    mode: modes.Mode, rundir: RunDir, progress: Progress, runtime: Runtime, begins: Callable[[], None]
+) -> Outcome:
+    async with progress.telling(runtime.activities):
+        return await modes.run(mode, rundir, progress.update, runtime, begins)
+
+
 def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state, stays as it is."""
     runtime = _runtime(plan, in_process)
@@ -146,8 +153,14 @@ def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
         if alone:
             save(loaded, rundir.path)
             rundir.state("running")
+
+        async def evaluated() -> bench.Results:
+            async with progress.telling(runtime.activities):
+                return await bench.evaluate(plan, rundir, runtime)
+
         try:
-            results = asyncio.run(bench.evaluate(plan, rundir, runtime))
+            with Progress(rundir.path, total_steps=0, what="evaluation") as progress:
+                results = asyncio.run(evaluated())
         except (Interrupted, KeyboardInterrupt) as e:
             raise Interrupted("stopped on request; what was evaluated is in metrics.jsonl") from e
         if alone:

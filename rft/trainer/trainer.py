@@ -35,6 +35,7 @@ from rft.trainer.window import Window
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import BufferReader, EndOfData, Lease, MetricSink, NeedMore, ScoreRow, WeightSync
+from rft.waiting import works
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class Trainer:
     async def _train(self, lease: Lease) -> tuple[StepBatch, StepResult | None]:
         """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
         ranks, needs, report, kept = self._ranks, self._ranks.algorithm.needs, None, None
-        with self._timed("train"):
+        with self._timed("train"), works(f"train step {lease.step}"):
             given = batch_builder.read(lease, samples=needs.samples, pairs=needs.pairs, any_sampling=needs.any_sampling)
             if self._sync is not None:
                 self._window.rows(given.experiences)
@@ -257,7 +258,7 @@ class Trainer:
         if self._sync is None or self._transport is None:
             return await self._ranks.remember()
         version, before = Version(self._lineage, step), self._published
-        with self._timed("sync"):
+        with self._timed("sync"), works(f"the weights of step {step} go to the engines"):
             manifest = await self._ranks.stage(version, self._transport)
             fault("trainer.staged")
             try:
@@ -285,7 +286,7 @@ class Trainer:
 
     async def _save(self, step: int, *, export: bool, wait: bool = True) -> None:
         """Commit a checkpoint of `step`.  Without `wait` it is written while steps go on, one at a time."""
-        with self._timed("checkpoint"):
+        with self._timed("checkpoint"), works(f"saving the checkpoint of step {step}"):
             await self._written()
             consumption = await self._buffer.consumption(step)
             await self._ranks.take(step, copy=not wait)
@@ -329,7 +330,8 @@ class Trainer:
     async def _evaluate(self, step: int) -> None:
         """The loss on held-out rows after `step`."""
         if self._held_out is not None:
-            values = await self._held_out.evaluate(self._ranks)
+            with works("evaluating the held-out rows"):
+                values = await self._held_out.evaluate(self._ranks)
             await self._sink.log(MetricRecord(role="eval", step=step, time=time.time(), values=values))
 
     async def _log(self, step: int, batch: StepBatch, report: StepResult | None, lease: Lease, seconds: float) -> None:
