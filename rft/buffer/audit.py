@@ -10,15 +10,15 @@ from itertools import groupby
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import Connection, Subquery, func, select
+from sqlalchemy import Connection, Subquery, exists, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from rft.buffer.base import Audit, Storage, stored_by
+from rft.buffer.base import Audit, Restart, Storage, stored_by
 from rft.buffer.database import cause
-from rft.buffer.derived_state import UseCounts, chain, count, count_uses, strays
+from rft.buffer.derived_state import UseCounts, chain, count, count_states, count_uses, misplaced, states, strays
 from rft.buffer.location import Location, connect, find
 from rft.buffer.mixing import MixedCounts
-from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta, uses
+from rft.buffer.schema import FORMAT, experiences, groups, leases, lineages, meta, uses
 from rft.errors import BufferFailed
 from rft.types.block import UNREADABLE, read
 from rft.types.ids import Version
@@ -40,9 +40,9 @@ class _Manifest(msgspec.Struct):
 def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | None = None) -> Audit:
     """The audit of a run folder (`run_dir/buffer`, `run_dir/checkpoints/global_step_N/manifest.json`) and of its database.
 
-    Uses are counted for the newest valid manifest; every manifest's uses are compared with its digest.  `payload` also reads each
-    available experience back and compares its hash.  `ledger_url`: see `rft.buffer.location.find`.  Raises BufferFailed when there is no
-    ledger to read.
+    Uses are counted for the weights that are trained now, as `rft buffer stats` does; `Audit.restart` says what a restart would make of
+    them.  Every manifest's uses are compared with its digest.  `payload` also reads each available experience back and compares its
+    hash.  `ledger_url`: see `rft.buffer.location.find`.  Raises BufferFailed when there is no ledger to read.
     """
     run_dir = Path(run_dir)
     location = find(run_dir, ledger_url)
@@ -66,21 +66,58 @@ def _audit(
             f"{location} has format {about.get('format')}, this rft reads format {FORMAT}; use the rft that wrote it"
         )
     max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
-    latest = manifests[-1].version if manifests else None
     known = UseCounts(tx), MixedCounts(tx), _often(tx, max_uses)
-    audit, now = count(tx, chain(tx, latest), known[0], max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
+    weights = _weights(tx)
+    ancestry = chain(tx, weights, whole=True)
+    audit, now = count(tx, ancestry, known[0], max_uses=max_uses, resume_rows=resume_rows, version=str(weights or ""))
+    latest = manifests[-1].version if manifests else None
+    kept = count_states(tx, states(chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows).subquery("kept"))
+    restart = Restart(
+        version=str(latest or ""),
+        step=latest.step if latest else 0,
+        used=kept["used", None],
+        available=kept["available", None],
+        orphaned=kept["explained", "orphaned"],
+    )
     for manifest in manifests:
         problems += _compare(tx, manifest, known, max_uses)
-    problems += strays(tx)
+    problems += [*misplaced(tx, now), *strays(tx)]
     storage = stored_by(about, location.name, folder)
-    available, discarded = audit.available, dict(audit.discarded)
-    if not storage.durable and available:  # what only memory held went with its process
-        available, discarded["not_durable"] = 0, available
+    leased = _leased(tx, now)
+    available = audit.available - leased
+    discarded = dict(audit.discarded)
+    if not storage.durable and audit.available:  # what only memory held went with its process
+        discarded["not_durable"] = audit.available
+        available = leased = 0
     elif payload:
         problems += _read_back(tx, storage, now)
     return msgspec.structs.replace(
-        audit, available=available, discarded=discarded, manifests=len(manifests), problems=(*audit.problems, *problems)
+        audit,
+        leased=leased,
+        available=available,
+        discarded=discarded,
+        restart=restart,
+        manifests=len(manifests),
+        problems=(*audit.problems, *problems),
     )
+
+
+def _weights(tx: Connection) -> Version | None:
+    """The weights that are trained now: the newest lineage, and its newest step that used a row."""
+    newest = tx.execute(select(lineages).order_by(lineages.c.lineage.desc()).limit(1)).one_or_none()
+    if newest is None:
+        return None
+    step = tx.scalar(select(func.max(uses.c.step)).where(uses.c.lineage == newest.lineage))
+    return Version(newest.lineage, step or newest.parent_step or 0)
+
+
+def _leased(tx: Connection, now: Subquery) -> int:
+    """Rows that the trainer has and did not use yet, as the views of the ledger count them."""
+    settled = exists().where(
+        uses.c.experience == leases.c.experience, uses.c.lineage == leases.c.lineage, uses.c.step == leases.c.step
+    )
+    open_ = select(func.count()).select_from(leases).join(now, now.c.id == leases.c.experience)
+    return tx.scalar(open_.where(now.c.state == "available", ~settled)) or 0
 
 
 def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:

@@ -53,6 +53,7 @@ from rft.types.ids import Version
 _PART = 10_000  # uses that are read at once
 _SUM = "sum:"  # begins a digest
 NO_LIMIT = 2**62  # newest step of the lineage that is being trained
+LOST = "not_durable"  # explained: its payload was in the memory of a process that has ended
 
 # by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
 _MOVE = "UPDATE experiences SET state = ?, explained = ? WHERE id IN (??) AND (state = 'available') IS TRUE"
@@ -250,6 +251,18 @@ def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> l
     return found
 
 
+def misplaced(tx: Connection, now: Subquery) -> list[str]:
+    """Rows whose stored state is not the one that follows from the facts, `now` of `states`."""
+    e = experiences.c
+    differs = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
+    both = select(e.id, e.state, e.explained, now.c.state, now.c.explained).join(now, now.c.id == e.id)
+    wrong = tx.execute(both.where(differs, e.explained.is_distinct_from(LOST))).all()
+    if not wrong:
+        return []
+    row, *found = wrong[0]
+    return [f"{row} is stored as {tuple(found[:2])}, but is {tuple(found[2:])} ({len(wrong)} such rows)"]
+
+
 def strays(tx: Connection) -> list[str]:
     """What is wrong with the log-probs that trainers left: each belongs to a use."""
     k, u = token_logprobs.c, uses.c
@@ -258,13 +271,19 @@ def strays(tx: Connection) -> list[str]:
     return [f"trainer's log-probs of {found[0]} belong to no use ({len(found)} such rows)"] if found else []
 
 
+def count_states(tx: Connection, now: Subquery) -> Counter[tuple[str, str | None]]:
+    """How many rows are in each (state, explained) of `now`, which is of `states`."""
+    counted = select(now.c.state, now.c.explained, func.count()).group_by(now.c.state, now.c.explained)
+    return Counter({(state, reason): n for state, reason, n in tx.execute(counted)})
+
+
 def count(
     tx: Connection, ancestry: dict[int, int], known: UseCounts, *, max_uses: int, resume_rows: str, version: str
 ) -> tuple[Audit, Subquery]:
     """The audit of what is stored, with nothing leased, and the derived (id, state, explained) of each row."""
     e, g = experiences.c, groups.c
     now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
-    of_rows = tx.execute(select(now.c.state, now.c.explained, func.count()).group_by(now.c.state, now.c.explained)).all()
+    of_rows = [(*key, n) for key, n in count_states(tx, now).items()]
     used = counted_uses(ancestry).subquery("counted")
     lost = select(func.count(used.c.experience.distinct())).outerjoin(experiences, e.id == used.c.experience)
     problems = [f"{n} uses are of experiences that are not stored" for n in [tx.scalar(lost.where(e.id.is_(None)))] if n]

@@ -25,6 +25,7 @@ from rft.buffer.schema import ask, batches, experiences, groups, lineages, meta,
 from rft.errors import BufferFailed, ConfigError, Fenced, FrameRejected, IdConflict
 from rft.faults import fault
 from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
+from rft.waiting import idles
 
 _GROUP_COMMIT = 64  # appends that share a transaction
 _COUNT_GOOD = "SELECT count(*) FROM groups WHERE batch = ? AND explorer = ? AND accepted AND num_eligible > 0 AND held"
@@ -73,8 +74,7 @@ class ExplorerSide(BufferCore):
 
     async def room(self, lineage: int, batch: int, *, explorer: int = 0) -> None:
         """Wait until less than `capacity` and `capacity_bytes` wait to be trained, or a lease needs this batch."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._has_room(lineage, (batch, explorer)))
+        await self._wait_for_room(lineage, batch, explorer)
         self._fence(lineage)
 
     async def close_batch(
@@ -196,8 +196,8 @@ class ExplorerSide(BufferCore):
     def _read(self, offer: Offer) -> IncomingGroup | BufferFailed:
         try:
             self._ledger.fence(offer.lineage)
-            ancestry = {**self._ledger.ancestry, offer.lineage: self._ledger.newest_step}
-            intake = read(offer.frame, self._settings, offer.lineage, ancestry, accepted=offer.accepted, reason=offer.reason)
+            writers = self._ledger.writers()
+            intake = read(offer.frame, self._settings, offer.lineage, writers, accepted=offer.accepted, reason=offer.reason)
             if intake.numbers.explorer != offer.explorer:
                 raise FrameRejected(f"foreign_explorer: group {intake.id} was appended by explorer {offer.explorer}")
         except BufferFailed as e:
@@ -229,10 +229,14 @@ class ExplorerSide(BufferCore):
     async def _admit(self, lineage: int, frame: bytes, explorer: int) -> None:
         """Wait for room for a group.  A frame that cannot be read is let through: the ledger refuses and counts it."""
         if not self._has_room(lineage, None) and (batch := batch_of(frame)) is not None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._has_room(lineage, (batch, explorer)))
+            await self._wait_for_room(lineage, batch, explorer)
             self._check_open()
         self._limiter.admit(len(frame))
+
+    async def _wait_for_room(self, lineage: int, batch: int, explorer: int) -> None:
+        with idles(f"explore batch {batch} waits until the trainer makes room in the buffer (experience_buffer.capacity)"):
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._has_room(lineage, (batch, explorer)))
 
     def _has_room(self, lineage: int, key: tuple[int, int] | None) -> bool:
         """Also true for a lineage that was replaced, so that its waits end (and fail)."""

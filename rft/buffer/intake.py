@@ -1,7 +1,7 @@
 """From a frame to what the ledger stores: decode, refuse what a trainer could not rely on, and write the typed columns.
 
 It knows the form of experiences, not which ones are stored.  The one invariant: what passes can be decoded again, belongs to one
-group, and was written by weights that exist in the current ancestry.
+group, and was written by weights that the caller names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rft.types.block import read as read_block
 from rft.types.experience import MAX_REWARD, Experience
 from rft.types.ids import GroupId, Version
 
-Ancestry = Mapping[int, int]  # lineage -> newest step of it that counts
+Writers = Mapping[int, int]  # lineage -> newest step of it whose rows are stored
 MAX_INTEGER = 2**31 - 1  # of the ledger's columns
 
 
@@ -58,9 +58,7 @@ class IncomingGroup(msgspec.Struct, frozen=True):
         return (self.id, n.lineage, n.explorer, n.batch, n.task, self.accepted, self.reason, *counts, *whole)
 
 
-def read(
-    frame: bytes, settings: BufferSettings, lineage: int, ancestry: Ancestry, *, accepted: bool, reason: str
-) -> IncomingGroup:
+def read(frame: bytes, settings: BufferSettings, lineage: int, writers: Writers, *, accepted: bool, reason: str) -> IncomingGroup:
     """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be counted; Fenced for another lineage."""
     if not accepted and not reason:
         raise FrameRejected("no_reason: a group that is not accepted needs the reason")
@@ -73,7 +71,7 @@ def read(
         raise Fenced(f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer")
     vocab_size = settings.vocab_size
     for row in rows:
-        _check_versions(row, ancestry)
+        _check_versions(row, writers)
         if vocab_size is not None and row.num_tokens and (largest := int(np.maximum.reduce(row.tokens))) >= vocab_size:
             raise FrameRejected(f"invalid_tokens: {row.id} has token {largest}, and the model knows {vocab_size}")
         if row.reward is not None and abs(row.reward) > MAX_REWARD:
@@ -137,9 +135,9 @@ def _check_group(group: GroupId, rows: list[Experience]) -> None:
         raise FrameRejected(f"duplicate_ids: group {group} holds an experience id twice")
 
 
-def _check_versions(row: Experience, ancestry: Ancestry) -> None:
+def _check_versions(row: Experience, writers: Writers) -> None:
     for span in row.version_spans:
-        newest = ancestry.get(span.version.lineage)
+        newest = writers.get(span.version.lineage)
         if newest is None:
             raise FrameRejected(
                 f"unknown_version: {row.id} was written by {span.version}, of a lineage this run does not descend from"

@@ -9,14 +9,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from sqlalchemy import Connection, and_, exists, func, not_, or_, select, update
+from sqlalchemy import Connection, and_, exists, func, select, update
 
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.database import Database
-from rft.buffer.derived_state import UseCounts, chain, count, count_uses, derive_states, has_used_rows, strays, waiting_groups
+from rft.buffer.derived_state import (
+    LOST,
+    NO_LIMIT,
+    UseCounts,
+    chain,
+    count,
+    count_uses,
+    derive_states,
+    has_used_rows,
+    misplaced,
+    strays,
+    waiting_groups,
+)
 from rft.buffer.mixing import MixedCounts
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
 from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts, put_many
@@ -137,7 +149,7 @@ class Ledger:
         )
         for lost in parts([g.id for g in tx.execute(waiting) if g.locator not in self.blocks]):
             gone = and_(experiences.c.group_id.in_(lost), experiences.c.state == "available")
-            tx.execute(update(experiences).where(gone).values(state="explained", explained="not_durable"))
+            tx.execute(update(experiences).where(gone).values(state="explained", explained=LOST))
             tx.execute(update(groups).where(groups.c.id.in_(lost)).values(held=False))
 
     def _given_up(self, tx: Connection, group: WaitingGroup) -> bool:
@@ -175,6 +187,11 @@ class Ledger:
 
         return self.run(fenced, size=size)
 
+    def writers(self) -> dict[int, int]:
+        """Weights whose rows are stored: the newest step of each lineage, those that a restart went back behind too where rows are kept."""
+        earlier = dict.fromkeys(range(1, self.lineage), NO_LIMIT) if self.settings.resume_rows == "keep" else self.ancestry
+        return {**earlier, self.lineage: self.newest_step}
+
     def fence(self, lineage: int) -> None:
         """Raises Fenced for a caller of another lineage than the current one."""
         if lineage != self.lineage:
@@ -186,26 +203,18 @@ class Ledger:
         """What the facts say of the current lineage, and whether the stored states and the `leased` + `waiting` rows agree."""
         s = self.settings
         version = f"{self.lineage}:{self.newest_step}"
-        e = experiences.c
 
-        def work(tx: Connection) -> tuple[Audit, list[Any], int]:
+        def work(tx: Connection) -> tuple[Audit, int]:
             facts, now = count(tx, self.ancestry, UseCounts(tx), max_uses=s.max_uses, resume_rows=s.resume_rows, version=version)
-            lost = e.explained.is_not_distinct_from("not_durable")
-            differs = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
-            both = select(e.id, e.state, e.explained, now.c.state, now.c.explained).join(now, now.c.id == e.id)
-            wrong = tx.execute(both.where(differs, not_(lost))).all()
-            facts = msgspec.structs.replace(facts, problems=(*facts.problems, *strays(tx)))
-            return facts, list(wrong), tx.scalar(select(func.count()).select_from(experiences).where(lost)) or 0
+            facts = msgspec.structs.replace(facts, problems=(*facts.problems, *misplaced(tx, now), *strays(tx)))
+            return facts, tx.scalar(select(func.count()).where(experiences.c.explained == LOST)) or 0
 
-        facts, wrong, lost = self.run(work)
+        facts, lost = self.run(work)
         problems = list(facts.problems)
-        if wrong:
-            row, *states = wrong[0]
-            problems.append(f"{row} is stored as {tuple(states[:2])}, but is {tuple(states[2:])} ({len(wrong)} such rows)")
         available = facts.available - lost
         if available != leased + waiting:
             problems.append(f"{available} rows can be trained by the ledger, {leased} leased + {waiting} waiting in memory")
-        discarded = {**facts.discarded, **({"not_durable": lost} if lost else {})}
+        discarded = {**facts.discarded, **({LOST: lost} if lost else {})}
         return msgspec.structs.replace(
             facts, leased=leased, available=available - leased, discarded=discarded, problems=tuple(problems)
         )

@@ -31,11 +31,11 @@ from rft.types import token_logprobs
 from rft.types.block import bundle
 from rft.types.ids import Version
 from rft.types.ports import Consumption, GroupStats, Lease
+from rft.waiting import idles
 
 _HEADERS = "SELECT id, group_id, reward, content_hash, run, step, num_response_tokens FROM experiences WHERE group_id IN (??) ORDER BY id"
 _Member = tuple[float, int, int, int]  # reward, run, step, response tokens
 _id = attrgetter("id")
-SAY_EVERY_S = 30.0  # a trainer that waits says for whom
 log = logging.getLogger(__name__)
 
 _Header = tuple[bytes, list[int], list[float | None]]  # a block, positions of rows in it, their rewards
@@ -160,9 +160,9 @@ class TrainerSide(BufferCore):
 
     async def _wait(self, lineage: int, wanted: LeaseRequest, deadline_s: float) -> Selection:
         now = asyncio.get_running_loop().time
-        began = now()
-        deadline, say = began + deadline_s, began + SAY_EVERY_S
+        deadline = now() + deadline_s
         async with contextlib.AsyncExitStack() as held:
+            held.enter_context(idles(lambda: f"the trainer waits for the explorer: {self._order.missing(wanted)}"))
             await held.enter_async_context(self._changed)
             starving = False
             while True:
@@ -176,17 +176,14 @@ class TrainerSide(BufferCore):
                         f"the trainer waited {deadline_s:g} s for the explorer: {self._order.missing(wanted)}. "
                         "Raise buffer.trainer_input.experience_buffer.max_read_timeout if the explorer is merely slow."
                     )
-                if now() >= say:
-                    log.warning("the trainer has waited %.0f s for the explorer: %s", now() - began, self._order.missing(wanted))
-                    say = now() + SAY_EVERY_S
                 if not starving:
                     starving = True
                     held.enter_context(self._limiter.starving())
                     self._changed.notify_all()  # groups of the open batch may come beyond the bounds now
-                until = min(deadline, say)
+                until = deadline
                 if found.until is not None:  # something that rests may be used again then
                     until = min(until, now() + max(0.0, found.until - self._clock()))
-                with contextlib.suppress(TimeoutError):  # one of these three is due: looked at above
+                with contextlib.suppress(TimeoutError):  # one of these is due: looked at above
                     async with asyncio.timeout_at(until):
                         await self._changed.wait()
 

@@ -173,7 +173,12 @@ def audit(
         print(f"explained    {explained}")
         print(f"balanced     {'yes' if found.balanced else 'NO'}")
         print(f"used twice   {found.used_twice}")
-        print(f"checkpoint   {found.version or 'none'} ({found.manifests} manifests compared)")
+        if (restart := found.restart) is not None:
+            print(f"checkpoint   {restart.version or 'none'} ({found.manifests} manifests compared)")
+            if restart.used != found.used:
+                aside = f", {restart.orphaned} set aside" if restart.orphaned else ""
+                rest = f"{restart.used} used, {restart.available} available{aside}"
+                print(f"restart      a restart now would go back to step {restart.step}: {rest}")
         for problem in found.problems:
             print(f"problem      {problem}")
     if not found.ok:

@@ -148,7 +148,8 @@ def checkpoints(plan: Plan, shape: ModelShape, critic: ModelShape, trained: int 
     steps = None if plan.total_steps == ENDLESS else plan.total_steps
     beside = (t.best_metric is not None) + 2 * str(t.best_metric).startswith("eval/")  # of which one is evaluated, one served
     keep = t.max_checkpoints_to_keep and t.max_checkpoints_to_keep + 1 + beside
-    saved = 1 if not t.save_interval else keep or 1 if steps is None else math.ceil(steps / t.save_interval)
+    interval = t.save_interval or int(t.save_after_s > 0)  # with an age alone, each step may be saved
+    saved = 1 if not interval else keep or 1 if steps is None else math.ceil(steps / interval)
     number, how = min(saved, keep or saved), "the number of steps is not known" if steps is None else f"{saved} are written"
     exported = {"never": 0, "last": 1, "always": number}[t.save_hf_checkpoint] * shape.parameters * BYTES[s.dtype]
     terms = (
@@ -346,7 +347,8 @@ def _reference(s: LearnerSettings, share: int, own: int) -> int:
 def _written(plan: Plan, share: int, own: int, moments: int, values: int) -> int:
     """What is copied so that steps may go on meanwhile; in a GPU's role nothing, for it lies on the host.  `values`: a critic's weights."""
     s, t = plan.learner, plan.trainer
-    later = t.async_save and 0 < t.save_interval < t.total_steps and t.save_hf_checkpoint != "always"
+    often = t.save_after_s > 0 or 0 < t.save_interval < t.total_steps
+    later = t.async_save and often and t.save_hf_checkpoint != "always"
     if not later or s.device != "cpu":
         return 0
     weights = (share if s.lora is None else own) + values if "model" in s.save_contents else 0

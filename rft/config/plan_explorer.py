@@ -171,7 +171,7 @@ def buffer(ctx: Context) -> BufferSettings:
     return filled(
         BufferSettings, b, ctx.config.buffer, folder=ctx.run_dir / "buffer",
         run=ctx.run_dir.relative_to(Path(ctx.config.checkpoint_root_dir).expanduser().absolute()).as_posix(), ledger_url=url,
-        max_retry_interval_s=b.max_retry_interval, storage_path=path,
+        max_retry_interval_s=b.max_retry_interval, storage_path=path, resume_rows=ctx.config.buffer.resume_rows or "orphan",
     )  # fmt: skip
 
 

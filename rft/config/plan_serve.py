@@ -20,6 +20,7 @@ from rft.types.task import SamplingArgs
 _KEYS = {  # what a service needs of the schedule, and why
     ("synchronizer", "sync_style"): ("trainer_driven", "clients do not wait for weights"),
     ("buffer", "on_short_batch"): ("carry", "a step waits for rewards"),
+    ("buffer", "resume_rows"): ("keep", "a reward that a client was told is stored cannot be asked for again"),
 }
 PLAYING = (  # keys of the exploring loop, which a service does not have, nor has a run on given rows
     "max_group_timeout group_policy stop_hopeless_groups max_retry_times dynamic_timeout over_rollout max_concurrent_runs "

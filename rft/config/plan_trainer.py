@@ -13,7 +13,7 @@ from rft.algorithm.settings import AlgorithmSettings
 from rft.config import lora_plan, plan_serve
 from rft.config.context import Context, Problems, filled
 from rft.config.plan import Tasksets
-from rft.config.roles import trains
+from rft.config.roles import serves, trains
 from rft.config.schema.algorithm_section import OptimizerConfig
 from rft.config.schema.root import RunConfig
 from rft.config.schema.trainer_section import CriticOptimizerConfig
@@ -364,14 +364,30 @@ def _cut(
 # ---------------------------------------------------------------- checkpoints and traces
 
 
-_LONG_RUN = 100  # train steps
+MOST_LOST = 50  # train steps that a crash may lose without a warning
+SERVICE_SAVE_S = 600.0
+
+
+def _save_after(ctx: Context, steps: int | None) -> float:
+    """When the age of a step makes a checkpoint due; warns where a crash would lose more than MOST_LOST of `steps` train steps."""
+    t = ctx.config.trainer
+    if t.save_after is None and serves(ctx.config) and not t.save_interval:
+        ctx.derive("trainer.save_after", SERVICE_SAVE_S, "a service has no end at which a checkpoint would be saved")
+        ctx.note(f"a crash loses no reward; train steps of the last {SERVICE_SAVE_S:.0f} s are repeated (trainer.save_after)")
+        return SERVICE_SAVE_S
+    lost = min(t.save_interval or plan_serve.ENDLESS, steps or 0)
+    if not t.save_after and lost > MOST_LOST and trains(ctx.config):
+        many = "all its train steps" if lost == plan_serve.ENDLESS else f"up to {lost} train steps"
+        ctx.warn(
+            f"a crash would lose {many} (trainer.save_interval is {t.save_interval}): write trainer.save_interval: {MOST_LOST // 2}, "
+            f"or trainer.save_after: {SERVICE_SAVE_S:.0f}, the seconds after which a step is in a checkpoint"
+        )
+    return t.save_after or 0.0
 
 
 def trainer(ctx: Context, device: str, steps: int | None) -> TrainerSettings:
     """The training loop of `steps` train steps, None until that is known; what makes a step is filled in by the mode's builder."""
     t = ctx.config.trainer
-    if not t.save_interval and (steps or 0) > _LONG_RUN and trains(ctx.config):
-        ctx.note("trainer.save_interval is 0: the only checkpoint is that of the end; a run that is killed before begins again")
     later = ctx.chosen("trainer.checkpoint.async_save", t.checkpoint.async_save, device == "cuda", f"trainer on {device}")
     always = "hf_model" in t.checkpoint.save_contents
     if always:
@@ -385,6 +401,7 @@ def trainer(ctx: Context, device: str, steps: int | None) -> TrainerSettings:
         total_steps=steps or 0,
         batch_groups=None,
         batch_rows=None,
+        save_after_s=_save_after(ctx, steps),
         save_hf_checkpoint="always" if always else t.save_hf_checkpoint,
         async_save=later,
         checkpoint_dir=ctx.run_dir / "checkpoints",

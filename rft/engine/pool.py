@@ -26,6 +26,7 @@ from rft.types.completion import Completion
 from rft.types.metrics import Metric
 from rft.types.ports import Engine, GenerateRequest, ScoreRow
 from rft.types.throttled import THROTTLED
+from rft.waiting import waits
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,11 +51,13 @@ class EnginePool:
         max_concurrent: int | None = None,
         revive: Revive | None = None,
         identity: str = "",
+        name: str = "the policy",
     ) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.engines = tuple(engines)
         self.identity = identity  # which model this is, for what remembers its answers
+        self._name = name
         self._revive = revive
         self._turn = asyncio.Semaphore(max_concurrent or 1 << 30)
         self._under_way = [0] * len(engines)
@@ -77,6 +80,10 @@ class EnginePool:
         return await self._ask(lambda e, _: e.classify(messages))
 
     async def _ask(self, call: Callable[[Engine, bool], Awaitable[T]], key: bytes = b"", weight: int = 1) -> T:
+        with waits("call", self._name, count=weight):
+            return await self._answered(call, key, weight)
+
+    async def _answered(self, call: Callable[[Engine, bool], Awaitable[T]], key: bytes, weight: int) -> T:
         failures, refused = 0, set[int]()
         async with THROTTLED.get().turn(self._turn):
             while True:

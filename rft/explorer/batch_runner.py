@@ -25,13 +25,13 @@ from rft.types.ids import GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import BufferWriter, ChatModel, ExploreGate, MetricSink
 from rft.types.task import Task
+from rft.waiting import waits, works
 from rft.workflow.base import seed_for
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, run_group
 from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes
 
 log = logging.getLogger(__name__)
-TELL_S = 10.0  # between two lines about a batch that is under way
 
 
 class BatchRunner:
@@ -65,7 +65,6 @@ class BatchRunner:
         )
         self.times = RunTimes(settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup)
         self.breaker = Breaker(settings.breaker)
-        self.playing: dict[GroupId, float] = {}  # since when
         self._verified: set[Version] = set()
         self._noted: set[str] = set()  # kinds of rejection that were told
 
@@ -78,9 +77,10 @@ class BatchRunner:
 
         numbers = [n for place in range(batch.size) if (n := batch.first(place)) is not None]
         batch.expect(sum(task(n).num_runs for n in numbers))
-        async with asyncio.TaskGroup() as places:
-            for number in numbers:
-                places.create_task(self._fill(batch, task, number))
+        with works(lambda: str(batch)):
+            async with asyncio.TaskGroup() as places:
+                for number in numbers:
+                    places.create_task(self._fill(batch, task, number))
 
     async def _fill(self, batch: Batch, task: Callable[[int], Task], first: int) -> None:
         """Plays candidates for one place until one is accepted or the refills are used up."""
@@ -100,7 +100,6 @@ class BatchRunner:
             if self._pipeline.active:
                 batch.pipeline += [Metric(f"time/{name}", time.monotonic() - began, "sum") for name in ("write", "total")]
             batch.add(group, played if group is processed else group)
-            await self._tell(batch)
             if group.reason and group.reason not in self._noted:
                 self._noted.add(group.reason)
                 note = f"group {group.id} cannot be trained, {group.why}; all of its kind: `rft buffer stats`, rollout/groups/rejected"
@@ -108,14 +107,6 @@ class BatchRunner:
                 await self._sink.log(record)
             self.breaker.see(group)
             number = None if group.accepted else batch.after(number)
-
-    async def _tell(self, batch: Batch) -> None:
-        """How far a batch is that takes long; of several that are under way each for itself."""
-        if batch.wall_s - batch.told_s >= TELL_S and batch.accepted < batch.size:
-            batch.told_s = batch.wall_s
-            rejected = f", {sum(batch.reasons.values())} rejected" if batch.reasons else ""
-            said = f"exploring batch {batch.number + 1}: {batch.accepted} of {batch.size} groups{rejected}, {batch.wall_s:.0f} s"
-            await self._sink.progress(said)
 
     async def _is_verified(self, version: Version) -> bool:
         if version not in self._verified and await self._gate.wait_verified(version):
@@ -148,14 +139,12 @@ class BatchRunner:
                 yield
 
         s = self._settings
-        group = GroupId(self._lineage, s.index, batch.number, number)
-        self.playing[group] = time.monotonic()
         try:
             return await run_group(
                 task,
                 await self._recipes.get(task),
                 self._model,
-                group,
+                GroupId(self._lineage, s.index, batch.number, number),
                 limits=replace(self._limits, max_timeout_s=self.times.limit_s),
                 slot=slot,
                 seed=(lambda run: seed_for(s.seed, batch.number, number, run)) if s.deterministic else None,
@@ -165,7 +154,6 @@ class BatchRunner:
             )
         finally:
             batch.begun(left)  # a group that was ended early has runs that never began
-            del self.playing[group]
 
     async def _store(self, group: PlayedGroup) -> PlayedGroup:
         """Appends the group.  One that cannot be stored (values of its workflow, too large, no token) becomes failed runs instead."""
@@ -183,7 +171,8 @@ async def after_operators(pipeline: ExperiencePipeline, played: PlayedGroup, met
     if not pipeline.active:
         return played
     try:
-        done = await pipeline.process(played.task, played.rows, played.needed)
+        with waits("group", "operators"):
+            done = await pipeline.process(played.task, played.rows, played.needed)
     except OperatorFailed as e:
         log.warning("group %s: %s", played.id, e)
         metrics.append(Metric("failed_count", len(played.runs), "sum"))

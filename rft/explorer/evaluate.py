@@ -28,6 +28,7 @@ from rft.taskset.task_order import evaluation_order
 from rft.types.ids import GroupId, Version
 from rft.types.metrics import MetricRecord, reduce
 from rft.types.ports import ChatModel, Measured, MetricSink
+from rft.waiting import works
 from rft.worker import job_pool
 from rft.workflow.base import NO_MODELS, seed_for
 from rft.workflow.group import PlayedGroup, run_group
@@ -35,7 +36,6 @@ from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes
 
 log = logging.getLogger(__name__)
-TELL_S = 5.0  # between two lines about an evaluation that goes on
 PASS = 1.0  # a run passes when its reward reaches this
 
 
@@ -96,11 +96,10 @@ class Evaluator:
     async def _play(self, taskset: Taskset, order: Sequence[int], version: Version) -> list[PlayedGroup]:
         """The tasks in this order, each `num_runs` times; in a deterministic run each time with the same random numbers."""
         s, name = self.settings, taskset.settings.name
-        began = told = time.monotonic()
         done = 0
 
         async def one(index: int) -> PlayedGroup:
-            nonlocal done, told
+            nonlocal done
             task = taskset.task(index)
             group = await run_group(
                 task,
@@ -113,13 +112,11 @@ class Evaluator:
                 request_prefix=f"{self._prefix}-{name}-",
                 models=self._models,
             )
-            done, now = done + 1, time.monotonic()
-            if now - told >= TELL_S and done < len(order):
-                told = now
-                await self._sink.progress(f"evaluating {name}: {done} of {len(order)} tasks, {now - began:.0f} s")
+            done += 1
             return group
 
-        return await all_of(*map(one, order))
+        with works(lambda: f"evaluating {name}: {done} of {len(order)} tasks"):
+            return await all_of(*map(one, order))
 
 
 async def bench(

@@ -32,6 +32,7 @@ from rft.taskset.open_source import open_taskset
 from rft.taskset.task_order import TaskOrder, num_batches
 from rft.types.metrics import MetricRecord
 from rft.types.ports import Assignment, BufferWriter, ChatModel, ExploreGate, MetricSink, StoredGroup, TaskOutcome
+from rft.waiting import activities, sentence
 from rft.worker import job_pool
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import judge
@@ -79,7 +80,6 @@ class Explorer:
         )  # fmt: skip
         self._engines = engine_metrics(model, models)
         self._earlier: dict[int, TaskOrder] = {}  # where a selector learns: of batches assigned again that are behind `order`
-        self._batches: dict[int, Batch] = {}  # under way
         self._reported = cursor  # explore step
         self._main = StoppableWork()
 
@@ -151,7 +151,7 @@ class Explorer:
                     if not self.settings.eval_in_background:
                         await evaluation
                 await self._learn(b)
-                batch = self._batches[b] = Batch(b, self.settings, held.pop(b, ()))
+                batch = Batch(b, self.settings, held.pop(b, ()))
                 tasks.create_task(self._explore_batch(batch, None if given.again else before))
                 if not given.again:  # else those after it, which may be needed first, would wait for it
                     before = batch
@@ -187,7 +187,6 @@ class Explorer:
             await self._gate.explored(batch.number)
             await self._report(batch)
         self._earlier.pop(batch.number, None)
-        del self._batches[batch.number]
         batch.close()
 
     # ------------------------------------------------------------ reports
@@ -207,19 +206,7 @@ class Explorer:
     async def _report_often(self) -> None:
         while True:
             await asyncio.sleep(self.settings.report_interval_s)
-            log.info("%s", self.report())
-
-    def report(self) -> str:
-        """What every batch under way does, and what has been playing longest."""
-        slots, playing = self._slots, self._runner.playing
-        said = [f"{slots.limit - slots.free} of {slots.limit} runs under way, {slots.waiting} wait for room"]
-        for b in self._batches.values():
-            groups = sum(g.batch == b.number for g in playing)
-            said.append(f"batch {b.number}: {b.accepted} of {b.size} groups accepted, {groups} playing, since {b.wall_s:.0f} s")
-        if playing:
-            group, since = min(playing.items(), key=lambda item: item[1])
-            said.append(f"longest: group {group}, {time.monotonic() - since:.0f} s")
-        return "; ".join(said)
+            log.info("%s", sentence(activities()))
 
     def _eval_due(self, b: int) -> bool:
         s = self.settings

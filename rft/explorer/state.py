@@ -18,6 +18,7 @@ from rft.errors import RunFailed
 from rft.explorer.settings import ExplorerSettings
 from rft.types.metrics import Metric
 from rft.types.ports import StoredGroup
+from rft.waiting import idles
 from rft.workflow.group import REJECTED_WEIGHTS, Ending, PlayedGroup
 
 
@@ -39,7 +40,6 @@ class Batch:
         self.submitted = asyncio.Event()  # every first run of every place has begun
         self.closed = asyncio.Event()
         self.began = time.monotonic()
-        self.told_s = 0.0  # seconds after that at which people heard of it
         self.max_refill = self._refills_left = 3 * s.batch_size if s.max_refill is None else s.max_refill
         self._held = {h.task: h.accepted for h in held}
         self._waiting = 0
@@ -92,6 +92,11 @@ class Batch:
         self._waiting -= runs
         if self._waiting == 0 and runs:
             self.submitted.set()
+
+    def __str__(self) -> str:
+        """How far it is, for people."""
+        rejected = f", {sum(self.reasons.values())} rejected" if self.reasons else ""
+        return f"explore step {self.number + 1}: {self.accepted} of {self.size} groups{rejected}"
 
     @property
     def wall_s(self) -> float:
@@ -170,7 +175,8 @@ class Slots:
         if self.free >= count and not self._lines[0] and not (behind and self._lines[1]):
             self.free -= count
         else:
-            await self._wait(_Ticket(count, asyncio.get_running_loop().create_future()), self._lines[behind])
+            with idles(f"runs wait for room beside {self.limit} others (explorer.max_concurrent_runs)"):
+                await self._wait(_Ticket(count, asyncio.get_running_loop().create_future()), self._lines[behind])
         try:
             yield
         finally:

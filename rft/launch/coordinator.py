@@ -33,6 +33,7 @@ from rft.sync.waits import Waits
 from rft.trainer.checkpoints import Evaluations
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import Assignment, Engine, Scorer, Sender, WeightManifest
+from rft.waiting import idles
 
 log = logging.getLogger(__name__)
 KEPT = 500  # records, for those who follow the run; all of them are in metrics.jsonl
@@ -87,10 +88,6 @@ class MonitorPart:
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         await self.monitor.samples(name, step, rows)
-
-    async def progress(self, text: str) -> None:
-        """To those who follow the run; not into metrics.jsonl."""
-        await self._tell(MetricRecord(role="explorer", step=0, time=time.time(), values={}, notes=(text,)))
 
     async def _tell(self, record: MetricRecord) -> None:
         async with self._news:
@@ -232,7 +229,8 @@ class Coordinator(MonitorPart):
         limit, members = self._plan.sync.timeout_s, self._members
         while True:
             try:
-                await self._waits.without_deadline(lambda: bool(members.names) or self._assigner.finished, limit)
+                with idles("the trainer waits for an explorer to join (mode: explore, or rft serve)"):
+                    await self._waits.without_deadline(lambda: bool(members.names) or self._assigner.finished, limit)
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"no explorer was there for {limit:g} s.  Start one (mode: explore), or raise synchronizer.sync_timeout; "

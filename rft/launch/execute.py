@@ -8,13 +8,14 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import rft.logs as logs
+from rft.buffer.audit import audit_run
 from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.plan_serve import ENDLESS
@@ -23,7 +24,7 @@ from rft.config.save import refuse_changes, save
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
 from rft.disk import full, is_full
-from rft.errors import ConfigError, Interrupted, OutOfMemory, PluginStopped, RftError, RunFailed, is_out_of_memory
+from rft.errors import BufferFailed, ConfigError, Interrupted, OutOfMemory, PluginStopped, RftError, RunFailed, is_out_of_memory
 from rft.launch import bench, leftovers, modes
 from rft.launch.drive import Outcome
 from rft.launch.progress import Progress
@@ -113,7 +114,7 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
                 try:
                     with leftovers.collected() as ended:
                         saving = partial(save, loaded, rundir.path, began_with(rundir.path))
-                        outcome = asyncio.run(modes.run(mode, rundir, progress.update, runtime, saving))
+                        outcome = asyncio.run(_followed(mode, rundir, progress, runtime, saving))
                 finally:  # a run that fails is the one that leaves things
                     for line in ended:
                         log.info("left by the run: %s", line)
@@ -137,6 +138,13 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
             raise e
 
 
+async def _followed(
+    mode: modes.Mode, rundir: RunDir, progress: Progress, runtime: Runtime, begins: Callable[[], None]
+) -> Outcome:
+    async with progress.telling(runtime.activities):
+        return await modes.run(mode, rundir, progress.update, runtime, begins)
+
+
 def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state, stays as it is."""
     runtime = _runtime(plan, in_process)
@@ -146,8 +154,14 @@ def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
         if alone:
             save(loaded, rundir.path)
             rundir.state("running")
+
+        async def evaluated() -> bench.Results:
+            async with progress.telling(runtime.activities):
+                return await bench.evaluate(plan, rundir, runtime)
+
         try:
-            results = asyncio.run(bench.evaluate(plan, rundir, runtime))
+            with Progress(rundir.path, total_steps=0, what="evaluation") as progress:
+                results = asyncio.run(evaluated())
         except (Interrupted, KeyboardInterrupt) as e:
             raise Interrupted("stopped on request; what was evaluated is in metrics.jsonl") from e
         if alone:
@@ -179,7 +193,7 @@ def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
 
 def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
     """What is new since the run began, in words.  Until there is a checkpoint anything may change: nothing learnt would be thrown away,
-    and rows are set aside, unless they are to be kept.
+    and rows are set aside, unless some are to be kept.
 
     Raises ConfigError for those that would make it another run, and where its checkpoints or its state are not as it left them.
     """
@@ -188,7 +202,7 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
         manifests.recover(rundir.checkpoints)
         if plan.resume_mode == "auto":
             manifests.refuse_lost(rundir.checkpoints)
-        goes_on = plan.buffer.resume_rows == "keep" or bool(manifests.committed(rundir.checkpoints))
+        goes_on = bool(manifests.committed(rundir.checkpoints)) or _keeps_rows(plan, rundir)
         found = refuse_changes(loaded, rundir.path) if goes_on else []
     except (RftError, OSError):
         rundir.release()
@@ -196,6 +210,16 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
     own = {"resume_from_path": ", without effect: the run goes on from its own checkpoint"}
     said = ((c.key, textwrap.shorten(f"{c.key} {c.old!r} -> {c.new!r}", 300, placeholder=" ...")) for c in found)
     return [f"changed since the run began: {text}{own.get(key, '')}" for key, text in said]
+
+
+def _keeps_rows(plan: Plan, rundir: RunDir) -> bool:
+    """Whether experiences of an earlier attempt are to be trained in this one."""
+    if plan.buffer.resume_rows != "keep":
+        return False
+    try:
+        return audit_run(rundir.path, payload=False, ledger_url=plan.buffer.ledger_url).acked > 0
+    except BufferFailed:  # there is no ledger; one that cannot be read is refused when it is opened
+        return False
 
 
 def _clean_after_a_crash(rundir: RunDir) -> None:

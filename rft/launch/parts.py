@@ -170,7 +170,8 @@ async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: Async
     models: dict[str, ChatModel] = {}
     for settings, given in zip(plan.auxiliary, auxiliary, strict=True):
         engines = [*given, *await _servers(settings.engines, clients)]
-        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_reviver(given), identity=identity(settings))
+        how: dict[str, Any] = {"max_concurrent": settings.max_concurrent, "revive": _reviver(given)}
+        pool = EnginePool(engines, identity=identity(settings), name=f"model {settings.names[0]}", **how)
         models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
     return models
 

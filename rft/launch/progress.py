@@ -6,12 +6,14 @@ delays anything; all it knows is in metrics.jsonl and the logs too.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -19,14 +21,19 @@ from typing import TYPE_CHECKING, Self
 from rft.logs import redact
 from rft.monitor.curves import is_evaluation, is_main, main_values, sparkline
 from rft.monitor.read import AllSeries, Records
+from rft.sync.waits import cancel
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
+from rft.waiting import LOOK_S, Activity, clock, sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
+log = logging.getLogger(__name__)
 STARTING = {"starting": True}  # marks what is logged for those who wait for the first step
+QUIET_S = 15.0  # without any line, at most
+SERVICE_QUIET_S = 600.0  # of a service, which may wait for hours: each further line about waiting comes twice as late
 _WINDOW = 10  # steps over which the time per step is averaged
 
 
@@ -34,25 +41,35 @@ class Progress:
     """`update` takes every record of the run, in any order; steps are those of the trainer.
 
     `total_steps` None means "until it is stopped".  A context manager: the bar is there while it is open.
+    `what`: the run is, where it makes no steps.
     """
 
     def __init__(
-        self, run_dir: Path, *, total_steps: int | None, notes: Sequence[str] = (), console: Console | None = None
+        self,
+        run_dir: Path,
+        *,
+        total_steps: int | None,
+        notes: Sequence[str] = (),
+        console: Console | None = None,
+        what: str = "",
     ) -> None:
         from rich.console import Console
 
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._total = total_steps
-        self._run_dir, self._notes = run_dir, notes
+        self._run_dir, self._notes, self._what = run_dir, notes, what
         self._bar: Bar | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._began = 0.0
+        self._said = 0.0  # when the last line was
+        self._quiet_s = QUIET_S
         self._starting = _Handler(self.started)
 
     def __enter__(self) -> Self:
         steps = "until it is stopped" if self._total is None else f"{self._total} steps"
-        self._say(f"run   {self._run_dir}  ({steps})")
-        self._say(f"view  rft status {shlex.quote(str(self._run_dir))}")
+        folder = shlex.quote(str(self._run_dir))
+        self._say(f"run   {self._run_dir}  ({self._what or steps})")
+        self._say(f"watch rft status {folder}, or rft view {folder}")
         for note in self._notes:
             self._say(f"note  {note}")
         if self._console.is_terminal:
@@ -73,11 +90,26 @@ class Progress:
         if "starting" in vars(record):
             self._say(f"start {record.getMessage()}, {duration(time.monotonic() - self._began)}")
 
+    @asynccontextmanager
+    async def telling(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> AsyncIterator[None]:
+        """While open, whom the run waits for is said whenever nothing else was for QUIET_S; `look` finds out within LOOK_S."""
+        timer = asyncio.ensure_future(self._tell(look))
+        try:
+            yield
+        finally:
+            await cancel([timer])
+
+    async def _tell(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> None:
+        while True:
+            if (left := self._said + self._quiet_s - LOOK_S - clock()) > 0:
+                await asyncio.sleep(min(left, QUIET_S - LOOK_S))  # a line in between makes the next one due earlier
+                continue
+            before, text = self._said, sentence(await look())
+            if self._said == before:
+                self._wait(text)
+
     def update(self, record: MetricRecord) -> None:
-        """Show what `record` adds.  One of step 0 without values is news of a wait."""
-        if record.role == "explorer" and record.step == 0 and record.notes and not record.values:
-            self._wait(" ".join(record.notes))
-            return
+        """Show what `record` adds."""
         for name, value in record.values.items():
             if name.startswith("eval/") and is_evaluation(name):
                 self._say(f"eval  step {record.step}: {' '.join(name[5:].rsplit('/', 1))} {value:.3f}")
@@ -89,10 +121,14 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], description="exploring")
 
     def _wait(self, text: str) -> None:
+        log.info("%s", text)
+        quiet_s = QUIET_S if self._total is not None else min(2 * self._quiet_s, SERVICE_QUIET_S)
         if self._bar is not None:
+            self._said = clock()
             self._bar.update(self._bar.task_ids[0], description=redact(text))
         else:
             self._say(f"wait  {text}")
+        self._quiet_s = quiet_s
 
     def _step(self, record: MetricRecord) -> None:
         seconds = record.values["perf/step_s"]
@@ -109,6 +145,8 @@ class Progress:
     def _say(self, line: str) -> None:
         self._console.print(redact(line), markup=False)
         self._console.file.flush()  # a log file or a pipe shows each line when it happens
+        self._said = clock()
+        self._quiet_s = QUIET_S
 
 
 class _Handler(logging.Handler):

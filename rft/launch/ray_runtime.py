@@ -12,20 +12,22 @@ import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 from rft.config.plan import ClusterSettings, Plan
 from rft.engine.environment import cpu_environment, host_program
-from rft.errors import EngineFailed, Interrupted, RunFailed
+from rft.errors import DeadlineExceeded, EngineFailed, Interrupted, RunFailed
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster, Places, here, placement, reserve
 from rft.launch.progress import STARTING
 from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
-from rft.launch.runtime import Parts, PartSpec
+from rft.launch.runtime import Parts, PartSpec, Runtime
 from rft.launch.signals import Signals
 from rft.logs import learnt_secrets
 from rft.sync.waits import all_of, cancel, race
+from rft.waiting import LOOK_S, Activity, activities, works
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # of one engine that dies
@@ -33,14 +35,15 @@ LET_UP_S = 30.0  # for a Ray that is starting, once the run is to end
 TIMELINE = "ray_timeline.json"
 
 
-class RayRuntime:
+class RayRuntime(Runtime):
     @asynccontextmanager
     async def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AsyncIterator[Parts]:
         """Parts on the Ray of the plan; nothing of the run's id is left afterwards."""
         os.environ[leftovers.RUN_ID], ended = rundir.run_id, threading.Event()
         connecting = asyncio.ensure_future(_connect(plan.cluster, ended))
         try:
-            cluster = await signals.guard(asyncio.shield(connecting))
+            with works("starting Ray"):
+                cluster = await signals.guard(asyncio.shield(connecting))
             signals.take()
             log.info("Ray is up", extra=STARTING)
         except BaseException as e:
@@ -50,8 +53,10 @@ class RayRuntime:
             _clean(rundir.run_id)
             raise
         try:
-            yield RayParts(plan, rundir, cluster)
+            self.parts = RayParts(plan, rundir, cluster)
+            yield self.parts
         finally:
+            self.parts = None
             await asyncio.to_thread(cluster.close)
             ended.set()
             _clean(rundir.run_id)
@@ -127,6 +132,10 @@ class RayParts(Parts):
     async def start(self, specs: Sequence[PartSpec]) -> None:
         await all_of(*map(self._start, specs))
 
+    async def activities(self) -> list[Activity]:
+        found = await asyncio.gather(*(_activities(name, self._handles[name]) for name in self.made))
+        return [*activities(), *chain.from_iterable(found)]
+
     async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
         await all_of(*(start() for start in starts))
 
@@ -155,8 +164,9 @@ class RayParts(Parts):
         made = (name, str(self.rundir.logs), plan.log_by_node, plan.log_level, learnt_secrets(), spec.factory, spec.args)
         handle = self._handles[name] = ray.remote(titled).options(**options).remote(*made)
         deadline_s = plan.cluster.actor_start_timeout_s
-        self.nodes[name], self.pids[name] = await guarded(handle.beat.remote(), name, error, deadline_s)
-        await guarded(handle.start.remote(), name, error, deadline_s)
+        with works(f"starting {name}"):
+            self.nodes[name], self.pids[name] = await guarded(handle.beat.remote(), name, error, deadline_s)
+            await guarded(handle.start.remote(), name, error, deadline_s)
         self.made[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
         self._listening.append(asyncio.ensure_future(_tell(name, handle)))
         log.info("%s is up (pid %d)", name, self.pids[name], extra=STARTING)
@@ -186,6 +196,15 @@ class RayParts(Parts):
             ray.kill(handle, no_restart=True)
         for path in self.rundir.path.glob(".rendezvous-*"):
             path.unlink(missing_ok=True)
+
+
+async def _activities(name: str, handle: Any) -> list[Activity]:
+    try:
+        return list(await guarded(handle.activities.remote(), name, timeout_s=LOOK_S))
+    except DeadlineExceeded:
+        return [Activity(f"{name} does not answer", "", False, 1, LOOK_S)]
+    except RunFailed:  # whoever needs the part says so
+        return []
 
 
 async def _tell(name: str, handle: Any) -> None:

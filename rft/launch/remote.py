@@ -29,6 +29,7 @@ from rft.launch.rundir import PRIVATE
 from rft.logs import ErrorTeller, learn_secrets, node_folder, redact, to_file
 from rft.parent import die_with_parent
 from rft.threads import contained
+from rft.waiting import Activity, activities
 
 log = logging.getLogger(__name__)
 _WAITS = ".  Where it does no more than wait (a plugin that blocks the event loop), raise cluster.stall_timeout"
@@ -149,6 +150,10 @@ class Host:
     async def beat(self) -> tuple[str, int]:
         """Says that this process answers: its machine and number."""
         return os.uname().nodename, os.getpid()
+
+    async def activities(self) -> list[Activity]:
+        """What this process works on and whom it waits for."""
+        return activities()
 
     async def last(self) -> None:
         """As long as this process lives."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rft.config.plan import Facts, Plan
 from rft.engine.environment import trainer_environment
@@ -23,6 +23,7 @@ from rft.launch import parts as factories
 from rft.launch.rundir import RunDir
 from rft.launch.signals import Signals
 from rft.launch.stalled import watched
+from rft.waiting import Activity, activities, works
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,10 @@ class Parts(ABC):
     async def watch(self) -> None:
         """Ends only by raising: a part that is not restarted has died, or hangs."""
 
+    async def activities(self) -> list[Activity]:
+        """What parts and launcher work on and whom they wait for; within LOOK_S."""
+        return activities()
+
     @abstractmethod
     async def end(self, *, graceful: bool) -> None:
         """End every part; `graceful`: they have worked together, so they are closed first."""
@@ -101,10 +106,18 @@ class Bound:
         return partial(getattr(self._part, method), *self._first)
 
 
-class Runtime(Protocol):
+class Runtime(ABC):
+    """Where the parts of a run live."""
+
+    parts: Parts | None = None  # while it is open
+
+    @abstractmethod
     def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AbstractAsyncContextManager[Parts]:
-        """Where the parts of a run live; nothing of the run is left afterwards."""
-        ...
+        """Nothing of the run is left afterwards."""
+
+    async def activities(self) -> list[Activity]:
+        """See `Parts.activities`; also before there are parts."""
+        return activities() if self.parts is None else await self.parts.activities()
 
 
 # ---------------------------------------------------------------- which parts there are
@@ -140,7 +153,7 @@ def trainer_specs(plan: Plan, rundir: RunDir) -> list[PartSpec]:
 # ---------------------------------------------------------------- one process
 
 
-class LocalRuntime:
+class LocalRuntime(Runtime):
     """All parts in this process: for tests, for debugging a workflow, for machines without Ray."""
 
     @asynccontextmanager
@@ -148,7 +161,8 @@ class LocalRuntime:
         if plan.cluster.timeline:
             log.warning("monitor.enable_ray_timeline has no effect: one process has no Ray")
         with watched(plan.cluster.stall_timeout_s, lambda why: rundir.state("failed", reason=why)):
-            yield LocalParts(plan, rundir)
+            self.parts = LocalParts(plan, rundir)
+            yield self.parts
 
 
 class LocalParts(Parts):
@@ -159,7 +173,8 @@ class LocalParts(Parts):
 
     async def start(self, specs: Sequence[PartSpec]) -> None:
         for spec in specs:
-            self.made[spec.name] = await getattr(factories, spec.factory)(*spec.args)
+            with works(f"starting {spec.name}"):
+                self.made[spec.name] = await getattr(factories, spec.factory)(*spec.args)
 
     async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
         for start in starts:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from rft.buffer.base import LineageStart
 from rft.config.plan import Plan
 from rft.config.plan import schedule as planned
 from rft.errors import ConfigError
@@ -93,16 +94,21 @@ async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = No
         started = await buffer.start_lineage(None, place, step)
         lineage = started.lineage
         if lineage > 1:
-            message = "no checkpoint of the earlier attempt (trainer.save_interval): step %d again, %d experiences set aside"
-            log.info(message, step, started.orphaned, extra=STARTING)
+            _say(f"no checkpoint was saved before the stop; starting again at step {step}", started)
         if other is None or place is None:
             return Start(lineage)
         log.info("lineage %d begins with %s of another run, at explore batch %d", lineage, other.folder, place.cursor)
         return Start(lineage, step, None, place.cursor, str(other.folder))
-    lineage = await buffer.start_lineage(found.version, found.consumption)
-    message = "resumes from the checkpoint of step %d, %d experiences set aside"
-    log.info(message, found.version.step, lineage.orphaned, extra=STARTING)
-    return Start(lineage.lineage, found.version.step, found.version, lineage.cursor, str(found.folder))
+    started = await buffer.start_lineage(found.version, found.consumption)
+    _say(f"resumes from the checkpoint of step {found.version.step}", started)
+    return Start(started.lineage, found.version.step, found.version, started.cursor, str(found.folder))
+
+
+def _say(begins: str, started: LineageStart) -> None:
+    """Where the run begins, and what becomes of the experiences beyond it."""
+    counts = ((started.orphaned, "set aside: lost weights wrote them"), (started.available, "in the buffer, to be trained"))
+    rest = [f"{n} experiences {what}" for n, what in counts if n]
+    log.info("%s", "; ".join([begins, *rest]), extra=STARTING)
 
 
 def begin_offline(found: Manifest | None, other: Manifest | None) -> Start:

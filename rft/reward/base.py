@@ -27,6 +27,7 @@ from rft.types.completion import Score, Transcript
 from rft.types.experience import MAX_REWARD
 from rft.types.ports import ChatModel
 from rft.types.task import Task
+from rft.waiting import waits
 
 reward = kind("reward")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,6 +118,11 @@ async def called(fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: f
     its time counts from when its turn comes, also that of a reward which it is a part of.
     """
     what = f"reward {task.reward}"
+    with waits("run", what, count=len(given) if isinstance(given, list | tuple) else 1):
+        return await _called(fn, task, given, what, timeout_s)
+
+
+async def _called(fn: Callable[..., Any], task: Task, given: Any, what: str, timeout_s: float | None) -> Any:
     if not blocks(fn):
         return await in_time(guarded(fn(task.own(), given), "the reward"), timeout_s, what)
     if _is_quick(fn):

@@ -40,6 +40,7 @@ from rft.reward.verdict import UnreadableVerdict, read, says_nothing
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest
 from rft.types.task import SamplingArgs, Task
+from rft.waiting import waits
 
 log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
@@ -211,7 +212,8 @@ class Judge(Reward):
             return self._messages(write, delimit, answers)
 
         key = self._key(question(PromptDelimiters.keying()))
-        found = await client.once(key, lambda: self._attempts(client, key, question), self.metrics)
+        with waits("question", f"judge {self.name}", whole=True):
+            found = await client.once(key, lambda: self._attempts(client, key, question), self.metrics)
         exchanges.note(self.name, found.question, found.reply, found.why)
         return found
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from rft.errors import DeadlineExceeded, RftError, WeightSyncFailed
+from rft.waiting import idles
 
 T = TypeVar("T")
 
@@ -40,7 +41,8 @@ class Waits:
     async def until(self, done: Callable[[], bool], who: str, whom: str, remedy: Callable[[], str]) -> None:
         """Wait until `done()`.  Raises DeadlineExceeded with `remedy` once nothing has changed for too long."""
         try:
-            await self.without_deadline(done, self._timeout_s)
+            with idles(f"{who} waits for {whom}"):
+                await self.without_deadline(done, self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"{who} waited {self._timeout_s:g} s for {whom}{remedy()}") from None
 

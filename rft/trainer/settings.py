@@ -159,7 +159,8 @@ class TrainerSettings:
     total_steps: int
     batch_groups: int | None  # groups per step, or
     batch_rows: int | None  # rows per step
-    save_interval: int = 0  # 0 = only at the end
+    save_interval: int = 0  # train steps; 0 = only at the end
+    save_after_s: float = 0.0  # age of the oldest step that no checkpoint holds; 0 = never for its age
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
     max_checkpoints_to_keep: int = 3  # 0 = all
     best_metric: str | None = None  # the checkpoint where it is best is kept beside the newest

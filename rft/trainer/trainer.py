@@ -35,6 +35,7 @@ from rft.trainer.window import Window
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import BufferReader, EndOfData, Lease, MetricSink, NeedMore, ScoreRow, WeightSync
+from rft.waiting import works
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ class Trainer:
         self._stop = asyncio.Event()
         self._published: Version | None = None
         self._saved: int | None = parent.step if parent is not None else None
+        self._unsaved: tuple[int, float] | None = (
+            None  # the newest step, and when the oldest that no checkpoint holds was trained
+        )
         self._nonfinite = 0
         self._seconds: dict[str, float] = {}
         self._notes: tuple[str, ...] = ()  # of the step
@@ -107,9 +111,10 @@ class Trainer:
                 await self._publish(step)
             if step < self.settings.total_steps and self.settings.eval_interval and step % self.settings.eval_interval == 0:
                 await self._evaluate(step)
-            if self.settings.save_interval and step % self.settings.save_interval == 0 and step < self.settings.total_steps:
-                export = self.settings.save_hf_checkpoint == "always"
-                await self._save(step, export=export, wait=export or not self.settings.async_save)
+            self._unsaved = (step, asyncio.get_running_loop().time() if self._unsaved is None else self._unsaved[1])
+            interval = self.settings.save_interval
+            if step < self.settings.total_steps and ((interval and step % interval == 0) or self._due_in_s() == 0):
+                await self._save_meanwhile(step)
             await self._log(step, batch, report, lease, time.perf_counter() - began)
             if self._nonfinite >= self.settings.max_nonfinite_steps:
                 await self._save(step, export=False)
@@ -170,13 +175,18 @@ class Trainer:
             while not lease.done() and not stop.done():
                 if self._on_demand and self._sync is not None and wanted is None:
                     wanted = asyncio.ensure_future(self._sync.wait_for_demand(step))
-                await asyncio.wait({lease, stop, *([] if wanted is None else [wanted])}, return_when=asyncio.FIRST_COMPLETED)
+                waited = {lease, stop, *([] if wanted is None else [wanted])}
+                await asyncio.wait(waited, timeout=self._due_in_s(), return_when=asyncio.FIRST_COMPLETED)
+                began = time.perf_counter()
+                if self._unsaved is not None and self._due_in_s() == 0:
+                    await self._save_meanwhile(self._unsaved[0])
                 if wanted is not None and wanted.done() and not lease.done():
                     asked, wanted = wanted.result(), None
                     if asked:
-                        began = time.perf_counter()
                         await self._publish(step)
-                        self._seconds["wait"] = self._seconds.get("wait", 0.0) - (time.perf_counter() - began)  # it is `sync`
+                self._seconds["wait"] = self._seconds.get("wait", 0.0) - (
+                    time.perf_counter() - began
+                )  # it is `sync`, `checkpoint`
         finally:
             if wanted is not None:
                 wanted.cancel()
@@ -205,7 +215,7 @@ class Trainer:
     async def _train(self, lease: Lease) -> tuple[StepBatch, StepResult | None]:
         """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
         ranks, needs, report, kept = self._ranks, self._ranks.algorithm.needs, None, None
-        with self._timed("train"):
+        with self._timed("train"), works(f"train step {lease.step}"):
             given = batch_builder.read(lease, samples=needs.samples, pairs=needs.pairs, any_sampling=needs.any_sampling)
             if self._sync is not None:
                 self._window.rows(given.experiences)
@@ -248,7 +258,7 @@ class Trainer:
         if self._sync is None or self._transport is None:
             return await self._ranks.remember()
         version, before = Version(self._lineage, step), self._published
-        with self._timed("sync"):
+        with self._timed("sync"), works(f"the weights of step {step} go to the engines"):
             manifest = await self._ranks.stage(version, self._transport)
             fault("trainer.staged")
             try:
@@ -263,9 +273,20 @@ class Trainer:
         fault("trainer.published")
         return await self._ranks.remember()
 
+    def _due_in_s(self) -> float | None:
+        """Seconds until the age of a step makes a checkpoint due; None: that never happens."""
+        if self._unsaved is None or not self.settings.save_after_s:
+            return None
+        return max(0.0, self._unsaved[1] + self.settings.save_after_s - asyncio.get_running_loop().time())
+
+    async def _save_meanwhile(self, step: int) -> None:
+        """A checkpoint of `step`, which is not the last; written while steps go on, where that is wanted."""
+        export = self.settings.save_hf_checkpoint == "always"
+        await self._save(step, export=export, wait=export or not self.settings.async_save)
+
     async def _save(self, step: int, *, export: bool, wait: bool = True) -> None:
         """Commit a checkpoint of `step`.  Without `wait` it is written while steps go on, one at a time."""
-        with self._timed("checkpoint"):
+        with self._timed("checkpoint"), works(f"saving the checkpoint of step {step}"):
             await self._written()
             consumption = await self._buffer.consumption(step)
             await self._ranks.take(step, copy=not wait)
@@ -281,6 +302,7 @@ class Trainer:
                 self._checkpoints.save(Version(self._lineage, step), self._parent, consumption, fill)
             )
             self._saved = step
+            self._unsaved = None
             if wait:
                 await self._written()
 
@@ -308,7 +330,8 @@ class Trainer:
     async def _evaluate(self, step: int) -> None:
         """The loss on held-out rows after `step`."""
         if self._held_out is not None:
-            values = await self._held_out.evaluate(self._ranks)
+            with works("evaluating the held-out rows"):
+                values = await self._held_out.evaluate(self._ranks)
             await self._sink.log(MetricRecord(role="eval", step=step, time=time.time(), values=values))
 
     async def _log(self, step: int, batch: StepBatch, report: StepResult | None, lease: Lease, seconds: float) -> None:

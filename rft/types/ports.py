@@ -479,7 +479,3 @@ class MetricSink(Protocol):
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """A table of examples, e.g. evaluation answers: {prompt, answer, truth, reward}."""
         ...
-
-    async def progress(self, text: str) -> None:
-        """What a wait of more than some seconds is for, for people who look on now; it is kept nowhere."""
-        ...

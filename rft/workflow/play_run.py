@@ -31,6 +31,7 @@ from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
 from rft.types.readonly import hint
 from rft.types.task import Task
+from rft.waiting import waits
 from rft.workflow.base import RunContext
 from rft.workflow.isolated import IsolatedRunFailed, Place
 from rft.workflow.recipes import Recipe
@@ -349,8 +350,9 @@ class TaskRuns:
             attempt += 1
 
     async def _played(self, ctx: RunContext | Sequence[RunContext]) -> Any:
-        work = play(self.recipe, self.task.own(), ctx)
-        return await in_time(work, self.limits.max_timeout_s, f"workflow {self.recipe.name}")
+        what = f"workflow {self.recipe.name}"
+        with waits("run", what, count=1 if isinstance(ctx, RunContext) else len(ctx)):
+            return await in_time(play(self.recipe, self.task.own(), ctx), self.limits.max_timeout_s, what)
 
     def _check(self, transcript: Any) -> None:
         check_transcript(transcript, self.recipe)

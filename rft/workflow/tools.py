@@ -28,6 +28,7 @@ from rft.plugins import REGISTRY, kind
 from rft.reward.extract import fenced
 from rft.threads import in_time, unblocked
 from rft.types.completion import Completion
+from rft.waiting import waits
 
 Format = Literal["auto", "hermes", "json"]
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -208,7 +209,8 @@ class Toolbox:
             return ToolResult(call, f"Error: there is no tool {self.shortened(call.name)!r}; there is: {known}", error=True)
         try:
             what = f"tool {call.name}"
-            text = await in_time(unblocked(tool.call, what, call.arguments), self.timeout_s, what)
+            with waits("call", what, whole=True):
+                text = await in_time(unblocked(tool.call, what, call.arguments), self.timeout_s, what)
         except RftError:
             raise
         except TimeoutError:

@@ -37,7 +37,7 @@ def test_ctrl_c(tiny_model, tmp_path, phase):
     before = leftovers.snapshot()
     arguments = runs.arguments(tiny_model, tmp_path, *runs.SMALL, *STEPS, "trainer.total_steps=4000")
     run = runs.Run(*arguments)
-    run.wait_for({"starting": "view ", "exploring": "step 1/", "training": "step 4/"}[phase])
+    run.wait_for({"starting": "watch ", "exploring": "step 1/", "training": "step 4/"}[phase])
     run.interrupt()
     assert run.end() == 130, run.output
     assert "Interrupted" in run.output or "stopped" in run.output

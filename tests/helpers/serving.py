@@ -17,6 +17,7 @@ from rft.extras.serve.access import ENVIRONMENT
 from rft.extras.serve.live_session import LiveSession
 from rft.extras.serve.service import Service
 from rft.testing.scripted import ScriptedEngine
+from rft.trainer.manifest import Manifest
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import Assignment
@@ -28,11 +29,12 @@ HI = [{"role": "user", "content": "hi"}]
 class OpenGate:
     """Batches begin at once; `end` lets the trainer be finished.  Versions in `rejected` failed their canary."""
 
-    def __init__(self) -> None:
+    def __init__(self, cursor: int) -> None:
         self.explored_batches: list[int] = []
         self.news = asyncio.Condition()
         self.rejected: set[Version] = set()
-        self._next, self._over = 0, asyncio.Event()
+        self._next = cursor
+        self._over = asyncio.Event()
 
     async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
         self._next += 1
@@ -123,13 +125,15 @@ class Served:
 
 @asynccontextmanager
 async def started(
-    folder: Path, engine: ScriptedEngine, **settings: Any
+    folder: Path, engine: ScriptedEngine, found: Manifest | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Service, Buffer, OpenGate, Sink, int]]:
-    """A service that listens; the buffer of `folder` goes on."""
-    buffer = Buffer(BufferSettings(folder=folder / "buffer"))
+    """A service that listens; the buffer of `folder` goes on, from the checkpoint `found` where there is one."""
+    buffer = Buffer(BufferSettings(folder=folder / "buffer", resume_rows="keep"))
     await buffer.open()
-    lineage = (await buffer.start_lineage(None, None)).lineage
-    gate, sink = OpenGate(), Sink()
+    begun = await buffer.start_lineage(*((None, None) if found is None else (found.version, found.consumption)))
+    lineage = begun.lineage
+    engine.version = Version(lineage, 0 if found is None else found.version.step)
+    gate, sink = OpenGate(begun.cursor), Sink()
     service = Service(
         ServeSettings(**{"port": 0, "batch_size": 1, **settings}),
         PipelineSettings(),

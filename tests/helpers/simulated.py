@@ -276,7 +276,6 @@ class Observer:
             self._found.evaluated.append((now(), record.step))
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None: ...
-    async def progress(self, text: str) -> None: ...
 
     async def fail(self, reason: BaseException) -> None:
         await self._sync.fail(reason)

@@ -155,7 +155,7 @@ def test_an_explorer_before_and_one_after_the_trainer(method, engine, launch, cl
     way = (f"synchronizer.sync_method={method}", f"explorer.rollout_model.engine_type={engine}")
     job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=8", "explorer.eval_interval=4", *way, *gate.overrides)
     early = job.explore("early")
-    early.wait_for("view  rft status", START_S)
+    early.wait_for("watch rft status", START_S)
     trainer, late = job.train(), job.explore("late")
     job.wait_for_explorers("early", "late")
     gate.open()
@@ -179,7 +179,7 @@ def test_another_configuration_is_refused_with_what_differs(launch, cluster, tin
     assert other.end(START_S) == 2
     assert "seed: is 7 here and 42 in the process that trains" in other.output
     assert "synchronizer.max_staleness: is 4 here and 2" in other.output and "max_concurrent_runs" not in other.output
-    trainer.wait_for("view  rft status", START_S)
+    trainer.wait_for("watch rft status", START_S)
     trainer.interrupt()
     assert trainer.end(START_S) == 130
 

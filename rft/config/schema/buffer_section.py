@@ -307,8 +307,10 @@ class BufferConfig(Section):
     max_refill: int | None = safe_key(
         None, "Groups replaced per explore step when runs fail or are filtered.  Null: 3 x batch_size.", unit="groups", ge=0
     )
-    resume_rows: Annotated[Literal["orphan", "keep"], IgnoreCase] = key(
-        BufferSettings.resume_rows, "Rows beyond the checkpoint that a run resumes from: set aside, or keep as off-policy data."
+    resume_rows: Annotated[Literal["orphan", "keep"], IgnoreCase] | None = key(
+        None,
+        "Rows beyond the checkpoint that a run resumes from: set aside and explore again, or keep as off-policy data.  Null: keep where a "
+        "service samples, which keeps them always, else orphan.",
     )
 
 

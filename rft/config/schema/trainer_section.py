@@ -117,6 +117,11 @@ class TrainerConfig(Section):
     save_interval: units.TrainStepsOr0 = safe_key(
         TrainerSettings.save_interval, "Checkpoint every so many train steps; 0 = only at the end."
     )
+    save_after: units.Pause | None = safe_key(
+        None,
+        "Checkpoint also once the oldest train step that none holds is so old, while the trainer waits too; 0 = never.  Null: 600 for a "
+        "service without save_interval, else 0.",
+    )
     save_hf_checkpoint: Annotated[Literal["always", "never", "last"], IgnoreCase] = safe_key(
         TrainerSettings.save_hf_checkpoint, "Which checkpoints also hold a Hugging Face model folder."
     )

@@ -215,6 +215,12 @@ class SessionBook:
         if of_call is not None and self._alone.get(of_call) is session:
             del self._alone[of_call]
 
+    @property
+    def waiting(self) -> str:
+        """For people: sessions that wait for a reward, and those that wait for others of their task."""
+        rewarded = sum(s.stored.state == "rewarded" for s in self.sessions.values())
+        return f"{len(self.sessions) - rewarded} sessions without a reward, {rewarded} rewarded ones in groups that are not full"
+
     # ------------------------------------------------------------ deadlines
 
     async def next_group(self) -> SessionGroup:

@@ -3,7 +3,8 @@
     client ── calls, rewards ──> gateway ──> book (stored before answered) ──> closed groups ──> explore batches ──> buffer
 
 To the run it is an explorer: it joins, is assigned batches, appends and closes them.  It plays no task by itself.
-Invariant: a session becomes rows of one group in the transaction that ends its waiting, and only under verified weights.
+Invariant: a session becomes rows of one group in the transaction that ends its waiting, and of this attempt's weights only under
+verified ones.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import AppendResult, Assignment, BufferWriter, ChatModel, MetricSink
 from rft.types.sessions import SessionStore
+from rft.waiting import works
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, judge
 from rft.workflow.play_run import PlayedRun, experiences, value
 
 log = logging.getLogger(__name__)
-_ORPHANED = ("future_version", "unknown_version")
 ADDRESS = "serve.json"  # in the run folder, while the service listens
 
 
@@ -160,22 +161,29 @@ class Service:
             held[stored.batch] += stored.accepted
             next_task[stored.batch] = max(next_task.get(stored.batch, 0), stored.task + 1)
         while isinstance(given, Assignment):
-            b, began, played, reasons = given.batch, time.monotonic(), list[PlayedGroup](), Counter[str]()
-            operated: list[Metric] = []
-            accepted, task = held.pop(b, 0), next_task.pop(b, 0)
-            while accepted < self.settings.batch_size:
+            await self._fill(given.batch, held.pop(given.batch, 0), next_task.pop(given.batch, 0))
+            given = await self._next_batch()
+
+    async def _fill(self, batch: int, accepted: int, task: int) -> None:
+        """Fills a batch that has so many groups, the next one numbered `task`, closes it and reports."""
+        began, wanted = time.monotonic(), self.settings.batch_size
+        played: list[PlayedGroup] = []
+        operated: list[Metric] = []
+        reasons: Counter[str] = Counter()
+        with works(lambda: f"explore step {batch + 1}: {accepted} of {wanted} groups, {self.book.waiting}"):
+            while accepted < wanted:
                 closed = await self.book.next_group()
-                group = await self._append(GroupId(self._lineage, 0, b, task), closed, operated)
+                group = await self._append(GroupId(self._lineage, 0, batch, task), closed, operated)
                 if group is None:
                     continue
-                task, accepted = task + 1, accepted + group.accepted
+                task += 1
+                accepted += group.accepted
                 played.append(group)
                 if not group.accepted:
                     reasons[group.reason] += 1
-            await self._buffer.close_batch(b, accepted=accepted, wanted=self.settings.batch_size, reasons=dict(reasons))
-            await self._gate.explored(b)
-            await self._report(b, played, time.monotonic() - began, operated)
-            given = await self._next_batch()
+        await self._buffer.close_batch(batch, accepted=accepted, wanted=wanted, reasons=dict(reasons))
+        await self._gate.explored(batch)
+        await self._report(batch, played, time.monotonic() - began, operated)
 
     async def _append(self, id: GroupId, closed: SessionGroup, operated: list[Metric]) -> PlayedGroup | None:
         """Stores a closed group and returns it as it was rewarded; None where that cannot be trained: its sessions end or wait again."""
@@ -206,7 +214,6 @@ class Service:
         bad = [] if reason == "session_over" else waiting
         with suppress(ValueError):  # a text without one
             bad = [ids[ExperienceId.parse(text.partition(" ")[0]).run]]
-        reason = "orphaned" if reason in _ORPHANED else reason
         await patient(lambda: self.book.explain([i for i in bad if i in waiting], reason))
         self._again(i for i in waiting if i not in bad)
 
@@ -239,7 +246,9 @@ class Service:
         """Whether all weights that wrote it are verified; else the store says why it is never trained."""
         await session.load()
         for version in {s.version for turn in session.transcript().turns for s in turn.completion.version_spans}:
-            if version in self._verified or version.lineage != self._lineage:  # older ones: the buffer knows which still count
+            if (
+                version in self._verified or version.lineage != self._lineage
+            ):  # of an attempt that has ended: nobody verifies it now
                 continue
             if not await self._gate.wait_verified(version):
                 await patient(lambda: self.book.explain([session.id], REJECTED_WEIGHTS))

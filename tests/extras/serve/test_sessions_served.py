@@ -15,6 +15,7 @@ import pytest
 from rft.errors import DiskFull, EngineFailed, RunFailed
 from rft.explorer.service_settings import LimitSettings
 from rft.testing.scripted import ScriptedEngine
+from rft.types.block import decode
 from rft.types.completion import Score
 from rft.types.ids import Version
 from rft.types.sessions import Explained, Rewarded
@@ -182,9 +183,12 @@ async def test_what_waited_goes_on_after_a_restart(tmp_path, monkeypatch):
         longer = [*HI, said, {"role": "user", "content": "go on"}]
         assert (await served.ask(moved, messages=longer)).status_code == 200
         assert (await served.reward(moved, 0.0)).status_code == 200
-        # the weights of the lineage before are not this one's ancestors: there is no checkpoint
-        await served.until(rewarded, "orphaned")
-        assert (await served.buffer.audit()).ok
+        await served.gate.wait_explored(1)
+        lease = await served.buffer.reader(2).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=0)
+        assert lease.groups[0].rewards == (1.0, 0.0), "N25: the first was orphaned with the weights that wrote it"
+        versions = {(x.oldest_version, x.newest_version) for x in decode(lease.frame)}
+        assert versions == {(Version(1, 0), Version(1, 0)), (Version(1, 0), Version(2, 0))}
+        assert (await served.buffer.audit()).ok and (await served.state(rewarded))["state"] == "accepted"
 
 
 async def test_a_call_under_way_when_the_service_stops_is_told_to_come_again(tmp_path, monkeypatch):

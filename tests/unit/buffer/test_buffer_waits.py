@@ -15,6 +15,7 @@ from rft.testing.storage_contract import fill, group, ids, row, take
 from rft.types.block import encode
 from rft.types.ids import GroupId, Version
 from rft.types.ports import EndOfData
+from rft.waiting import activities
 
 
 async def started(folder: Path, **settings: object) -> Buffer:
@@ -87,22 +88,22 @@ async def test_carry_fills_up_from_the_next_batch(tmp_path: Path) -> None:
 
 
 async def test_a_starving_trainer_says_for_whom_it_waits_and_ends_resumable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("rft.buffer.trainer_side.SAY_EVERY_S", 0.02)
     buffer = await started(tmp_path)
     await fill(buffer, 1, 0, groups=2)
     await fill(buffer, 1, 1, groups=1, close=False)
+    waiting = asyncio.ensure_future(take(buffer, 1, 1, 3, deadline_s=0.1))
+    for _ in range(5):  # until it waits
+        await asyncio.sleep(0)
+    (found,) = activities()
+    still = "batch 1 of explorer 0 is still open with 1 groups stored (1 accepted, 0 rejected)"
+    assert (found.text, found.idle) == (f"the trainer waits for the explorer: step 1 has 2 of 3 groups; {still}", True)
     with pytest.raises(
         DeadlineExceeded, match=r"the trainer waited 0\.1 s for the explorer: step 1 has 2 of 3 groups; batch 1"
     ) as caught:
-        await take(buffer, 1, 1, 3, deadline_s=0.1)
-    assert caught.value.exit_code == 4
-    said = [r.message for r in caplog.records if "has waited" in r.message]
-    assert 2 <= len(said) <= 5
-    assert (
-        "step 1 has 2 of 3 groups; batch 1 of explorer 0 is still open with 1 groups stored (1 accepted, 0 rejected)" in said[0]
-    )
+        await waiting
+    assert caught.value.exit_code == 4 and activities() == []
     audit = await buffer.audit()
     assert (audit.available, audit.leased, audit.ok) == (12, 0, True)  # nothing was taken: a resumed run has all of it
     await buffer.close()

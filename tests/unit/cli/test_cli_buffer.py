@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -230,8 +231,6 @@ def test_other_wrong_words(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
     from rft.buffer import query
 
     monkeypatch.setattr(query, "LOCK_WAIT_S", 0.05)
@@ -266,8 +265,6 @@ def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch
 
 
 async def test_a_run_that_was_killed_is_read_with_its_log(tmp_path: Path) -> None:
-    import shutil
-
     buffer = Buffer(BufferSettings(folder=tmp_path / "run" / "buffer"))
     await buffer.open()
     await buffer.start_lineage(None, None)
@@ -498,16 +495,36 @@ def test_damaged_payload_is_named(tmp_path: Path) -> None:
 
 
 def test_audit_ends_with_0_and_with_4(run_dir: Path, tmp_path: Path) -> None:
-    import shutil
-
     out, _, code = said("buffer", "audit", str(run_dir))
-    assert code == 0 and "acknowledged 22 = used 8 + leased" in out and "balanced     yes" in out
+    assert code == 0 and "acknowledged 22 = used 8 + leased 8 + available 5" in out and "balanced     yes" in out
     shutil.copytree(run_dir, tmp_path / "bad")
     with closing(sqlite3.connect(tmp_path / "bad" / "buffer" / "experience_buffer.db")) as db:
         db.execute("DELETE FROM experiences WHERE id LIKE '%.0001.00.0000'")
         db.commit()
     out, _, code = said("buffer", "audit", str(tmp_path / "bad"), "--json")
     assert code == 4 and not json.loads(out)["ok"]
+
+
+def test_audit_counts_as_stats_does_while_a_run_has_no_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+    """N6, R15: the audit called rows orphaned that `buffer query` called available, leased and used."""
+    folder = str(shutil.copytree(run_dir, tmp_path / "live", ignore=shutil.ignore_patterns("checkpoints")))
+    audit = json.loads(said("buffer", "audit", folder, "--json")[0])
+    states = json.loads(said("buffer", "stats", folder, "--json")[0])["states"]
+    assert {s: audit[s] for s in ("used", "leased", "available")} == {s: states[s] for s in ("used", "leased", "available")}
+    assert audit["explained"] == {"failed": 1} and audit["ok"]
+    assert audit["restart"] == {"version": "", "step": 0, "used": 0, "available": 0, "orphaned": 21}
+    assert "a restart now would go back to step 0: 0 used, 0 available, 21 set aside" in said("buffer", "audit", folder)[0]
+    assert "restart now" not in said("buffer", "audit", str(run_dir))[0], "its newest checkpoint has all uses"
+
+
+def test_audit_finds_a_state_that_does_not_follow_from_the_facts(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path / "bad")
+    with closing(sqlite3.connect(tmp_path / "bad" / "buffer" / "experience_buffer.db")) as db:
+        db.execute("UPDATE experiences SET state = 'available' WHERE state = 'used'")
+        db.commit()
+    out, _, code = said("buffer", "audit", str(tmp_path / "bad"), "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert code == 4 and "is stored as ('available', None), but is ('used', None) (8 such rows)" in problem
 
 
 # ------------------------------------------------------------ while the run goes on (F27)

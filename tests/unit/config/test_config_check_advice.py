@@ -91,11 +91,50 @@ def test_schedules_without_an_end() -> None:
     assert about(run(*epochs, ratio, "algorithm.optimizer.lr_warmup_steps=3").warnings, "known only once") == []
 
 
-def test_a_long_run_whose_only_checkpoint_is_the_last() -> None:
-    long = ("trainer.total_steps=101", "buffer.total_steps=101")
-    assert len(about(run(*long).notes, "is killed before begins again")) == 1
-    assert about(run(*long, "trainer.save_interval=50").notes, "is killed before") == []
-    assert about(run("trainer.total_steps=100", "buffer.total_steps=100").notes, "is killed before") == []
+@pytest.mark.parametrize(
+    ("given", "lost"),
+    [
+        ((), "up to 51 train steps"),
+        (("trainer.save_interval=50",), ""),
+        (("trainer.save_after=3600",), ""),
+        (("trainer.total_steps=50", "buffer.total_steps=50"), ""),
+        (("trainer.total_steps=500", "buffer.total_steps=500", "trainer.save_interval=200"), "up to 200 train steps"),
+    ],
+)
+def test_steps_that_a_crash_would_lose_are_a_warning(given: tuple[str, ...], lost: str) -> None:
+    """N25: it was a note, of runs of more than 100 steps without any interval."""
+    found = about(run("trainer.total_steps=51", "buffer.total_steps=51", *given).warnings, "a crash would lose")
+    assert len(found) == (lost != "")
+    assert not lost or (lost in found[0] and "write trainer.save_interval: 25" in found[0]), found
+
+
+SERVICE = """
+mode: serve
+model: {model_path: M, max_prompt_tokens: 8, max_response_tokens: 8}
+algorithm: {algorithm_type: grpo, repeat_times: 2}
+"""
+
+
+def test_a_service_saves_by_age_and_keeps_its_rows(tmp_path: Path) -> None:
+    """N25: rewards that were acknowledged cannot be asked for again."""
+    (tmp_path / "s.yaml").write_text(SERVICE)
+
+    def service(*overrides: str) -> Report:
+        return check(tmp_path / "s.yaml", list(overrides), facts=Facts(cpus=2, gpus=0), schema_only=True)
+
+    def plan(*overrides: str) -> tuple[float, str]:
+        made = service(*overrides).plan
+        assert made is not None
+        return made.trainer.save_after_s, made.buffer.resume_rows
+
+    assert plan() == (600.0, "keep") and about(service().warnings, "a crash would lose") == []
+    assert len(about(service().notes, "steps of the last 600 s are repeated (trainer.save_after)")) == 1
+    assert plan("trainer.save_after=60") == (60.0, "keep") and plan("trainer.save_interval=5") == (0.0, "keep")
+    assert plan("mode=train", "explorer.serve.trainer_apart=true") == (600.0, "keep")
+    (text,) = about(service("trainer.save_after=0").warnings, "a crash would lose")
+    assert "all its train steps" in text
+    (error,) = service("buffer.resume_rows=orphan").errors
+    assert error.key == "buffer.resume_rows" and "must be keep where a service samples" in error.message
 
 
 @pytest.mark.parametrize("runs", ["repeat_times: 4, rollout_args: {temperature: 0}", "rollout_args: {temperature: 0, n: 4}"])

@@ -249,6 +249,7 @@ def test_more_than_there_is() -> None:
         ((), 1),  # the last one alone
         (("trainer.save_interval=1",), 4),  # three are kept, and one is written before the oldest goes
         (("trainer.save_interval=4",), 3),
+        (("trainer.save_after=600",), 4),
         (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=0"), 9),
         (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1", "trainer.checkpoint.best_metric=reward/mean"), 3),
         (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1", "trainer.checkpoint.best_metric=eval/x/mean@1"), 5),

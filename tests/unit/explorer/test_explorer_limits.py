@@ -7,14 +7,17 @@ from collections import Counter
 
 import pytest
 
-from rft.errors import RunFailed
+from rft.engine.pool import EnginePool
+from rft.errors import RunFailed, ShortBatch
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch, Breaker, RunTimes, Slots
 from rft.reward.base import reward
+from rft.reward.judge_base import Judge
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import GroupId
 from rft.types.task import Task
+from rft.waiting import activities, sentence
 from rft.workflow.base import Workflow, workflow
 from rft.workflow.group import Ending, run_group
 from rft.workflow.play_run import RunLimits
@@ -228,24 +231,41 @@ async def test_slow_groups_do_not_trip_the_breaker():
     assert batch.after(4) is None
 
 
-async def test_the_report_names_batches_and_the_longest_run(world, caplog):
-    caplog.set_level("INFO", "rft.explorer.explorer")
+async def test_a_slow_engine_is_named_and_the_log_says_so_at_its_interval(world, monkeypatch):
+    said = asyncio.Queue()
+    monkeypatch.setattr("rft.explorer.explorer.log.info", lambda form, *given: said.put_nowait(form % given))
     world.engine.hold()
-    explorer = world.explorer(total_batches=1, report_interval_s=0.01)
-    said = asyncio.Event()
-    report = explorer.report
-    explorer.report = lambda: (said.set(), report())[1]
+    explorer = world.explorer(total_batches=1, report_interval_s=0.01, max_concurrent_runs=3)
     job = asyncio.ensure_future(explorer.run())
-    await world.engine.waiting(4)
-    text = report()
-    assert (
-        "4 of 256 runs under way, 0 wait for room; batch 0: 0 of 2 groups accepted, 2 playing" in text
-        and "longest: group" in text
-    )
-    await said.wait()
+    await world.engine.waiting(3)
+    assert sentence(activities()) == "explore step 1: 0 of 2 groups, 0 s; 3 runs wait for workflow simple_workflow, 0 s"
+    assert [a.text for a in activities() if a.idle] == ["runs wait for room beside 3 others (explorer.max_concurrent_runs)"]
+    while "3 runs wait for workflow" not in await said.get():
+        pass
     world.engine.release()
     await job
-    assert explorer.report() == "0 of 256 runs under way, 0 wait for room"
+    assert activities() == []
+
+
+@reward("test_limits_judge")
+class SlowJudge(Judge):
+    def prompt(self, case, delimit):
+        return delimit("answer", case.answer) + delimit.ask(score=self.scale)
+
+
+async def test_a_judge_that_does_not_answer_is_named_before_any_group_is_stored(world):
+    """N2: a run whose judge was slow said nothing: what it waited for was said only after a group was stored."""
+    judge = ScriptedEngine(answer=lambda messages: "no verdict")
+    judge.hold()
+    taskset = world.taskset(reward="test_limits_judge", num_runs=4, reward_args={"max_retries": 0, "max_concurrent": 2})
+    explorer = world.explorer(tasksets=(taskset,), models={"judge": EnginePool([judge])}, batch_size=2, total_batches=1)
+    job = asyncio.ensure_future(explorer.run())
+    await judge.waiting(2)
+    assert sentence(activities()) == "explore step 1: 0 of 2 groups, 0 s; 8 questions wait for judge test_limits_judge, 0 s"
+    assert world.buffer.groups == []
+    judge.release()
+    with pytest.raises(ShortBatch):  # nothing was scored
+        await job
 
 
 async def test_an_engine_that_answers_nothing_any_more_ends_the_run_with_its_reason(world):

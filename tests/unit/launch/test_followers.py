@@ -13,6 +13,10 @@ from rft.monitor.settings import MonitorSettings
 from rft.types.metrics import MetricRecord
 
 
+def noted(text: str) -> MetricRecord:
+    return MetricRecord(role="explorer", step=1, time=0.0, values={}, notes=(text,))
+
+
 @pytest.fixture
 async def part(tmp_path: Path):
     made = MonitorPart(SimpleNamespace(monitor=MonitorSettings(folder=tmp_path)))  # type: ignore[arg-type]
@@ -25,11 +29,11 @@ async def test_each_record_comes_once_however_many_there_were(part: MonitorPart)
     late: list[MetricRecord] = []
     follower, joins_late = _Follower(part, early.append), _Follower(part, late.append)
     for n in range(3 * KEPT):
-        await part.progress(str(n))
+        await part._tell(noted(str(n)))
         if n % 100 == 99:
             await follower.rest()
     await joins_late.rest()
-    await part.progress("last")
+    await part._tell(noted("last"))
     for one in (follower, joins_late):
         await one.rest()
         await one.rest()
@@ -40,5 +44,5 @@ async def test_each_record_comes_once_however_many_there_were(part: MonitorPart)
 
 
 async def test_asking_beyond_the_end_gives_nothing(part: MonitorPart) -> None:
-    await part.progress("a")
+    await part._tell(noted("a"))
     assert await part.records(1 << 40, wait=False) == (1, [])

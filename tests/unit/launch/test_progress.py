@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 from pathlib import Path
@@ -12,6 +13,8 @@ from rich.console import Console
 from rft.launch.progress import STARTING, Progress, duration, step_facts, summary
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
+from rft.waiting import LOOK_S, Activity
+from tests.helpers import simulated
 
 VALUES = {
     "experience/reward/mean": 0.53125,
@@ -41,7 +44,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     text = shown(False, 15, record(0, "explorer", **{"eval/sums/mean@8": 0.28, "eval/sums/failed": 0.0}), record(3, **VALUES))
     assert text.splitlines() == [
         "run   /runs/a  (15 steps)",
-        "view  rft status /runs/a",
+        "watch rft status /runs/a, or rft view /runs/a",
         "note  device cpu",
         "eval  step 0: sums mean@8 0.280",
         "step 3/15  reward 0.531  length 12  staleness 1  tok/s 50  s/step 8.0  ETA 1m36s",
@@ -57,16 +60,59 @@ def test_an_alarm_of_the_trainer_is_no_step() -> None:
     )
 
 
-def test_a_wait_says_what_it_is_for() -> None:
-    """In the bar on a terminal, as a line elsewhere; it is in no file."""
-    news = MetricRecord(role="explorer", step=0, time=0.0, values={}, notes=("evaluating sums: 40 of 224 tasks, 12 s",))
-    assert shown(False, 15, news).splitlines()[-1] == "wait  evaluating sums: 40 of 224 tasks, 12 s"
-    assert "40 of 224 tasks" in shown(True, 15, news)
+class Timed(io.StringIO):
+    """Lines with the second in which each was printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[float, str]] = []
+
+    def write(self, text: str) -> int:
+        self.lines += [(simulated.now(), line) for line in text.splitlines() if line.startswith("wait")]
+        return super().write(text)
 
 
-def test_names_are_no_markup() -> None:
-    news = MetricRecord(role="explorer", step=0, time=0.0, values={}, notes=("evaluating sums[/bold]: 1 of 2 tasks, 12 s",))
-    assert "sums[/bold]" in shown(True, 15, news)
+def waited(seconds: float, *records: tuple[float, MetricRecord], total: int | None = 15, terminal: bool = False) -> Timed:
+    """What is printed in so many seconds of a virtual clock in which 32 questions wait for a judge; `records` come at their time."""
+    out = Timed()
+
+    async def look() -> list[Activity]:
+        await asyncio.sleep(LOOK_S)
+        return [Activity("judge [/bold]", "question", False, 32, simulated.now())]
+
+    async def play() -> None:
+        console = Console(file=out, force_terminal=terminal, width=160)
+        with Progress(Path("/runs/a"), total_steps=total, console=console) as p:
+            async with p.telling(look):
+                for at, r in records:
+                    await asyncio.sleep(at - simulated.now())
+                    p.update(r)
+                await asyncio.sleep(seconds - simulated.now())
+
+    simulated.run(play())
+    return out
+
+
+def test_a_wait_is_said_every_fifteen_seconds() -> None:
+    """N2: it was said only after a group was stored, so that nothing was said of a judge that did not answer."""
+    found = waited(110.0).lines
+    assert [at for at, _ in found] == [15.0, 30.0, 45.0, 60.0, 75.0, 90.0, 105.0]
+    assert found[1] == (30.0, "wait  32 questions wait for judge [/bold], 30 s")
+
+
+def test_a_wait_is_not_said_while_steps_are() -> None:
+    found = waited(60.0, (14.0, record(1, **VALUES)), (25.0, record(2, **VALUES)), (53.0, record(3, **VALUES)))
+    assert [at for at, _ in found.lines] == [40.0]
+
+
+def test_a_service_says_a_long_wait_ever_later() -> None:
+    found = waited(1000.0, (500.0, record(1, **VALUES)), total=None)
+    assert [at for at, _ in found.lines] == [15.0, 45.0, 105.0, 225.0, 465.0, 515.0, 545.0, 605.0, 725.0, 965.0]
+
+
+def test_a_wait_is_in_the_bar_on_a_terminal() -> None:
+    found = waited(20.0, terminal=True)
+    assert found.lines == [] and "32 questions wait for judge [/bold], 15 s" in found.getvalue()
 
 
 def test_what_is_there_is_told_while_the_run_starts() -> None:

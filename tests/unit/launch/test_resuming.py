@@ -18,6 +18,7 @@ from rft.launch.execute import _changes
 from rft.launch.modes import TrainOffline
 from rft.launch.rundir import RunDir
 from rft.launch.start import begin
+from rft.testing.storage_contract import fill
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption
@@ -36,12 +37,11 @@ async def test_a_second_start_without_a_checkpoint_says_that_it_begins_again(
         finally:
             await buffer.close()
         said.append((start.lineage, [r.getMessage() for r in caplog.records if "starting" in vars(r)]))
-    again = "no checkpoint of the earlier attempt (trainer.save_interval): step 0 again, 0 experiences set aside"
-    assert said == [(1, []), (2, [again])]
+    assert said == [(1, []), (2, ["no checkpoint was saved before the stop; starting again at step 0"])]
 
 
-@pytest.mark.parametrize("kept", ["keep", "orphan"])
-def test_rows_that_are_kept_are_of_the_same_run(tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize(("kept", "rows"), [("keep", True), ("keep", False), ("orphan", True)])
+async def test_rows_that_are_kept_are_of_the_same_run(tmp_path: Path, kept: str, rows: bool) -> None:
     """Also without a checkpoint: they would be trained with the rewards of another configuration."""
     file = tmp_path / "c.yaml"
     file.write_text(
@@ -49,10 +49,16 @@ def test_rows_that_are_kept_are_of_the_same_run(tmp_path: Path, kept: str) -> No
     )
     run = RunDir(tmp_path / "run")
     save(load(file), run.path)
-    plan: Any = SimpleNamespace(resume_mode="auto", buffer=SimpleNamespace(resume_rows=kept))
+    plan: Any = SimpleNamespace(resume_mode="auto", buffer=BufferSettings(folder=run.path / "buffer", resume_rows=kept))  # type: ignore[arg-type]
     assert _changes(load(file), plan, run) == []
+    buffer = Buffer(plan.buffer)
+    await buffer.open()
+    await buffer.start_lineage(None, None)
+    if rows:
+        await fill(buffer, 1, 0)
+    await buffer.close()
     other = load(file, ["buffer.batch_size=8"])
-    if kept == "orphan":
+    if kept == "orphan" or not rows:
         assert _changes(other, plan, run) == []
         return
     with pytest.raises(ConfigErrors, match=r"buffer\.batch_size: was 4"):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
-from rft.errors import RunFailed, WeightSyncFailed
+from rft.errors import DeadlineExceeded, RunFailed, WeightSyncFailed
 from rft.sync.transport.checkpoint import CheckpointTransport
 from rft.trainer import manifest as manifests
 from rft.trainer.learner import Learner
@@ -33,6 +33,7 @@ from rft.types.ids import GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import ScoreRow, WeightManifest
 from rft.types.task import SamplingArgs
+from tests.helpers import simulated
 
 
 class Sync:
@@ -180,6 +181,33 @@ async def test_a_run_from_base_model_to_export(buffer: Buffer, tmp_path: Path, l
     assert 0 < first.values["mismatch/abs_diff_mean"] <= first.values["mismatch/abs_diff_max"]
     assert "mismatch/abs_diff_mean" not in stage.sink.records[1].values  # written by the weights before step 1
     assert first.values["actor/grad_norm"] > 0 and first.values["time/train_s"] > 0
+
+
+def test_a_step_is_saved_at_its_age_while_the_trainer_waits(tmp_path: Path, learner: Callable[..., Learner]) -> None:
+    """N25: a service waits for rewards, and its last steps were in no checkpoint however long that took."""
+
+    async def play() -> list[tuple[str, float]]:
+        buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+        await buffer.open()
+        lineage = (await buffer.start_lineage(None, None)).lineage
+        await fill(buffer, lineage, range(2))
+        stage = Stage(buffer, tmp_path, learner(), lineage, save_after_s=600.0, read_deadline_s=1800.0)
+        saved: list[tuple[str, float]] = []
+        save = stage.trainer._checkpoints.save
+
+        async def timed(version: Version, *given: Any) -> manifests.Manifest:
+            saved.append((str(version), simulated.now()))
+            return await save(version, *given)
+
+        stage.trainer._checkpoints.save = timed  # type: ignore[method-assign]
+        with pytest.raises(DeadlineExceeded):  # the third batch never comes
+            await stage.trainer.run()
+        await buffer.close()
+        return saved
+
+    saved = simulated.run(play())
+    assert saved == [("1:2", 600.0)], "once, when the first of both steps is so old"
+    assert [p.name for p in manifests.committed(tmp_path / "checkpoints")] == ["global_step_2"]
 
 
 async def test_a_publication_that_the_explorer_asks_for_is_no_wait_for_rows(

@@ -91,7 +91,7 @@ TABLE = {
     "F14 malformed rollouts": ("unit/buffer/test_buffer_bad_input.py::test_it_is_refused_and_counted",),
     "F22 hang without death": (
         "unit/explorer/test_explorer_limits.py::test_an_engine_that_answers_nothing_any_more_ends_the_run_with_its_reason",
-        "unit/explorer/test_explorer_limits.py::test_the_report_names_batches_and_the_longest_run",
+        "unit/explorer/test_explorer_limits.py::test_a_slow_engine_is_named_and_the_log_says_so_at_its_interval",
         "unit/reward/test_judge.py::test_a_question_that_is_refused_or_not_answered_in_time_is_unscored",
     ),
     "F23 network": (

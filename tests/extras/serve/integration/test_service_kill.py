@@ -20,7 +20,7 @@ from rft.extras.serve.access import ENVIRONMENT
 from rft.extras.serve.client import AsyncClient, ServeError
 from rft.faults import SERVE_POINTS, VARIABLE
 from tests.helpers import runs
-from tests.helpers.serving import KEY
+from tests.helpers.serving import HI, KEY
 
 pytestmark = pytest.mark.e2e
 
@@ -34,11 +34,11 @@ class Killed:
         self.rewarded: set[str] = set()
         self._number = 0
 
-    def start(self, fault: str = "") -> subprocess.Popen[bytes]:
+    def start(self, fault: str = "", *patience_s: str) -> subprocess.Popen[bytes]:
         (self.folder / "serve.json").unlink(missing_ok=True)
         environment = {**os.environ, ENVIRONMENT: KEY, **({VARIABLE: fault} if fault else {})}
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.fault.service_child", str(self.folder)], cwd=runs.ROOT, env=environment
+            [sys.executable, "-m", "tests.fault.service_child", str(self.folder), *patience_s], cwd=runs.ROOT, env=environment
         )
 
     async def address(self, child: subprocess.Popen[bytes]) -> str:
@@ -80,6 +80,18 @@ class Killed:
         assert self.acknowledged.keys() <= set(calls) and len(set(calls)) == len(calls)
         assert self.rewarded <= scored
 
+    def train_the_rest(self) -> None:
+        """Once more, without clients, until no row waits; then each acknowledged reward of a whole group was trained exactly once."""
+        assert self.start("", "2.0").wait(60) == 0
+        audit = audit_run(self.folder)
+        assert audit.ok and audit.discarded == {} and audit.used + audit.waiting == audit.acked, audit
+        with contextlib.closing(sqlite3.connect(self.folder / "buffer" / "experience_buffer.db")) as ledger:
+            states = dict(ledger.execute("SELECT id, state FROM sessions"))
+            waiting = ledger.execute("SELECT count(*) FROM sessions WHERE state = 'rewarded' GROUP BY task_id").fetchall()
+        assert {states[id] for id in self.rewarded} <= {"accepted", "rewarded"} and set(waiting) <= {(1,)}, (
+            "whole groups are rows"
+        )
+
 
 def test_at_twenty_random_moments(tmp_path):
     dice, killed = random.Random(0), Killed(tmp_path)
@@ -98,6 +110,7 @@ def test_at_twenty_random_moments(tmp_path):
     for _ in range(20):
         asyncio.run(moment())
         killed.check()
+    killed.train_the_rest()
     assert len(killed.acknowledged) > 200 and len(killed.rewarded) > 50
 
 
@@ -117,3 +130,48 @@ def test_at_each_named_moment(tmp_path, point):
     for nth in (3, 9):
         asyncio.run(until_it_dies(f"{point}:{nth}=kill"))
         killed.check()
+    killed.train_the_rest()
+
+
+EXAMPLE = runs.ROOT / "examples" / "serve" / "config.yaml"
+
+
+def test_a_service_without_a_checkpoint_trains_its_rewards_again(tiny_model, tmp_path):
+    """N25: 10 sessions rewarded, 2 steps trained, kill -9, the same command: all 10 were set aside as orphaned."""
+    folder = tmp_path / "rft" / "examples" / "serve"
+    given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", "explorer.proxy_port=0"]
+    command = ("serve", "--in-process", "-c", str(EXAMPLE), *given, "buffer.batch_size=2", "algorithm.repeat_times=2")
+
+    async def play(address: str) -> None:
+        """Five groups of two sessions: two steps and a half."""
+        async with AsyncClient(address, KEY) as rft, httpx.AsyncClient(timeout=60) as http:
+            for number in range(10):
+                session = await rft.session(task_id=str(number // 2))
+                headers = {"Authorization": f"Bearer {session.api_key}"}
+                body = {"model": "policy", "messages": HI}
+                (await http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)).raise_for_status()
+                await rft.reward(session, float(number % 2))
+
+    first = runs.Run(*command, env={ENVIRONMENT: KEY})
+    try:
+        first.wait_for("the policy is served")
+        asyncio.run(play(json.loads((folder / "serve.json").read_text())["base_url"]))
+        first.wait_for("step 2/")
+    finally:
+        first.process.kill()
+        first.end()
+    assert not list(folder.glob("checkpoints/global_step_*")), "the crash came before the first checkpoint was due"
+
+    again = runs.Run(*command, env={ENVIRONMENT: KEY})
+    try:
+        again.wait_for("step 2/")
+        again.interrupt()
+        assert again.end(60) == 130, again.output
+    finally:
+        again.process.kill()
+    assert "no checkpoint was saved before the stop; starting again at step 0" in again.output, again.output
+    ok, audit = runs.audit(folder)
+    assert ok and (audit["acked"], audit["used"], audit["available"], audit["explained"]) == (10, 8, 2, {}), audit
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [(r["step"], r["values"]["actor/loss"], r["values"]["actor/grad_norm"]) for r in lines if r["role"] == "trainer"]
+    assert steps[2:] == steps[:2], "the lost steps were trained again: the same rows in the same batches"
