@@ -3,8 +3,8 @@
 A local Ray listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
 when it ends.  Must be called before anything imports ray: the settings are read at import.
 
-Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then the trainer's ranks.  `rft check`
-judges the declared cluster with `placement`; `rft run` judges the real one and reserves it.
+Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then the trainer's ranks, neighbours on
+one node.  `rft check` judges the declared cluster with `placement`; `rft run` judges the real one and reserves exactly those places.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ _ALWAYS = {
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
 _RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
+_ATTEMPT_S = 10.0  # before seats are dealt anew to the GPUs that are free by then
+_NODE_ID = "ray.io/node-id"  # the label that Ray gives every node
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
 
@@ -134,12 +136,6 @@ class Cluster:
             log.warning("Ray did not start within its limit of 30 s (is the machine busy?); starting it again")
             ray.shutdown()
             _end(self._processes)
-
-    def gpus_per_node(self) -> list[int]:
-        """How many GPUs each living node has."""
-        import ray
-
-        return [int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]]
 
     def timeline(self, path: Path) -> None:
         """Write what every process of Ray did when, in the trace format of Chrome, whole or not at all."""
@@ -236,27 +232,53 @@ def placement(
     Raises SetupError when the cluster is too small, naming role and numbers.
     """
     free = list(gpus_per_node)
-    seats = [Seat("engine", i, e.gpus, 0) for i, e in enumerate(engines)]
-    seats += [Seat("auxiliary", i, gpus, 0) for i, gpus in enumerate(auxiliary)]
-    ranks, gpus = (0, 0) if learner is None else (learner.world_size, int(learner.device == "cuda"))
-    hosts = [i for i, e in enumerate(engines) for _ in range(e.gpus)] if shared else []
-    seats += [Seat("trainer", rank, gpus, 0, hosts[rank] if rank < len(hosts) else None) for rank in range(ranks)]
     placed: list[Seat] = []
-    for seat in seats:
-        if seat.host is not None:
-            placed.append(replace(seat, node=placed[seat.host].node))
-            continue
-        node = next((n for n, have in enumerate(free) if have >= seat.gpus), None)
-        if node is None:
-            wanted = sum(s.gpus for s in seats if s.host is None)
-            raise SetupError(
-                f"{seat.role} {seat.index} needs {seat.gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
-                f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} auxiliary, {ranks} trainer rank(s)); "
-                "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
-            )
-        free[node] -= seat.gpus
-        placed.append(replace(seat, node=node))
-    return placed
+
+    def refuse(role: str, index: int, gpus: int) -> SetupError:
+        ranks = learner.world_size if learner is not None and learner.device == "cuda" else 0
+        wanted = sum(e.gpus for e in engines) + sum(auxiliary) + (0 if shared else ranks)
+        return SetupError(
+            f"{role} {index} needs {gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
+            f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} auxiliary, {ranks} trainer rank(s)); "
+            "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
+        )
+
+    for role, sizes in (("engine", [e.gpus for e in engines]), ("auxiliary", auxiliary)):
+        for index, gpus in enumerate(sizes):
+            node = next((n for n, have in enumerate(free) if have >= gpus), None)
+            if node is None:
+                raise refuse(role, index, gpus)
+            free[node] -= gpus
+            placed.append(Seat(role, index, gpus, node))
+    if learner is None:
+        return placed
+    if learner.device == "cpu":
+        return placed + [Seat("trainer", rank, 0, 0) for rank in range(learner.world_size)]
+    hosts: list[list[int]] = [[] for _ in free]
+    for seat in placed:
+        if shared and seat.role == "engine":
+            hosts[seat.node] += [seat.index] * seat.gpus
+    gpus_of_engines = _neighbours([len(h) for h in hosts], learner)
+    ranks: list[tuple[int, int | None]] = [(node, hosts[node].pop(0)) for node in gpus_of_engines]
+    ranks += [(node, None) for node in _neighbours(free, learner)]
+    if len(ranks) < learner.world_size:
+        raise refuse("trainer", len(ranks), 1)
+    del ranks[learner.world_size :]
+    return placed + [Seat("trainer", rank, 1, *place) for rank, place in enumerate(ranks)]
+
+
+def _neighbours(free: list[int], learner: LearnerSettings) -> list[int]:
+    """Return the node of each free GPU, ordered so that ranks of one FSDP or Ulysses group share it."""
+    left = list(free)
+    most_free_first = sorted(range(len(free)), key=lambda n: -free[n])
+    sizes = {learner.world_size, learner.fsdp_size, learner.sequence_parallel, 1} - {-1}
+    dealt: list[int] = []
+    for together in sorted(sizes, reverse=True):
+        for node in most_free_first:
+            count = left[node] // together * together
+            dealt += [node] * count
+            left[node] -= count
+    return dealt
 
 
 class Places:
@@ -299,22 +321,52 @@ def here() -> dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
-async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
-    """One placement group with a bundle per seat that needs GPUs.  Raises SetupError when it is not ready in time."""
-    wanted = [s for s in seats if s.gpus and s.host is None]
-    if not wanted:
-        return Places(seats, None)
-    from ray.util.placement_group import placement_group
+async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float = 60.0) -> Places:
+    """Reserve the seats that `seats_on` deals to the nodes' free GPUs, each on exactly its node.
 
-    group = placement_group([{"GPU": s.gpus} for s in wanted], strategy="PACK")
-    try:
-        await asyncio.wait_for(group.ready(), timeout_s)
-    except TimeoutError:
-        raise SetupError(
-            f"the cluster did not reserve {sum(s.gpus for s in wanted)} GPUs within {timeout_s:.0f} s; other jobs hold them"
-        ) from None
+    Raises SetupError when the cluster is too small, or other jobs do not free enough GPUs in time.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        nodes = _gpus_of_nodes()
+        try:
+            seats = seats_on([free for _, free in nodes.values()])
+        except SetupError:
+            seats = seats_on([total for total, _ in nodes.values()])  # GPUs of other jobs may become free meanwhile
+        wanted = [s for s in seats if s.gpus and s.host is None]
+        if not wanted:
+            return Places(seats, None)
+        ids = list(nodes)
+        group = placement_group(
+            [{"GPU": s.gpus} for s in wanted], "PACK", bundle_label_selector=[{_NODE_ID: ids[s.node]} for s in wanted]
+        )
+        left_s = deadline - time.monotonic()
+        try:
+            await asyncio.wait_for(group.ready(), min(_ATTEMPT_S, left_s))
+            break
+        except TimeoutError:
+            remove_placement_group(group)  # other GPUs may be free by now
+            if left_s <= _ATTEMPT_S:
+                gpus = sum(s.gpus for s in wanted)
+                raise SetupError(
+                    f"the cluster did not reserve {gpus} GPUs within {timeout_s:.0f} s; other jobs hold them"
+                ) from None
     hosts = sorted({s.host for s in seats if s.host is not None})
     return Places(seats, group, {i: await _devices(seats, group, i) for i in hosts})
+
+
+def _gpus_of_nodes() -> dict[str, tuple[int, ...]]:
+    """Return (all GPUs, free GPUs) of every living node by its id, this machine's first."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    this = ray.get_runtime_context().get_node_id()
+    living = [n for n in ray.nodes() if n["Alive"]]
+    living.sort(key=lambda n: (n["NodeID"] != this, n["NodeManagerAddress"], n["NodeID"]))
+    free = available_resources_per_node()
+    return {n["NodeID"]: tuple(int(r.get("GPU", 0)) for r in (n["Resources"], free.get(n["NodeID"], {}))) for n in living}
 
 
 async def _devices(seats: list[Seat], group: Any, engine: int) -> str:

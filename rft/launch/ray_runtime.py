@@ -122,12 +122,10 @@ class RayParts(Parts):
         self._restarted: set[str] = set()  # parts that Ray makes anew when they die
 
     async def reserve(self, *, engines: bool, trainer: bool) -> None:
-        plan, free = self.plan, self.cluster.gpus_per_node()
+        plan = self.plan
         gpus = [e.gpus for model in plan.auxiliary for e in model.engines if e.external is None and e.gpus and engines]
-        seats = placement(
-            plan.engines if engines else (), plan.learner if trainer else None, free, gpus, shared=plan.cluster.shared
-        )
-        self._places = await reserve(seats)
+        roles = (plan.engines if engines else (), plan.learner if trainer else None)
+        self._places = await reserve(lambda free: placement(*roles, free, gpus, shared=plan.cluster.shared))
 
     async def start(self, specs: Sequence[PartSpec]) -> None:
         await all_of(*map(self._start, specs))

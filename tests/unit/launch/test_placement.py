@@ -64,3 +64,30 @@ def test_ranks_on_several_machines_need_the_run_folder_and_a_network(tmp_path, m
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     parts.ready_to_meet(several, 0, str(tmp_path / "meeting"))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tps", "settings", "nodes"),
+    [
+        ([8, 8, 8], [], {"world_size": 24}, [0] * 8 + [1] * 8 + [2] * 8),
+        ([8, 8, 8], [1] * 8, {"world_size": 16}, [1] * 8 + [2] * 8),
+        ([8, 8, 8], [3, 3], {"world_size": 16, "fsdp_size": 8}, [1] * 8 + [2] * 8),  # node 0 has 2 GPUs left
+        ([4, 8], [1], {"world_size": 4}, [1] * 4),
+        ([6, 6], [], {"world_size": 8, "fsdp_size": 4}, [0] * 4 + [1] * 4),
+        ([3, 3, 2], [], {"world_size": 8, "sequence_parallel": 2}, [0, 0, 1, 1, 2, 2, 0, 1]),
+    ],
+)
+def test_ranks_that_exchange_most_share_a_node(gpus, tps, settings, nodes):
+    """U6: ranks of one FSDP or Ulysses group are neighbours."""
+    rollout = [EngineSettings(name=f"engine-{i}", device="cuda", tensor_parallel_size=tp) for i, tp in enumerate(tps)]
+    seats = placement(rollout, LearnerSettings(model_path="m", device="cuda", **settings), gpus)
+    assert [s.node for s in seats if s.role == "trainer"] == nodes
+
+
+def test_ranks_on_engines_gpus_are_numbered_by_node():
+    """U6, mode colocate: three engines of two GPUs and two ranks more, on nodes of four."""
+    seats = placement(engines(3, 2), learner(8), [4, 4], shared=True)
+    ranks = [(s.node, s.host) for s in seats if s.role == "trainer"]
+    assert ranks == [(0, 0), (0, 0), (0, 1), (0, 1), (1, 2), (1, 2), (1, None), (1, None)]
+    with pytest.raises(SetupError, match=r"trainer 8 needs 1 GPU\(s\) on one node, but the nodes have \[0, 2\] left of \[4, 4\]"):
+        placement(engines(3, 2), learner(9), [4, 4], shared=True)
