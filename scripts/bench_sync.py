@@ -9,7 +9,8 @@ import runpy
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import bench_harness as harness
 import numpy as np
+import torch
 import yaml
 from sync_matrix import ages, begun, run_rft
 
@@ -25,8 +27,10 @@ from rft.engine.settings import EngineSettings
 from rft.launch.execute import execute
 from rft.monitor.pictures import bars, shares
 from rft.monitor.read import read, series
+from rft.sync.transport.memory import MemoryTransport
 from rft.testing import tiny
 from rft.testing.models import smollm2
+from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 
 THREADS = os.cpu_count() or 1
@@ -45,10 +49,12 @@ def weight_sync(quick: bool) -> harness.Result:
     `vs_file`: seconds of a safetensors file, synced to disk, and vLLM's own `reload_weights` / ours (staged in memory with hashes,
     verified, loaded, layers probed); at least 2.  `published_at_most`: 0.4 s / seconds from publishing to going on, staging apart; at least
     1.  `kept`: requests that went on as if nothing had been / all; 1.  `canary_at_most`: 1e-3 nats / its error; at least 1.
+    `bfloat16_staging`: seconds of staging a byte in float32 / in bfloat16; at least 0.5.
     """
     rounds = 5 if quick else 15
     measured = harness.probes()
     model = smollm2()
+    bfloat16, float32 = _staging(model, rounds)
     answers: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
     with tempfile.TemporaryDirectory(prefix="rft-bench-", dir=harness.ROOT) as name:  # on a disk: the peer's file is synced
         folder = Path(name)
@@ -75,11 +81,39 @@ def weight_sync(quick: bool) -> harness.Result:
             harness.speed_ratio("with_staging_at_most", ours, [GOAL_S] * rounds, None),
             harness.speed_ratio("kept", [1.0] * len(kept), kept, 1.0),
             harness.speed_ratio("canary_at_most", [canary], [CANARY], 1.0),
+            harness.speed_ratio("bfloat16_staging", bfloat16, float32, 0.5),
         ],
         harness.summary(ours, phases_s=_medians(mine), canary_max_abs=canary, canary_s=_median(a["canary_s"] for a in mine)),
         harness.summary(peer, phases_s=_medians(theirs)),
         measured,
     )
+
+
+def _staging(model: Path, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of staging a GB of the model's weights through memory, in bfloat16 and in float32."""
+    from safetensors.torch import load_file
+
+    weights = load_file(model / "model.safetensors")
+    with ExitStack() as opened:
+
+        def side(dtype: torch.dtype) -> Callable[[], float]:
+            tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
+            transport = MemoryTransport(Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="rft-bench-"))))
+            opened.callback(transport.close)
+            steps = itertools.count()
+
+            def stage() -> float:
+                step = next(steps)
+                began = time.perf_counter()
+                manifest = transport.stage(Version(1, step), tensors.items(), {})
+                seconds = time.perf_counter() - began
+                if step:
+                    transport.release(Version(1, step - 1))
+                return seconds / manifest.nbytes * 1e9
+
+            return stage
+
+        return harness.in_turn(side(torch.bfloat16), side(torch.float32), rounds, discard=2)
 
 
 def _sides(folder: Path, model: Path, requests: int, tokens: int) -> harness.Child:

@@ -6,6 +6,7 @@ not from what was written, so damage on the way to an engine is always seen.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,14 +74,12 @@ def write(
     return tuple(tensor.result() for tensor in carried)
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _carry(fd: int, room: np.ndarray, version: Version, name: str, host: torch.Tensor, start: int) -> TensorSpec:
     """Write one tensor to its place and describe it; each piece is looked at, hashed and copied while it is in the processor's cache."""
     digest, flat = xxhash.xxh3_128(), host.reshape(-1)
     data, count = flat.view(torch.uint8).numpy(), PIECE // flat.itemsize
-    values = flat.numpy() if flat.dtype in (torch.float32, torch.float64) else flat
     for i, at in enumerate(range(0, len(data), PIECE)):
-        if not _finite(values[i * count : (i + 1) * count]):
+        if not _finite(flat[i * count : (i + 1) * count]):
             raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
         piece, begin = data[at : at + PIECE], start + at
         digest.update(piece)
@@ -113,10 +112,12 @@ def same_layout(version: Version, specs: tuple[TensorSpec, ...], before: tuple[T
     )
 
 
-def _finite(values: np.ndarray | torch.Tensor) -> bool:
-    if isinstance(values, np.ndarray):  # the square is one pass at memory speed; that of huge but finite values overflows
-        return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())
-    return values.itemsize == 1 or not values.is_floating_point() or bool(torch.isfinite(values).all())
+def _finite(values: torch.Tensor) -> bool:
+    """A sum is one pass at memory speed, and NaN and infinity stay in it; that of huge but finite values overflows, too."""
+    if not values.is_floating_point():
+        return True
+    wide = values.float() if values.itemsize == 1 else values  # eight bits have no arithmetic
+    return math.isfinite(wide.sum().item()) or bool(torch.isfinite(wide).all())
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
