@@ -2,7 +2,7 @@
 
     python scripts/verl_learning.py SCRIPT ...
 
-A random model of 0.3 million parameters copies one digit (`tests/helpers/converted.py` says what is scaled down).  Prints a table of
+A random model of 0.3 million parameters copies one digit (`tests/extras/migrate/converted.py` says what is scaled down).  Prints a table of
 held-out accuracy before, half-way and at the end; exit code 1 if one of them ends below 0.8.
 """
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rft.monitor.read import read, series
 from rft.testing import tiny
-from tests.helpers import converted
+from tests.extras.migrate import converted
 
 
 def main(scripts: list[str]) -> int:

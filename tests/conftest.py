@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -74,9 +75,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def has_extra(name: str) -> bool:
+    return (ROOT / "rft" / "extras" / name).is_dir()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`make test` does not import files that have only end-to-end tests."""
-    if set(config.option.markexpr.split(" and ")) != {"not slow", "not e2e"} or not collection_path.match("test_*.py"):
+    """`make test` does not import files that have only end-to-end tests; files that import an extra are skipped where it is missing."""
+    if not collection_path.match("test_*.py"):
+        return None
+    needed = re.findall(r"(?m)^(?:from|import) (?:rft|tests)\.extras\.(\w+)", collection_path.read_text(encoding="utf-8"))
+    if any(not has_extra(name) for name in needed):
+        return True
+    if set(config.option.markexpr.split(" and ")) != {"not slow", "not e2e"}:
         return None
     text, whole = collection_path.read_text(encoding="utf-8"), WHOLE_RUNS & set(collection_path.parts)
     return ("mark.smoke" not in text if whole else "\npytestmark = pytest.mark.e2e" in text) or None
@@ -103,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path.name not in ON_RAY)
     for item in items:
         for extra in (name for marker in item.iter_markers("extra") for name in marker.args):
-            if not (ROOT / "rft" / "extras" / extra).is_dir():
+            if not has_extra(extra):
                 item.add_marker(pytest.mark.skip(reason=f"the extra {extra} is not here"))
     if not importlib.util.find_spec("vllm"):
         _skip(items, "vllm", "vLLM is not installed")

@@ -1,5 +1,8 @@
 """Sandboxes of every level, for the tests of programs."""
 
-from tests.helpers.sandboxes import anybodys_python as anybodys_python
-from tests.helpers.sandboxes import server as server
-from tests.helpers.sandboxes import strongest as strongest
+import importlib.util
+
+if importlib.util.find_spec("rft.extras.sandbox") is not None:
+    from tests.extras.sandbox.sandboxes import anybodys_python as anybodys_python
+    from tests.extras.sandbox.sandboxes import server as server
+    from tests.extras.sandbox.sandboxes import strongest as strongest

@@ -28,7 +28,7 @@ from rft.extras.view.report.page import page
 from rft.monitor.read import MOST_LINE
 from rft.notebook import open_run
 from tests.attacks.table import attack
-from tests.helpers.viewed import stored, viewing
+from tests.extras.view.viewed import stored, viewing
 
 STEP = {"role": "trainer", "step": 1, "time": 1.7e9, "values": {"actor/loss": 1.0}}
 

@@ -18,7 +18,7 @@ from rft.taskset.task_folders import MOST_BYTES, task_folders
 from rft.testing import run_workflow_async
 from rft.testing.scripted import ScriptedEngine
 from tests.attacks.table import attack
-from tests.helpers import containers
+from tests.extras.sandbox import containers
 
 ROW = {
     "prompt": "Repair it.",

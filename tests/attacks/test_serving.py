@@ -18,7 +18,7 @@ from rft.extras.serve.access import line_of
 from rft.workflow import endpoint, endpoint_wire
 from tests.attacks.table import attack
 from tests.attacks.test_requests import drip
-from tests.helpers.serving import HI, KEY, Served, serving
+from tests.extras.serve.serving import HI, KEY, Served, serving
 
 OTHER = "other-client-0123456789"
 ADDRESSES = ("/v1/chat/completions", "/v1/completions", "/v1/sessions", "/v1/sessions/{id}/reward", "/feedback")

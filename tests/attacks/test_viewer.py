@@ -16,7 +16,7 @@ from yarl import URL
 
 from rft.logs import safe
 from tests.attacks.table import attack
-from tests.helpers.viewed import INJECTIONS, TAGS, Page, hostile, viewing
+from tests.extras.view.viewed import INJECTIONS, TAGS, Page, hostile, viewing
 
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

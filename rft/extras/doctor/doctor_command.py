@@ -91,7 +91,7 @@ def _keys(as_json: bool) -> None:
     refused, native = sum(e.level == "refused" for _, e in found), sum(r.kind == "native" for r in rows())
     print(
         f"{len(found)} without meaning here, of which {refused} are refused.  {native} rows of veRL's table are native keys, each with a "
-        "test in tests/unit/config/data/native_rows.tsv"
+        "test in tests/extras/migrate/native_rows.tsv"
     )
 
 

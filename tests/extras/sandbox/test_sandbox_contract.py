@@ -15,7 +15,7 @@ from rft.extras.sandbox.code_sandbox import Sandbox, SandboxUnavailable
 from rft.extras.sandbox.container import ContainerSandbox
 from rft.extras.sandbox.processes import ProgramLimits, SandboxError
 from rft.extras.sandbox.project import run_project
-from tests.helpers import containers
+from tests.extras.sandbox import containers
 
 LIMITS = ProgramLimits(timeout_s=20.0, memory_mb=256)
 

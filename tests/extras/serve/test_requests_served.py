@@ -16,8 +16,8 @@ from rft.extras.serve.access import ENVIRONMENT, clients, line_of
 from rft.extras.serve.client import AsyncClient
 from rft.launch.execute import execute
 from rft.testing.scripted import ScriptedEngine
+from tests.extras.serve.serving import HI, KEY, serving
 from tests.helpers.runs import ROOT
-from tests.helpers.serving import HI, KEY, serving
 
 CHAT, TEXT, OPEN, FEEDBACK = "/v1/chat/completions", "/v1/completions", "/v1/sessions", "/feedback"
 REWARD = "/v1/sessions/{id}/reward"

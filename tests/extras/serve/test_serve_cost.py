@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.extras.serve.serving import HI, serving
 from tests.helpers.counted import Counted
-from tests.helpers.serving import HI, serving
 
 GROUPED = {"num_runs": 8, "group_deadline_s": 1000.0}
 

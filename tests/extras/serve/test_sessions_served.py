@@ -19,8 +19,8 @@ from rft.types.block import decode
 from rft.types.completion import Score
 from rft.types.ids import Version
 from rft.types.sessions import Explained, Rewarded
+from tests.extras.serve.serving import HI, KEY, serving
 from tests.helpers.asked_ledger import said
-from tests.helpers.serving import HI, KEY, serving
 
 RATIO = {"num_runs": 2, "batch_size": 1}
 

@@ -7,7 +7,7 @@ import pytest
 
 from rft.testing.scripted import ScriptedEngine
 from rft.workflow import endpoint
-from tests.helpers.serving import HI, serving
+from tests.extras.serve.serving import HI, serving
 
 STREAM = {"model": "m", "messages": HI, "stream": True}
 

@@ -31,7 +31,7 @@ from rft.monitor import read as monitor_read
 from rft.testing.storage_contract import fill, row
 from rft.types.block import encode
 from rft.types.ids import GroupId, Version
-from tests.helpers.viewed import Page, metrics, stored, viewing
+from tests.extras.view.viewed import Page, metrics, stored, viewing
 
 
 async def read(session: aiohttp.ClientSession, url: str, status: int = 200) -> str:

@@ -27,8 +27,8 @@ from rft.monitor.pictures import bars, shares
 from rft.monitor.read import MetricTail, read, series
 from rft.testing.storage_contract import fill, take
 from rft.types.ids import Version
+from tests.extras.view.viewed import metrics, stored
 from tests.helpers.asked_ledger import said
-from tests.helpers.viewed import metrics, stored
 
 
 def line(role: str, step: int, time: float = 0.0, **values: Any) -> str:

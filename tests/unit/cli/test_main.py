@@ -154,6 +154,7 @@ def test_plugins_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.extra("doctor")
 def test_doctor() -> None:
     said = rft("doctor", "--json")
     found = {f["topic"]: f for f in json.loads(said.stdout)}
@@ -162,6 +163,7 @@ def test_doctor() -> None:
     assert said.returncode == (3 if any(f["state"] == "missing" for f in found.values()) else 0)
 
 
+@pytest.mark.extra("doctor")
 def test_doctor_ends_with_3_when_something_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rft.cli.quickstart_command import report
-from tests.helpers.viewed import metrics
+from tests.helpers.stored_metrics import metrics
 
 
 def _said(run_dir: Path) -> str:

@@ -17,7 +17,6 @@ import rft
 from rft.cli import chat_command, export_command, status_command
 from rft.cli import main as cli
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
-from rft.extras.view.report.facts import collect
 from rft.launch.rundir import RunDir
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
@@ -291,7 +290,10 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_told(run_dir: Path, monk
     assert not (run_dir / "out").exists()
 
 
+@pytest.mark.extra("view")
 def test_a_program_of_stages_has_no_logs_and_no_numbers_of_its_own(run_dir: Path) -> None:
+    from rft.extras.view.report.facts import collect
+
     (run_dir.parent / "stages.json").write_text('{"stages": []}')
     with pytest.raises(ConfigError, match=f"is a program of stages; .*{run_dir}"):
         collect(rft.open_run(run_dir.parent))
@@ -303,8 +305,11 @@ def test_a_program_of_stages_has_no_logs_and_no_numbers_of_its_own(run_dir: Path
 # ------------------------------------------------------------ killed
 
 
+@pytest.mark.extra("view")
 @pytest.mark.parametrize("phase", ["running", "waiting for the trainer"])
 def test_a_killed_run_has_died_wherever_it_is_told(phase: str, run_dir: Path, tmp_path: Path) -> None:
+    from rft.extras.view.report.facts import collect
+
     RunDir(run_dir).state(phase)
     assert status_command.collect(run_dir)["phase"] == "died"
     assert collect(rft.open_run(run_dir), answers=False).phase == "died"

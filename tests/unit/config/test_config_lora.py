@@ -22,8 +22,6 @@ from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
 from rft.config.verify import check
 from rft.errors import ConfigError
-from rft.extras.migrate.convert.launch import Argument, Launch
-from rft.extras.migrate.convert.verl import Conversion, convert
 from rft.launch.bench import Target, plan_for
 from rft.trainer import adapterfiles
 from rft.trainer.settings import LoraSettings
@@ -194,11 +192,15 @@ def test_the_estimate_counts_an_adapter_that_is_there(tiny_model: Path, tmp_path
 # ---------------------------------------------------------------- from veRL
 
 
-def converted(program: str, **arguments: Any) -> Conversion:
+def converted(program: str, **arguments: Any) -> Any:
+    from rft.extras.migrate.convert.launch import Argument, Launch
+    from rft.extras.migrate.convert.verl import convert
+
     given = tuple(Argument(k.replace("__", "."), v, str(v), i) for i, (k, v) in enumerate(arguments.items(), 1))
     return convert(Launch(program, given, False, path="x.sh"))  # type: ignore[arg-type]
 
 
+@pytest.mark.extra("migrate")
 @pytest.mark.parametrize("program", ["main_ppo", "sft", "yaml"])
 def test_verls_lora_keys_are_ours(program: str) -> None:
     at = "model__" if program == "sft" else "actor_rollout_ref__model__"

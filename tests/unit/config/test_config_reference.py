@@ -11,9 +11,7 @@ import pytest
 import yaml
 from configuration_page import json_schema, markdown
 
-from rft.config.foreign import advice
-from rft.config.schema.walk import all_keys, extra, field_at, literals
-from rft.extras.migrate.compat.keys.not_offered import INSTEAD, VALUES
+from rft.config.schema.walk import all_keys, extra, field_at
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,38 +43,6 @@ def test_numbers_have_a_unit_or_a_reason() -> None:
         is_number = "int" in str(field.annotation) or "float" in str(field.annotation)
         if is_number and re.search(r"(timeout|_tokens|_len|_steps|_interval|_times|_bytes|_num|_size|_rows|_threads)$", key):
             assert extra(field, "unit"), key
-
-
-@pytest.mark.parametrize("pattern", INSTEAD)
-def test_advice_is_for_keys_that_do_not_exist(pattern: str) -> None:
-    """`advice` is asked for unknown keys only; a pattern without a wildcard at its end must not name a real key."""
-    name = re.sub(r"\[\[\]\*\]|\*taskset\*", "[0]", pattern)
-    assert name not in all_keys()
-
-
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("buffer.explorer_input.tasksets[0].format.image_key", "multimodal inputs are not offered"),
-        ("buffer.explorer_input.tasksets[0].format.promt_key", ""),
-        ("buffer.trainer_input.auxiliary_buffers.x.format.video_key", "multimodal inputs are not offered"),
-        ("explorer.rollout_model.enable_expert_parallel", "use tensor_parallel_size"),
-        ("explorer.auxiliary_models[0].enable_expert_parallel", "use tensor_parallel_size"),
-        ("buffer.trainer_input.experience_buffer.capacityy", ""),
-        ("service", "Data-Juicer"),
-        ("nonsense", ""),
-    ],
-)
-def test_advice(key: str, expected: str) -> None:
-    assert expected in advice(key) if expected else advice(key) == ""
-
-
-def test_values_with_advice_are_no_values_of_the_schema() -> None:
-    for pattern, values in VALUES.items():
-        key = pattern.replace("*tasksets[[]*]", "taskset").replace("[[]*]", "")
-        field = field_at(tuple(key.split(".")))
-        assert field is not None, pattern
-        assert not set(values) & set(map(str, literals(field.annotation))), pattern
 
 
 def test_json_schema_accepts_the_examples() -> None:

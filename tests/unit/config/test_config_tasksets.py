@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.inert import inert
 from rft.config.plan import Facts
-from rft.config.schema.walk import field_at
 from rft.config.verify import check
-from rft.extras.migrate.compat.keys.verl_keys import rows
 from rft.launch.execute import execute
 from rft.testing import tiny
 
@@ -254,11 +251,3 @@ def test_a_run_makes_the_file_once_and_goes_on_with_it(here, capsys):
 
 
 # ---------------------------------------------------------------- veRL's data section
-
-
-@pytest.mark.parametrize("target", sorted({t for row in rows() if row.section == 1 for t in row.targets}))
-def test_every_target_of_the_data_section_is_active(target):
-    parts = tuple(re.sub(r"\[\w*\]", "", target).split("."))
-    for n in range(1, len(parts) + 1):
-        field, path = field_at(parts[:n]), re.sub(r"\[\w*\]", "[]", ".".join(target.split(".")[:n]))
-        assert field is not None and not inert(path), f"{'.'.join(parts[:n])} is not active yet"

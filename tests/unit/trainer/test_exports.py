@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rft.engine.weights import saved_buffers
-from rft.extras.doctor import model_check
 from rft.taskset.chatfiles import ChatFiles, read_settings
 from rft.testing import tiny
 from rft.trainer import hf_folder, saving
@@ -185,9 +184,12 @@ def test_a_language_model_is_put_back_under_the_names_and_beside_the_tower_of_it
         assert (whole.eval()(torch.arange(24).view(2, 12)).logits - logits).abs().max() < 1e-4
 
 
+@pytest.mark.extra("doctor")
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
 def test_a_tower_for_images_is_not_sharded_decayed_or_resumed(optimizer: Any, tmp_path: Path) -> None:
     """Deeper than the language model: the layers are still those that read texts, and weight decay leaves the tower as it is."""
+    from rft.extras.doctor import model_check
+
     base = families.with_tower("gemma3", tmp_path / "base")
     optim = OptimSettings(optimizer_type=optimizer, lr=1e-2, weight_decay=0.1)
     settings = LearnerSettings(model_path=str(base), row_layout="padded", optim=optim)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft.extras.judge_lab.rescore import transcript_of
 from rft.plugins import load_all
 from rft.reward.base import reward
 from rft.testing.scripted import ScriptedEngine
@@ -123,8 +122,10 @@ async def test_a_row_has_one_reward(layout, whole, why):
         assert [r.reward for r in group.rows] == ([0.75] if layout == "joined" else [0.25, 0.5]) and group.rewards == [whole]
 
 
+@pytest.mark.extra("judge_lab")
 async def test_reasoning_that_a_parser_cut_out_is_kept_beside_the_answer():
     """`rft replay` gives it to a reward, as the run did; the next call goes on from its tokens."""
+    from rft.extras.judge_lab.rescore import transcript_of
 
     class Thinks(ScriptedEngine):
         async def generate(self, request):

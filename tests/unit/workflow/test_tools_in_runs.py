@@ -13,7 +13,6 @@ import pytest
 from pydantic import Field
 
 from rft.errors import ConfigError
-from rft.extras.sandbox.code_sandbox import Sandbox
 from rft.plugins import load_all
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async
 from rft.types.task import SamplingArgs, Task
@@ -153,8 +152,11 @@ async def test_a_slow_tool_is_not_waited_for():
     assert result.error and result.text == "Error: slow took longer than 0.05 s"
 
 
+@pytest.mark.extra("sandbox")
 async def test_waiting_for_a_free_sandbox_is_not_the_time_of_a_tool():
     """With many runs at the same time all but the first calls were told that their program took too long."""
+    from rft.extras.sandbox.code_sandbox import Sandbox
+
     sandbox, go = Sandbox(size=1), threading.Event()
 
     async def execute() -> str:

@@ -11,7 +11,7 @@ import pytest
 from rft.config.verify import check
 from rft.monitor.read import read, series
 from rft.testing import tiny
-from tests.helpers import converted as converted_runs
+from tests.extras.migrate import converted as converted_runs
 from tests.helpers.command import rft
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -14,7 +14,8 @@ from rft.extras.sandbox.processes import SandboxError
 from rft.taskset.task_folders import task_folders
 from rft.testing import run_workflow_async
 from rft.testing.scripted import ScriptedEngine
-from tests.helpers import containers, runs
+from tests.extras.sandbox import containers
+from tests.helpers import runs
 
 TASKS = runs.ROOT / "examples" / "repair" / "tasks"
 REPAIRED = {

@@ -15,7 +15,7 @@ from rft.testing.scripted import ScriptedEngine
 from rft.trainer import manifest as manifests
 from rft.trainer.checkpoints import Checkpoints
 from rft.types.ids import Version
-from tests.helpers.serving import started
+from tests.extras.serve.serving import started
 
 SAVE_INTERVAL = 3  # steps in between are lost by a kill, with their weights
 

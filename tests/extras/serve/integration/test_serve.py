@@ -18,8 +18,8 @@ from rft.extras.serve.access import ENVIRONMENT
 from rft.extras.serve.client import AsyncClient, Client
 from rft.monitor.read import read, series
 from rft.trainer import manifest as manifests
+from tests.extras.serve.serve_clients import Persistent
 from tests.helpers import runs
-from tests.helpers.serve_clients import Persistent
 
 KEY = "a-key-for-tests-0123456789"
 EXAMPLE = runs.ROOT / "examples" / "serve"

@@ -25,8 +25,8 @@ from rft.taskset.generated_tasks import digit_sums
 from rft.testing.models import smollm2
 from rft.testing.scripted import ScriptedEngine
 from rft.threads import in_thread
+from tests.extras.serve.serving import KEY, serving
 from tests.helpers import runs
-from tests.helpers.serving import KEY, serving
 
 EXAMPLE = runs.ROOT / "examples" / "serve"
 PYTHON = "RFT_FRAMEWORKS_PYTHON"  # of an environment with frameworks.txt; else one is made, from the package registry

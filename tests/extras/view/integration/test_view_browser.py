@@ -11,9 +11,9 @@ import pytest
 
 from rft.cli import main as cli
 from rft.testing import tiny
+from tests.extras.view.viewed import hostile
 from tests.helpers.browser import SIZES, browser, console, until
 from tests.helpers.runs import TINY, Run
-from tests.helpers.viewed import hostile
 
 pytestmark = [pytest.mark.e2e, pytest.mark.browser]
 STEPS = 10

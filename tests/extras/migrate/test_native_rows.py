@@ -16,7 +16,7 @@ from rft.extras.migrate.compat.keys.verl_keys import rows
 from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]
-with (Path(__file__).parent / "data" / "native_rows.tsv").open(newline="", encoding="utf-8") as table:
+with (Path(__file__).parent / "native_rows.tsv").open(newline="", encoding="utf-8") as table:
     LINES = {line["target"]: line for line in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)}
 NATIVE = [row for row in rows() if row.kind == "native"]
 

@@ -14,7 +14,7 @@ from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
 from rft.extras.migrate.compat.keys.verl_keys import by_path, rows
 
-GOOD = Path(__file__).parent / "data" / "good" / "short.yaml"
+GOOD = Path(__file__).parents[3] / "tests/unit/config/data/good/short.yaml"
 MODEL = {"model": {"model_path": "m", "max_prompt_tokens": 8, "max_response_tokens": 8}}
 
 
