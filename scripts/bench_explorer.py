@@ -19,10 +19,10 @@ from typing import Any
 
 import bench_harness as harness
 
+from rft.engine.scripted import ScriptedEngine
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
 from rft.taskset.settings import TasksetSettings
-from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import AppendResult, Assignment, GenerateRequest, StoredGroup, TaskOutcome

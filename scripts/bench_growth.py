@@ -31,12 +31,12 @@ from growth_scale import Scorer, broadcast, explorers, model, rows
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
+from rft.engine.scripted import ScriptedEngine, echo, weights_key
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.testing import tiny
-from rft.testing.scripted import ScriptedEngine, echo, weights_key
 from rft.testing.storage_contract import group, take
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow

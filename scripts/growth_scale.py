@@ -23,6 +23,7 @@ import torch
 
 from rft.config.plan import Plan
 from rft.config.verify import load_plan
+from rft.engine.scripted import logprobs, weights_key
 from rft.engine.weights import WeightIntake
 from rft.launch.ray_runtime import RayRuntime
 from rft.launch.rundir import RunDir
@@ -35,7 +36,6 @@ from rft.sync.transport.nccl import BroadcastTransport
 from rft.sync.update import Rounds
 from rft.sync.waits import cancel
 from rft.testing import tiny
-from rft.testing.scripted import logprobs, weights_key
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings, LoraSettings

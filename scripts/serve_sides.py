@@ -26,6 +26,7 @@ from aiohttp import web
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings, PipelineSettings
 from rft.engine.pool import EnginePool
+from rft.engine.scripted import ScriptedEngine, logprobs, weights_key
 from rft.engine.settings import EngineSettings
 from rft.explorer.service_settings import LimitSettings, ServeSettings
 from rft.extras.serve.access import ENVIRONMENT
@@ -34,7 +35,6 @@ from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
-from rft.testing.scripted import ScriptedEngine, logprobs, weights_key
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord

@@ -50,9 +50,9 @@ sys.path.insert(0, str(ROOT))
 from rft.extras.serve.access import ENVIRONMENT as SERVE_KEY  # noqa: E402
 from rft.launch import leftovers  # noqa: E402
 from rft.testing import tiny  # noqa: E402
+from tests.extras.serve.serve_clients import Persistent  # noqa: E402
 from tests.helpers import runs  # noqa: E402
 from tests.helpers.lab.lab import build_shim  # noqa: E402
-from tests.extras.serve.serve_clients import Persistent  # noqa: E402
 
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- soak: written by scripts/soak.py -->", "<!-- end of the soak -->"

@@ -75,7 +75,7 @@ def plugins(
 def listed(plugin_dirs: list[str], kind: str | None) -> list[dict[str, str | bool | list[str]]]:
     """One row per plugin: kind, name, what it is (first line of its docstring), arguments, source.  Raises ConfigError, PluginError."""
     import rft.plugins as registry
-    from rft.engine.settings import BUILT_IN
+    from rft.engine.named import BUILT_IN
 
     registry.load_all(plugin_dirs)
     for package in _PACKAGES:

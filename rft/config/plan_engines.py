@@ -18,7 +18,7 @@ from rft.config.roles import joins
 from rft.config.schema.explorer_section import AuxiliaryModelConfig, ServedModelConfig
 from rft.config.schema.model_section import ExternalModelConfig
 from rft.config.schema.root import RunConfig
-from rft.engine.settings import BUILT_IN, AuxiliarySettings, EngineSettings, ExternalSettings
+from rft.engine.settings import ENGINE_TYPES, AuxiliarySettings, EngineSettings, ExternalSettings
 from rft.errors import ConfigError
 
 _NO_POLICY = "a server returns no token ids and takes no new weights, so it cannot be the policy"
@@ -141,7 +141,7 @@ def _policy_server(ctx: Context, lengths: tuple[int, int, int]) -> EngineSetting
 def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
     """`model.override_config` has to hold for the engine too, or its log-probs would be another model's."""
     override, given = overrides(config), dict(config.explorer.rollout_model.extra_engine_args)
-    if not override or engine_type not in BUILT_IN:
+    if not override or engine_type not in ENGINE_TYPES:
         return given
     if engine_type != "vllm":
         return {**override, **given}
@@ -289,11 +289,11 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
         e.idle(key, _VLLM_ONLY, "it is for engine_type vllm", ctx)
     if engine_type == "vllm":
         _of_vllm(ctx, e, key, max_model_len)
-    if engine_type not in BUILT_IN:
+    if engine_type not in ENGINE_TYPES:
         engine_type = ctx.find(engine_type) if ":" in engine_type else engine_type
         _own_engine(ctx, engine_type, e.extra_engine_args, key)
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if engine_type in BUILT_IN and engine_type != "vllm" and getattr(e, name) > 1:
+        if engine_type in ENGINE_TYPES and engine_type != "vllm" and getattr(e, name) > 1:
             ctx.error(f"{key}.{name}", f"the {engine_type} engine knows 1 only")
     if e.enable_auto_tool_choice and e.tool_call_parser is None:
         ctx.error(
@@ -362,7 +362,7 @@ def _own_engine(ctx: Context, name: str, args: dict[str, Any], key: str) -> None
     """A plugin engine is looked at, and its arguments checked, once plugins may be imported."""
     if not ctx.judged("engine", name):
         return
-    from rft.engine.base import find, own_args  # numpy
+    from rft.engine.named import find, own_args  # numpy
 
     try:
         own_args(find(name), args, f"{key}.extra_engine_args")

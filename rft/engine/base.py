@@ -1,12 +1,8 @@
-"""What all engines share: their errors, the plugin kind "engine", and the factory that makes one from its settings.
-
-Knows no engine's library; each is imported when it is asked for.  Invariant: what `make` gives fulfils `rft.types.ports.Engine`.
-"""
+"""What all engines share: their errors, limits and checks, and the plugin kind "engine"."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,8 +11,8 @@ from msgspec.structs import replace
 
 import rft.plugins as plugins
 from rft.engine.admission import Admission
-from rft.engine.settings import BUILT_IN, EngineSettings
-from rft.errors import ConfigError, EngineFailed, SetupError, WeightSyncFailed
+from rft.engine.settings import EngineSettings
+from rft.errors import EngineFailed, SetupError, WeightSyncFailed
 from rft.types import modelfiles
 from rft.types.adapter import AdapterSpec
 from rft.types.completion import Completion
@@ -26,10 +22,6 @@ from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow,
 
 engine = plugins.kind("engine")
 
-CLASSIFIERS = {  # of task: score
-    "vllm": "rft.engine.vllm:VllmClassifier",
-    "transformers": "rft.engine.classifier:ClassifierEngine",
-}
 
 
 class PromptTooLong(ValueError):
@@ -167,46 +159,6 @@ class ScoresOnly(BaseEngine):
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         return await BaseEngine.logprobs(self, row)
-
-
-def find(name: str, *, task: str = "generate") -> plugins.Plugin:
-    """The engine that `engine_type` names: a built-in name, a plugin's name, `pkg.module:Name` or `path/file.py:Name`."""
-    known = plugins.REGISTRY.names("engine")
-    if name not in BUILT_IN and ":" not in name and name not in known:
-        raise ConfigError(
-            f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.", key="engine_type", given=name
-        )
-    target = name if name in known else BUILT_IN.get(name, name)
-    if task == "score" and name in BUILT_IN:
-        if name not in CLASSIFIERS:
-            raise ConfigError(f"engine_type {name} gives no scores; use {' or '.join(CLASSIFIERS)}", key="task", given="score")
-        target = CLASSIFIERS[name]
-    found = plugins.REGISTRY.get("engine", target)
-    if not (isinstance(found.obj, type) and issubclass(found.obj, BaseEngine)):
-        raise ConfigError(f"{name!r} is not an engine: derive it from rft.engine.base.BaseEngine", key="engine_type", given=name)
-    return dataclasses.replace(found, args=found.obj.Args)
-
-
-def own_args(found: plugins.Plugin, given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """`given` checked against the `Args` of an engine plugin, with their defaults."""
-    if found.args is not None:
-        return plugins.checked_args(found, given, key=key)
-    if given:
-        raise ConfigError(
-            f"{found.name} takes no arguments; a pydantic model Args in its class names them", key=key, given=dict(given)
-        )
-    return {}
-
-
-async def make(settings: EngineSettings) -> BaseEngine:
-    """A started engine of `settings.engine_type`."""
-    plugins.import_library(settings.external_lib)
-    found = find(settings.engine_type, task=settings.task)
-    if settings.engine_type not in BUILT_IN:
-        args = own_args(found, settings.extra_engine_args, "extra_engine_args")
-        settings = dataclasses.replace(settings, extra_engine_args=args)
-    started: BaseEngine = await found.obj.start(settings)
-    return started
 
 
 def check_base(name: str, model_path: str, spec: AdapterSpec) -> None:

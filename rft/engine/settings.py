@@ -7,13 +7,7 @@ from typing import Any
 
 from rft.types.ids import SEED
 
-BUILT_IN = {
-    "vllm": "rft.engine.vllm:VllmEngine",
-    "transformers": "rft.engine.transformers:TransformersEngine",
-    "scripted": "rft.testing.scripted:ScriptedEngine",
-    "external": "rft.engine.external:ExternalEngine",
-}
-"""Engines that have a name, and where they are; others are plugins."""
+ENGINE_TYPES = ("vllm", "transformers", "scripted", "external")  # that have a name; others are plugins
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 
 from rft.config.plan import Plan
-from rft.engine.base import make
 from rft.engine.environment import cpu_environment
+from rft.engine.named import make
+from rft.engine.scripted import END, FIXED, conversation
 from rft.engine.settings import AuxiliarySettings, EngineSettings, ExternalSettings
 from rft.errors import ConfigError
 from rft.launch import leftovers, parts
 from rft.testing.fakes import ScriptedModel
-from rft.testing.scripted import END, FIXED, conversation
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ports import ChatModel, Engine, GenerateRequest, ScoreRow
 

@@ -15,9 +15,9 @@ import httpx
 import psutil
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.launch import leftovers
 from rft.plugins import load_all
-from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task
 from rft.workflow import endpoint

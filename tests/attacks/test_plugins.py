@@ -21,6 +21,7 @@ from rft.blocked import held_up_by, is_ours, name_what_blocks
 from rft.config import gold
 from rft.config.context import Problems
 from rft.config.gold import scored
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError, PluginStopped, RunFailed
 from rft.plugins import REGISTRY, load_all, unmarked
 from rft.reward.base import FunctionReward, Reward, score, score_group
@@ -28,7 +29,6 @@ from rft.reward.build_reward import of
 from rft.reward.functions import adapt
 from rft.reward.manager import ManagerArgs
 from rft.testing.judge import FakeJudge
-from rft.testing.scripted import ScriptedEngine
 from rft.threads import contained, in_thread, within
 from rft.types.completion import Transcript
 from rft.types.task import Task

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.extras.sandbox.code_sandbox import Sandbox, SandboxUnavailable
 from rft.extras.sandbox.container import ContainerSandbox
 from rft.extras.sandbox.processes import ProgramLimits
@@ -16,7 +17,6 @@ from rft.extras.sandbox.project import passes_inside, run_project
 from rft.plugins import load_all
 from rft.taskset.task_folders import MOST_BYTES, task_folders
 from rft.testing import run_workflow_async
-from rft.testing.scripted import ScriptedEngine
 from tests.attacks.table import attack
 from tests.extras.sandbox import containers
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine
-from rft.testing.scripted import ScriptedEngine
 from rft.types.ports import Engine
 from rft.types.task import SamplingArgs, Task
 from rft.workflow import endpoint, endpoint_wire

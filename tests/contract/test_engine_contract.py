@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rft.engine.base import make, worst
+from rft.engine.base import worst
+from rft.engine.named import make
 from rft.engine.pool import EnginePool
+from rft.engine.scripted import ScriptedEngine, echo
 from rft.engine.settings import EngineSettings
 from rft.testing.engine_contract import EngineContract, Subject
-from rft.testing.scripted import ScriptedEngine, echo
 from rft.types.ids import Version
 from rft.types.ports import LoadReport, WeightManifest
 

@@ -18,12 +18,12 @@ import msgspec
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
+from rft.engine.scripted import ScriptedEngine
 from rft.explorer.assign import Assignments, BatchAssigner
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
 from rft.sync.waits import Waits
 from rft.taskset.settings import TasksetSettings
-from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import Version
 from rft.types.ports import Consumption

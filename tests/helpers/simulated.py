@@ -19,6 +19,7 @@ import numpy as np
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
+from rft.engine.scripted import ScriptedEngine, logprobs, weights_key
 from rft.engine.settings import EngineSettings
 from rft.errors import RftError
 from rft.explorer.assign import Assignments, BatchAssigner
@@ -32,7 +33,6 @@ from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.waits import Waits
 from rft.taskset.settings import TasksetSettings
-from rft.testing.scripted import ScriptedEngine, logprobs, weights_key
 from rft.trainer.batch_builder import StepBatch
 from rft.trainer.settings import TrainerSettings
 from rft.trainer.trainer import Trainer

@@ -10,12 +10,12 @@ import pytest
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import PluginError
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
 from rft.plugins import REGISTRY, load_all
 from rft.taskset.settings import TasksetSettings
-from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
 from rft.types.ids import Version
 from rft.types.ports import Assignment

@@ -12,22 +12,21 @@ from rft.config.schema import units
 from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section
 from rft.config.schema.model_section import ExternalModelConfig
 from rft.config.schema.serve_section import ServeConfig
-from rft.engine.settings import EngineSettings
+from rft.engine.settings import ENGINE_TYPES, EngineSettings
 from rft.explorer.service_settings import ServeSettings
 from rft.explorer.settings import ExplorerSettings
 
 Device = Annotated[Literal["auto", "cuda", "cpu"], IgnoreCase]
-_ENGINES = ("vllm", "transformers", "scripted", "external")
 _OTHER_ENGINES = {"vllm_async": "vllm", "hf": "transformers", "openai": "external"}
 
 
 def _engine(value: str) -> str:
     """A built-in name in its usual spelling; or the name of a plugin, which is looked up once plugins are loaded."""
     known = _OTHER_ENGINES.get(value.strip().lower(), value.strip().lower())
-    if ":" in value or known in _ENGINES:
+    if ":" in value or known in ENGINE_TYPES:
         return value if ":" in value else known
-    if difflib.get_close_matches(known, _ENGINES, n=1, cutoff=0.85):
-        raise PydanticCustomError("literal_error", "no engine", {"expected": " or ".join(map(repr, _ENGINES))})
+    if difflib.get_close_matches(known, ENGINE_TYPES, n=1, cutoff=0.85):
+        raise PydanticCustomError("literal_error", "no engine", {"expected": " or ".join(map(repr, ENGINE_TYPES))})
     return value
 
 

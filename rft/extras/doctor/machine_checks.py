@@ -246,7 +246,7 @@ async def _served(kind: str, device: str, model: str, folder: Path, told: Callab
 @asynccontextmanager
 async def engine_and_learner(kind: str, settings: LearnerSettings) -> AsyncIterator[tuple[Any, Any]]:
     """An engine beside a learner, both with the learner's model in its type."""
-    from rft.engine.base import make
+    from rft.engine.named import make
 
     async with AsyncExitStack() as opened:
         served = EngineSettings(

@@ -15,6 +15,7 @@ import torch
 import rft.extras.migrate.compat
 from rft.buffer.operators.experience_pipeline import ExperiencePipeline
 from rft.buffer.settings import OperatorSettings, PipelineSettings
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError, PluginError
 from rft.extras.migrate.compat import (
     ADVANTAGE_FN,
@@ -39,7 +40,6 @@ from rft.extras.migrate.compat import (
     Workflow,
 )
 from rft.plugins import REGISTRY, load_all
-from rft.testing.scripted import ScriptedEngine
 from rft.types.block import encode
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.extras.migrate.compat import (
     MathBoxedRewardFn,
     MathBoxedWorkflow,
@@ -19,7 +20,6 @@ from rft.extras.migrate.compat import (
     validate_think_pattern,
 )
 from rft.plugins import load_all
-from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import Task
 from rft.worker import job_pool

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rft.engine.scripted import ScriptedEngine
 from rft.extras.sandbox import code_reward as code
 from rft.extras.sandbox import code_sandbox as sandbox
 from rft.plugins import load_all
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import FormatSettings, TasksetSettings
-from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.group import run_group

@@ -12,11 +12,11 @@ import httpx
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings, PipelineSettings
+from rft.engine.scripted import ScriptedEngine
 from rft.explorer.service_settings import ServeSettings
 from rft.extras.serve.access import ENVIRONMENT
 from rft.extras.serve.live_session import LiveSession
 from rft.extras.serve.service import Service
-from rft.testing.scripted import ScriptedEngine
 from rft.trainer.manifest import Manifest
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord

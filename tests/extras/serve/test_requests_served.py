@@ -10,12 +10,12 @@ import socket
 import pytest
 
 from rft.engine.pool import EnginePool
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import SetupError
 from rft.explorer.service_settings import LimitSettings, ServeSettings
 from rft.extras.serve.access import ENVIRONMENT, clients, line_of
 from rft.extras.serve.client import AsyncClient
 from rft.launch.execute import execute
-from rft.testing.scripted import ScriptedEngine
 from tests.extras.serve.serving import HI, KEY, serving
 from tests.helpers.runs import ROOT
 

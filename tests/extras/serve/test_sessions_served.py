@@ -12,9 +12,9 @@ import numpy as np
 import openai
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import DiskFull, EngineFailed, RunFailed
 from rft.explorer.service_settings import LimitSettings
-from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
 from rft.types.completion import Score
 from rft.types.ids import Version

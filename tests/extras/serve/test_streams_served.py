@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from rft.testing.scripted import ScriptedEngine
+from rft.engine.scripted import ScriptedEngine
 from rft.workflow import endpoint
 from tests.extras.serve.serving import HI, serving
 

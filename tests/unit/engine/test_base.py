@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rft.engine.base import PromptTooLong, make, prompt_limit, worst
+from rft.engine.base import PromptTooLong, prompt_limit, worst
+from rft.engine.named import make
 from rft.engine.pool import EnginePool
+from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import check_installed
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.testing.engine_contract import ask
-from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import Version
 from rft.types.ports import LoadReport
 
@@ -33,7 +34,7 @@ async def test_an_unknown_engine_is_named() -> None:
 
 async def test_an_engine_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from rft.testing.scripted import ScriptedEngine\nclass Mine(ScriptedEngine):\n    pass\nthing = 3\n", encoding="utf-8"
+        "from rft.engine.scripted import ScriptedEngine\nclass Mine(ScriptedEngine):\n    pass\nthing = 3\n", encoding="utf-8"
     )
     engine = await make(EngineSettings(engine_type=f"{tmp_path}/mine.py:Mine"))
     assert type(engine).__name__ == "Mine"
@@ -117,5 +118,5 @@ def test_light_parts_load_no_torch() -> None:
     modules = (
         "rft.engine.base, rft.engine.pool, rft.engine.environment, rft.engine.weights, rft.engine.vllm, rft.engine.transformers"
     )
-    code = f"import sys, {modules}, rft.testing.scripted, rft.faults; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+    code = f"import sys, {modules}, rft.engine.scripted, rft.faults; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rft.engine import scripted
 from rft.engine.base import TokensDiffer
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
-from rft.testing import scripted
 from rft.types.ports import GenerateRequest
 
 CHATML = (

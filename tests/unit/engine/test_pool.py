@@ -9,9 +9,9 @@ import pytest
 
 from rft.engine import pool as pool_module
 from rft.engine.pool import EnginePool
+from rft.engine.scripted import ScriptedEngine, echo
 from rft.errors import EngineFailed, EngineStalled
 from rft.testing.engine_contract import ask
-from rft.testing.scripted import ScriptedEngine, echo
 from rft.types.completion import Completion
 from rft.types.metrics import Metric, reduce
 from rft.types.ports import GenerateRequest, ScoreRow

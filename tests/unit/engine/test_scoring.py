@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from rft.engine import rowbatch as engine_module
-from rft.engine.base import PromptTooLong, make
+from rft.engine.base import PromptTooLong
+from rft.engine.named import make
+from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.testing import tiny
 from rft.testing.engine_contract import ask
-from rft.testing.scripted import ScriptedEngine
 from rft.types.ports import ScoreRow
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import WeightSyncFailed
 from rft.explorer.assign import Assignments, BatchAssigner
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
 from rft.sync.waits import Waits
 from rft.taskset.settings import TasksetSettings
-from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
 from rft.types.ids import Version
 from rft.types.ports import AppendResult, Assignment, StoredGroup, TaskOutcome

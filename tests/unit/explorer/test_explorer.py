@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from rft.buffer.settings import PipelineSettings
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError, EngineFailed, FrameRejected, RunFailed, ShortBatch, WeightSyncFailed
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch
 from rft.reward.base import reward
-from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode, encode
 from rft.types.completion import Score
 from rft.types.experience import failed

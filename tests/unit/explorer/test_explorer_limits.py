@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 
 from rft.engine.pool import EnginePool
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import RunFailed, ShortBatch
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch, Breaker, RunTimes, Slots
 from rft.reward.base import reward
 from rft.reward.judge_base import Judge
-from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import GroupId
 from rft.types.task import Task

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rft.engine.scripted import ScriptedEngine, echo
 from rft.engine.vllm_stats import Stats
 from rft.explorer.rollout_metrics import EngineMetrics, engine_metrics, rollout_metrics
-from rft.testing.scripted import ScriptedEngine, echo
 from rft.testing.storage_contract import row
 from rft.types.ids import GroupId
 from rft.types.metrics import Metric

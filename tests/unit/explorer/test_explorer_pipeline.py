@@ -13,10 +13,10 @@ import pytest
 from rft.buffer.buffer import Buffer
 from rft.buffer.operators.base import Operator, Result, operator
 from rft.buffer.settings import BufferSettings, OperatorSettings, PipelineSettings
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import RunFailed, ShortBatch
 from rft.plugins import REGISTRY
 from rft.reward.base import reward
-from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
 from rft.types.completion import Score
 from rft.types.metrics import Metric

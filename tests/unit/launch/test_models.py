@@ -15,11 +15,11 @@ from rft.config.load import from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
 from rft.engine.pool import EnginePool
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError, EngineFailed
 from rft.launch.parts import _models
 from rft.launch.start import probe_prompts
 from rft.testing.engine_contract import ask
-from rft.testing.scripted import ScriptedEngine
 from rft.trainer.prefix import shared_length
 from rft.types.modelfiles import vocab_size
 

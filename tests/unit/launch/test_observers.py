@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.explorer.settings import ApiSettings
 from rft.launch.parts import _observers
-from rft.testing.scripted import ScriptedEngine
 
 
 async def test_models_are_served_while_the_run_goes_on(tmp_path: Path) -> None:

@@ -448,7 +448,7 @@ async def test_a_server_that_counts_tokens_is_believed() -> None:
 async def test_sixteen_pending_scores_survive_the_death_of_the_judge() -> None:
     """F4: the pool brings the engine back, and what was pending is asked again; nothing gets a default."""
     from rft.engine.pool import EnginePool
-    from rft.testing.scripted import ScriptedEngine
+    from rft.engine.scripted import ScriptedEngine
 
     fake = FakeJudge(4)
     engine = ScriptedEngine(answer=lambda messages: fake.reply(messages))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError
 from rft.plugins import load_all
 from rft.reward.build_reward import build
-from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Transcript, Turn
 from rft.types.ports import GenerateRequest
 from rft.types.task import Task

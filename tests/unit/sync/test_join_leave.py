@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rft.engine.scripted import ScriptedEngine, logprobs, weights_key
 from rft.errors import DeadlineExceeded, EngineFailed, WeightSyncFailed
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
-from rft.testing.scripted import ScriptedEngine, logprobs, weights_key
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from rft.engine.pool import EnginePool
+from rft.engine.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.errors import WeightSyncFailed
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.testing.engine_contract import ask
-from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.types.ids import Version
 from rft.types.metrics import reduce
 from rft.types.ports import LoadReport, ScoreRow, WeightManifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.testing.scripted import ScriptedEngine
+from rft.engine.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import GroupId
 from rft.types.task import Task

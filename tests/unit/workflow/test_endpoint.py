@@ -15,9 +15,9 @@ import numpy as np
 import openai
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.plugins import REGISTRY, load_all
-from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task

@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError, EngineFailed
 from rft.plugins import import_file
-from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import Task
 from rft.workflow import isolated_child

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rft.engine.scripted import ScriptedEngine
 from rft.plugins import load_all
 from rft.reward.base import reward
-from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode, encode
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ids import GroupId

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import ConfigError, EngineFailed
 from rft.plugins import load_all
 from rft.reward.base import reward
-from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode, encode
 from rft.types.completion import Score
 from rft.types.ids import GroupId, Version

@@ -10,10 +10,10 @@ import pytest
 
 from rft.algorithm.gigpo import GigpoArgs
 from rft.engine.base import PromptTooLong
+from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.testing import ScriptedModel, run_workflow
-from rft.testing.scripted import ScriptedEngine
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.turns import EnvWorkflow, MultiTurnWorkflow, Reply, RewardPropagationWorkflow, Step, StepWiseWorkflow, TurnArgs
 

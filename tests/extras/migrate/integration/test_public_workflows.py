@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.extras.migrate.compat.trinity_rewards import make_transcript
 from rft.plugins import load_all
 from rft.reward.base import score
 from rft.reward.build_reward import build
 from rft.testing.fakes import ScriptedModel
-from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import Task
 from rft.worker import job_pool

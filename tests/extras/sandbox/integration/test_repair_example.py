@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.extras.sandbox.image import built
 from rft.extras.sandbox.processes import SandboxError
 from rft.taskset.task_folders import task_folders
 from rft.testing import run_workflow_async
-from rft.testing.scripted import ScriptedEngine
 from tests.extras.sandbox import containers
 from tests.helpers import runs
 

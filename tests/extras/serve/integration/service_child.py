@@ -10,8 +10,8 @@ import contextlib
 import sys
 from pathlib import Path
 
+from rft.engine.scripted import ScriptedEngine
 from rft.errors import DeadlineExceeded
-from rft.testing.scripted import ScriptedEngine
 from rft.trainer import manifest as manifests
 from rft.trainer.checkpoints import Checkpoints
 from rft.types.ids import Version

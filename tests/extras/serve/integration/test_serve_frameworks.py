@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from rft.engine.scripted import ScriptedEngine
 from rft.extras.serve.access import ENVIRONMENT
 from rft.taskset.generated_tasks import digit_sums
 from rft.testing.models import smollm2
-from rft.testing.scripted import ScriptedEngine
 from rft.threads import in_thread
 from tests.extras.serve.serving import KEY, serving
 from tests.helpers import runs
