@@ -125,7 +125,7 @@ class House:
 
     def loose_modules(self) -> list[str]:
         """Modules that lie beside the rooms."""
-        return [p.name for p in self.trees if p.parent == self.package and p.stem != "__init__"]
+        return [p.name for p in self.trees if p.parent == self.package and not p.stem.startswith("__")]
 
     def lazy_names(self) -> list[str]:
         """Names bound anywhere that are, but for underscores, a word that names nothing."""

@@ -222,7 +222,7 @@ def _in_vllms_environment(plan: Plan, policy: ChatModel | EngineSettings, replac
     vllm = next((e for e in found if e.engine_type == "vllm"), None)
     if vllm is not None and leftovers.RUN_ID not in os.environ:
         sys.stdout.flush()
-        raise typer.Exit(debug_session.in_vllms_environment(vllm, [sys.executable, "-m", "rft.cli.main", *sys.argv[1:]]))
+        raise typer.Exit(debug_session.in_vllms_environment(vllm, [sys.executable, "-m", "rft", *sys.argv[1:]]))
 
 
 @debug.command("step")

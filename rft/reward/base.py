@@ -201,3 +201,13 @@ def as_number(value: Any) -> float | None:
     """A number, also one of numpy or torch; None for anything else."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     return float(value) if isinstance(value, Real) else None
+
+
+def to_score(result: Any, name: str) -> Score:
+    """A number, or a dict with `score`, whose other numbers become parts.  Raises ValueError on anything else."""
+    if not isinstance(result, dict):
+        return Score(value=number(result, f"reward {name!r}"))
+    if "score" not in result:
+        raise ValueError(f"reward {name!r} returned a dict without 'score'; it has {', '.join(map(str, result)) or 'no keys'}")
+    parts = {str(k): number(v, f"reward {name!r}: {k!r}") for k, v in result.items() if k != "score" and as_number(v) is not None}
+    return Score(value=number(result["score"], f"reward {name!r}: 'score'"), parts=parts)

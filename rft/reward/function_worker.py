@@ -17,7 +17,7 @@ from rft.worker.process import serve
 def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Gives the function that answers {file or module, name, given} with {value, parts}."""
     from rft.plugins import import_file
-    from rft.reward.functions import to_score
+    from rft.reward.base import to_score
     from rft.threads import guarded
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:

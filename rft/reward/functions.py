@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rft.errors import ConfigError
-from rft.reward.base import FunctionReward, Reward, as_number, number
+from rft.reward.base import FunctionReward, Reward, to_score
 from rft.reward.manager import PRIME_TIMEOUT_S, ManagerArgs, answer, fits, late, with_acc
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
@@ -87,13 +87,3 @@ async def _in_process(home: tuple[str, str], name: str, given: dict[str, Any], t
     except TimeoutError:
         return late(timeout_s)
     return Score(value=said["value"], parts=said["parts"])
-
-
-def to_score(result: Any, name: str) -> Score:
-    """A number, or a dict with `score`, whose other numbers become parts.  Raises ValueError on anything else."""
-    if not isinstance(result, dict):
-        return Score(value=number(result, f"reward {name!r}"))
-    if "score" not in result:
-        raise ValueError(f"reward {name!r} returned a dict without 'score'; it has {', '.join(map(str, result)) or 'no keys'}")
-    parts = {str(k): number(v, f"reward {name!r}: {k!r}") for k, v in result.items() if k != "score" and as_number(v) is not None}
-    return Score(value=number(result["score"], f"reward {name!r}: 'score'"), parts=parts)

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rft.reward.base import Reward
-from rft.reward.functions import parameters_of, to_score
+from rft.reward.base import Reward, to_score
+from rft.reward.functions import parameters_of
 from rft.reward.manager import ManagerArgs, answer
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task

@@ -18,21 +18,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Literal
 
 import msgspec
-from msgspec import Struct
 
 from rft.engine.environment import cpu_environment, trainer_environment
 from rft.engine.settings import EngineSettings
+from rft.extras.doctor.check_line import TRANSPORTS, Line
 from rft.launch import leftovers
 
-State = Literal["ok", "note", "failed"]
 DEADLINE_S = 240.0  # of one check
-TRANSPORTS = {
-    "transformers": ("memory", "checkpoint"),
-    "vllm": ("memory", "checkpoint", "nccl"),
-}  # a broadcast needs two processes
 CHECKS: dict[str, str] = {  # name: what to do where it fails
     "versions": "install a driver and the torch build for its CUDA version; nvidia-smi has to list the GPUs in this shell or container",
     "arithmetic": "set trainer.param_dtype and explorer.rollout_model.dtype to float32, or use GPUs with bfloat16",
@@ -43,16 +37,6 @@ CHECKS: dict[str, str] = {  # name: what to do where it fails
     "vllm": "install the vLLM of `rft doctor` for this CUDA version, or use explorer.rollout_model.engine_type: transformers",
     "memory": "end the processes that hold it (`rft doctor` and nvidia-smi list them)",
 }
-
-
-class Line(Struct, frozen=True, kw_only=True):
-    """What one check found.  `seconds` is the time since the line before."""
-
-    topic: str
-    state: State
-    text: str
-    remedy: str = ""
-    seconds: float = 0.0
 
 
 def run(

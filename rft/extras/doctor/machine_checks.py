@@ -25,7 +25,7 @@ import numpy as np
 from rft.algorithm.settings import AlgorithmSettings
 from rft.engine.settings import EngineSettings
 from rft.errors import RftError, RunFailed, SetupError
-from rft.extras.doctor.machine import TRANSPORTS, Line
+from rft.extras.doctor.check_line import TRANSPORTS, Line
 from rft.launch.start import probe_prompts
 from rft.sync.settings import SyncSettings
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan

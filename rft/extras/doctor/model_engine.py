@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct
 
 from rft.extras.doctor import machine_checks
-from rft.extras.doctor.machine import TRANSPORTS, Line
+from rft.extras.doctor.check_line import TRANSPORTS, Line
 from rft.sync.settings import SyncSettings
 from rft.trainer.settings import LearnerSettings
 from rft.types.modelfiles import vocab_size

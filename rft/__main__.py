@@ -1,0 +1,5 @@
+"""`python -m rft`: the program."""
+
+from rft.cli.main import main
+
+main()
