@@ -1,8 +1,8 @@
 """Benchmarks, each against its peer on the same machine in the same run.
 
     python scripts/bench.py NAME [--quick] [--json]      one; the last line printed is its result
-    python scripts/bench.py NAME [--quick] --write       one, and its section of docs/benchmarks.md
-    python scripts/bench.py                              all; writes docs/benchmarks.md
+    python scripts/bench.py NAME [--quick] --write       one, and its section of docs/measured/benchmarks.md
+    python scripts/bench.py                              all; writes docs/measured/benchmarks.md
 
 Exit codes: 0 goals reached, 1 a goal missed, 3 a peer is missing (`make peers`).
 """
@@ -54,7 +54,7 @@ BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {
 }
 
 
-PAGE = harness.ROOT / "docs" / "benchmarks.md"
+PAGE = harness.ROOT / "docs" / "measured" / "benchmarks.md"
 INTRODUCTION = """# Benchmarks
 
 Written by `make bench`, or one section by `python scripts/bench.py NAME --write`. Each ratio is seconds of the peer / seconds of `rft`, \
@@ -63,7 +63,7 @@ both measured in turn in one run; a check named `at_most` is the limit / what wa
 
 
 def section(r: harness.Result, how: str) -> str:
-    """What docs/benchmarks.md says of one benchmark."""
+    """What docs/measured/benchmarks.md says of one benchmark."""
     about = inspect.getdoc(BENCHMARKS[r.name]) or ""
     lines = [f"## {r.name}", "", about, "", f"{r.machine}; {r.date}; `{how}`.", ""]
     lines += ["| check | ratio | 95 % interval | goal |", "|---|---|---|---|"]
@@ -76,7 +76,7 @@ def section(r: harness.Result, how: str) -> str:
 
 
 def write(made: dict[str, str]) -> None:
-    """Puts these sections into docs/benchmarks.md; the others and what stands before them stay."""
+    """Puts these sections into docs/measured/benchmarks.md; the others and what stands before them stay."""
     head, *old = PAGE.read_text(encoding="utf-8").split("\n## ") if PAGE.exists() else [INTRODUCTION]
     sections = {text.split("\n", 1)[0]: f"## {text.rstrip()}\n" for text in old} | made
     PAGE.write_text(
@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS), help="which one; all without")
     parser.add_argument("--quick", action="store_true", help="at least 3 rounds, at most 6 minutes")
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, not as a table")
-    parser.add_argument("--write", action="store_true", help="write the result into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="write the result into docs/measured/benchmarks.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     results: list[harness.Result] = []

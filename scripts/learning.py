@@ -4,7 +4,7 @@
     python scripts/learning.py --only moe,hybrid [--write]     a mixture of experts with vLLM, linear attention
     python scripts/learning.py --only frozen_lake,judge [--seeds 42,1,2] [--write]     SmolLM2-135M-Instruct, `rft run` with vLLM
 
-`--write` puts the table into docs/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights (those of
+`--write` puts the table into docs/measured/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights (those of
 SmolLM2 are given), of the data and of the sampling.
 """
 
@@ -52,7 +52,7 @@ from tests.helpers import families  # noqa: E402
 
 SEEDS, REAL_SEEDS = (0, 1, 2), (42, 1, 2)
 REAL_TIMEOUT_S = 4 * 3600.0
-PAGE = ROOT / "docs" / "learning.md"
+PAGE = ROOT / "docs" / "measured" / "learning.md"
 EXAMPLES = ROOT / "examples"
 
 

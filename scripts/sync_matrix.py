@@ -3,7 +3,7 @@
     python scripts/sync_matrix.py [--styles "fixed;fully_async"] [--transports memory,checkpoint] [--seeds 0,1,2] [--write] [--missing]
 
 `--transports` takes names of `synchronizer.sync_method` (without the option: all that work), each with further keys where it needs
-some: `NAME:key=value;key=value`.  `--write` puts the rows into docs/sync-matrix.md; rows that were not measured stay as they are.
+some: `NAME:key=value;key=value`.  `--write` puts the rows into docs/measured/sync-matrix.md; rows that were not measured stay as they are.
 `--missing` leaves out what has a row there.
 Exit code 1 if a row is older than its run's bound, or the mean accuracies of two cells differ by more than 0.05.
 
@@ -37,7 +37,7 @@ from rft.monitor.read import read, series
 from rft.testing import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "sync-matrix.md"
+PAGE = ROOT / "docs" / "measured" / "sync-matrix.md"
 TINY, IMITATES = (ROOT / "examples" / name / "config.yaml" for name in ("tiny", "sft_tiny"))
 BEGUN, STEPS, TASKS, EVALUATED_EVERY = 35, 50, 32, 25
 MOST_APART = 0.05

@@ -1,4 +1,4 @@
-"""What becomes of Trinity-RFT's example files: docs/from-trinity-files.md, and the same on the terminal.
+"""What becomes of Trinity-RFT's example files: docs/measured/from-trinity-files.md, and the same on the terminal.
 
     python scripts/trinity_files.py FOLDER [--plugins FOLDER] [--json FILE] [--write "agentscope-ai/Trinity-RFT, 2026-06-25"] [--add]
 
@@ -30,7 +30,7 @@ from rft.reward.build_reward import INSTEAD as REWARDS_INSTEAD
 from rft.taskset.settings import FormatSettings
 from rft.workflow.recipes import INSTEAD as WORKFLOWS_INSTEAD
 
-PAGE = Path(__file__).parent.parent / "docs" / "from-trinity-files.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measured" / "from-trinity-files.md"
 SECTIONS = {"model", "buffer", "algorithm", "explorer", "trainer", "mode"}
 GIVEN = ("model", "data")
 """What a reader has to bring anyway."""

@@ -1,4 +1,4 @@
-"""Writes docs/from-verl-files.md: what `rft convert verl` makes of the launch scripts that veRL publishes.  Names and outcomes only.
+"""Writes docs/measured/from-verl-files.md: what `rft convert verl` makes of the launch scripts that veRL publishes.  Names and outcomes only.
 
     python scripts/verl_files.py NAME=FOLDER ... [--write]
 
@@ -24,7 +24,7 @@ from rft.extras.migrate.convert import programs  # noqa: E402
 from rft.extras.migrate.convert.launch import Launch, read_launch  # noqa: E402
 from rft.extras.migrate.convert.verl import Conversion, convert  # noqa: E402
 
-PAGE = ROOT / "docs" / "from-verl-files.md"
+PAGE = ROOT / "docs" / "measured" / "from-verl-files.md"
 OURS = "FSDP and vLLM"
 OUTCOMES = ("clean", "asks", "to decide", "refused", "crash")
 HEAD = """# veRL's scripts

@@ -1,4 +1,4 @@
-"""What algorithms have to reach on tiny models, over three seeds: see scripts/learning.py, which writes docs/learning.md."""
+"""What algorithms have to reach on tiny models, over three seeds: see scripts/learning.py, which writes docs/measured/learning.md."""
 
 from __future__ import annotations
 

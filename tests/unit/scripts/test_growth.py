@@ -1,4 +1,4 @@
-"""The small form of `scripts/bench_growth.py`: the laws of docs/benchmarks.md, in operations counted and not in seconds."""
+"""The small form of `scripts/bench_growth.py`: the laws of docs/measured/benchmarks.md, in operations counted and not in seconds."""
 
 from __future__ import annotations
 
