@@ -36,6 +36,10 @@ SWITCH_ON = (
     "Switch on user namespaces (sysctl user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns=0; in a container "
     "--security-opt seccomp=unconfined) or Landlock (Linux 5.13, landlock in the kernel's lsm= list), on x86_64 or aarch64"
 )
+ACCEPT_LESS = (
+    "Or accept less with sandbox_level: seccomp in reward_fn_args (no packages but NumPy), or name a remote sandbox in "
+    "reward_fn_args.sandbox_url"
+)
 _SELF_TEST = """
 import json, socket, wave
 found = []
@@ -137,7 +141,10 @@ class Sandbox(JobPool):
     def _open(self) -> ForkServer:
         with self._opening:
             if self._server is None:
-                self._server = open_server(self._levels, self._python)
+                try:
+                    self._server = open_server(self._levels, self._python)
+                except SandboxUnavailable as e:
+                    raise SandboxUnavailable(f"{e}.  {ACCEPT_LESS}") from None
             return self._server
 
     def close(self) -> None:
@@ -179,11 +186,11 @@ def offered(python: str = sys.executable) -> tuple[Level | None, dict[Level, str
     return None, found
 
 
-def open_server(levels: Sequence[Level], python: str) -> ForkServer:
-    """A server of the first level that works here, as a program inside it shows.  Raises SandboxUnavailable."""
+def open_server(levels: Sequence[Level], python: str, *, folders: Sequence[str] = (), writable: str = "") -> ForkServer:
+    """A server of the first level that works here, as a program inside it shows; see `ForkServer`.  Raises SandboxUnavailable."""
     tried: list[str] = []
     for level in levels:
-        server = ForkServer(level, python)
+        server = ForkServer(level, python, folders=folders, writable=writable)
         if not (fault := _fault(server)):
             if level == "seccomp":
                 log.warning("programs run at sandbox level seccomp: they can import only Python's own library and NumPy")
@@ -191,9 +198,7 @@ def open_server(levels: Sequence[Level], python: str) -> ForkServer:
         server.close()
         tried.append(f"{level}: {fault}")
     raise SandboxUnavailable(
-        f"programs cannot be run safely on this machine ({'; '.join(tried)}).  {SWITCH_ON}, and a Python that other users can read.  "
-        "Or accept less with sandbox_level: seccomp in reward_fn_args (no packages but NumPy), or name a remote sandbox in "
-        "reward_fn_args.sandbox_url"
+        f"programs cannot be run safely on this machine ({'; '.join(tried)}).  {SWITCH_ON}, and a Python that other users can read"
     )
 
 

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rft.extras.sandbox import kernel, landlock, namespaces, program, seccomp, testrunner, wire
@@ -37,14 +38,19 @@ _USERS = (60600, 500)  # first user id, number of them: in the range that system
 _STACK = 64 << 20
 _FILES: dict[str, seccomp.Files] = {"namespaces": "write", "landlock": "read", "seccomp": "none"}
 _preloaded_bytes = 0  # address space that programs do not answer for
+_account_tasks = 0  # threads of this account, which RLIMIT_NPROC counts
 _NOT_PRELOADED = {"antigravity", "ensurepip", "idlelib", "lib2to3", "pip", "test", "this", "tkinter", "turtle", "turtledemo"}
 
 
 def main(argv: list[str]) -> None:
-    """`argv`: control descriptor, level, folders to import from.  Says {} or {error} and then obeys until the other side closes."""
+    """`argv`: control descriptor, level, folders to read, a folder to write in, folders to import from.
+
+    Says {} or {error} and then obeys until the other side closes.
+    """
     os.umask(0o022)  # programs run under another account and use the folders made here
     control = socket.socket(fileno=int(argv[0]))
-    level, sites = argv[1], argv[2:]
+    level, folders, writable, *sites = argv[1:]
+    readable = [*sites, *folders.split(":")]
     sys.path[:] = [p for p in sys.path[1:] if p] + sites
     try:
         for name in _PRELOADED:
@@ -52,9 +58,10 @@ def main(argv: list[str]) -> None:
         if why := seccomp.supported():
             raise OSError(why)
         if level == "namespaces":
-            namespaces.enter(sites)
+            namespaces.enter(readable)
         elif level == "landlock":
-            landlock.enter(namespaces.readable(sites), namespaces.DEVICES)
+            _count_account_tasks()
+            landlock.enter(namespaces.readable(readable), namespaces.DEVICES, writable)
         else:
             _preload_everything()
     except OSError as e:
@@ -76,7 +83,7 @@ def main(argv: list[str]) -> None:
             pid = -1  # the lifeline closes unsaid, which means that nothing was started
         if pid == 0:
             control.close()
-            _supervisor(order, dict(zip(order["fds"], fds, strict=True)), level)
+            _supervisor(order, dict(zip(order["fds"], fds, strict=True)), level, readable)
         for fd in fds:
             os.close(fd)
 
@@ -99,6 +106,14 @@ def _preload_everything() -> None:
     _preloaded_bytes = limits.address_space() - before
 
 
+def _count_account_tasks() -> None:
+    global _account_tasks
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if process.name.isdigit() and process.stat().st_uid == os.geteuid():
+                _account_tasks += len(os.listdir(process / "task"))
+
+
 def _import(name: str) -> None:
     with contextlib.suppress(Exception, SystemExit):  # of another system, or without its library
         importlib.import_module(name)
@@ -107,13 +122,16 @@ def _import(name: str) -> None:
 # ---------------------------------------------------------------- the supervisor
 
 
-def _supervisor(order: dict[str, Any], fds: dict[str, int], level: str) -> NoReturn:
+def _supervisor(order: dict[str, Any], fds: dict[str, int], level: str, readable: list[str]) -> NoReturn:
     lifeline = socket.socket(fileno=fds.pop("lifeline"))
     said = "error the sandbox ended before its program began"
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        if level == "namespaces":
+        kernel.adopt_orphans()
+        if level == "namespaces" and order["programs"]:
+            namespaces.private_root(readable, order["file_mb"])
+        elif level == "namespaces":
             namespaces.private_tmp(order["file_mb"])
         mine = os.getpid()
         pid = os.fork()
@@ -137,7 +155,12 @@ def _watch(pid: int, lifeline: socket.socket) -> str:
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
     if child not in {fd for fd, _ in poll.poll()}:
         signal.pidfd_send_signal(child, signal.SIGKILL)  # type: ignore[attr-defined]
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended before it had a group, or all of the group has ended
+        os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
     return f"exit {_code(status)}"
 
 
@@ -148,6 +171,8 @@ def _code(status: int) -> int:
 def _first(order: dict[str, Any], fds: dict[str, int], level: str, _: int) -> NoReturn:
     """The first process of a process space: when it ends, the kernel kills all others of the space."""
     die_with_parent()
+    if order["programs"]:
+        namespaces.show_processes()
     pid = os.fork()
     if pid == 0:
         _child(order, fds, level, 1)
@@ -167,9 +192,13 @@ def _child(order: dict[str, Any], fds: dict[str, int], level: str, parent: int) 
     try:
         channel, link = _descriptors(fds)
         os.chdir("/tmp" if level == "namespaces" else "/")
+        if level != "namespaces":  # what it starts cannot leave this group, and is killed with it
+            os.setpgid(0, 0)
         _limit(order, level)
         _drop(order, parent)
-        seccomp.install(seccomp.make(files=_FILES[level], processes=order["processes"] > 1))
+        files, own_space = "write" if order["programs"] else _FILES[level], level == "namespaces"
+        several, programs = order["processes"] > 1, order["programs"]
+        seccomp.install(seccomp.make(files=files, processes=several, groups=own_space, programs=programs))
         wire.send(channel, {"ready": True})
         work = wire.receive(channel, largest=wire.LARGEST_ORDER)
     except Exception as e:
@@ -206,9 +235,14 @@ def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | No
 
 def _limit(order: dict[str, Any], level: str) -> None:
     memory, file = (order["memory_mb"] << 20) + _preloaded_bytes, order["file_mb"] << 20
-    # else RLIMIT_NPROC would count the account's other processes, and the program may start none anyway
-    own_user, own_space = os.geteuid() == 0, level == "namespaces"
-    tasks = 64 + order["processes"] if own_user else 512 if own_space else resource.RLIM_INFINITY
+    if os.geteuid() == 0:  # it becomes a user of its own
+        tasks = 64 + order["processes"]
+    elif level == "namespaces":
+        tasks = 512
+    elif order["processes"] > 1:
+        tasks = _account_tasks + 64 + order["processes"]
+    else:  # the account's other processes would count, and the program may start none anyway
+        tasks = resource.RLIM_INFINITY
     for what, most in (
         (resource.RLIMIT_CPU, order["cpu_s"]),
         (resource.RLIMIT_AS, memory),

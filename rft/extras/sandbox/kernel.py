@@ -14,7 +14,7 @@ RDONLY, NOSUID, NODEV = 1, 2, 4  # MOUNT_ATTR_*
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _MOUNT_SETATTR = 442  # the same number on every machine
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 4, 38, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,6 +50,11 @@ def hide_memory() -> None:
 
 def no_new_privileges() -> None:
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parents have ended become children of this process."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "PR_SET_CHILD_SUBREAPER")
 
 
 def drop_capabilities() -> None:

@@ -18,7 +18,7 @@ from rft.extras.sandbox import kernel
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every machine
 _VERSION, _PATH_BENEATH = 1, 1
-_WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _FILES = ((1, 13), (2, 14), (3, 15), (5, 16))  # from a version on, how many rights of files there are
 _TCP, _SCOPES = 0b11, 0b11  # bind and connect; abstract unix sockets and signals
 
@@ -30,10 +30,10 @@ def version() -> int:
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)))
 
 
-def enter(folders: Sequence[str], devices: Sequence[str]) -> None:
-    """From here on this process, and what it starts, can read below `folders`, use `devices`, and open nothing else.
+def enter(folders: Sequence[str], devices: Sequence[str], writable: str = "") -> None:
+    """From here on this process, and what it starts, can read and run what is below `folders`, use `devices`, and open nothing else.
 
-    Nothing can be written, connected to, or signalled outside (the last from version 6 on).
+    Nothing can be written but below `writable`, connected to, or signalled outside (the last from version 6 on).
     """
     if not (known := version()):
         raise OSError(
@@ -45,7 +45,9 @@ def enter(folders: Sequence[str], devices: Sequence[str]) -> None:
     ruleset = _call(_CREATE_RULESET, ctypes.create_string_buffer(attributes[:size], size), ctypes.c_size_t(size), 0)
     try:
         for folder in {str(Path(f).resolve()) for f in folders if Path(f).is_dir()}:
-            _allow(ruleset, folder, _READ_FILE | _READ_DIR)
+            _allow(ruleset, folder, _READ_FILE | _READ_DIR | _EXECUTE)
+        if writable:
+            _allow(ruleset, writable, rights & ~_EXECUTE)
         for device in devices:
             _allow(ruleset, device, _READ_FILE | _WRITE_FILE)
         kernel.no_new_privileges()

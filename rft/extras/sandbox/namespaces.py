@@ -6,6 +6,7 @@ vanishes with it.  No network, no /proc, no other process.  Invariant: a step th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -39,7 +40,8 @@ def enter(sites: Sequence[str]) -> None:
         Path("/proc/self/gid_map").write_text(f"{_OUTSIDE_ID} {gid} 1")
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     socket.sethostname("sandbox")
-    _swap_root(readable(sites))
+    _swap_root(readable(sites), "size=1m,mode=755")
+    kernel.restrict_mount("/", kernel.RDONLY | kernel.NOSUID, recursive=False)
 
 
 def private_tmp(megabytes: int) -> None:
@@ -49,11 +51,25 @@ def private_tmp(megabytes: int) -> None:
     kernel.mount("sandbox", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
 
 
-def _swap_root(folders: Sequence[str]) -> None:
+def private_root(sites: Sequence[str], megabytes: int) -> None:
+    """As `private_tmp`, but new folders may be made anywhere; what is shown of the machine stays read-only."""
+    kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
+    _swap_root(readable(sites), f"size={megabytes}m,nr_inodes=8192,mode=1777")
+    Path("/tmp").chmod(0o1777)
+
+
+def show_processes() -> None:
+    """The process space's own /proc, which /dev/fd leads to.  A container may refuse it, and a shell then lacks `<(...)` alone."""
+    with contextlib.suppress(PermissionError):
+        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
+
+
+def _swap_root(folders: Sequence[str], options: str) -> None:
     root = Path("/tmp")
-    kernel.mount("sandbox", str(root), "tmpfs", kernel.MS_NOSUID, "size=1m,mode=755")
-    for name in ("tmp", "old", "dev"):
+    kernel.mount("sandbox", str(root), "tmpfs", kernel.MS_NOSUID, options)
+    for name in ("tmp", "old", "dev", "proc"):
         (root / name).mkdir()
+    (root / "dev/fd").symlink_to("/proc/self/fd")
     for folder in folders:
         _show(root, folder)
     for device in DEVICES:
@@ -62,7 +78,6 @@ def _swap_root(folders: Sequence[str]) -> None:
         kernel.mount(device, str(inside), "", kernel.MS_BIND)
     kernel.swap_root(str(root), "/old")
     Path("/old").rmdir()
-    kernel.restrict_mount("/", kernel.RDONLY | kernel.NOSUID, recursive=False)
 
 
 def _show(root: Path, folder: str) -> None:

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -50,6 +51,7 @@ class ProgramLimits:
     file_mb: int = 16
     files: int = 64
     processes: int = 1
+    programs: bool = False  # it may run those in the server's `folders`
 
 
 @dataclass(eq=False)
@@ -111,11 +113,17 @@ class SandboxedProcess:
 
 
 class ForkServer(ForkingProcess):
-    """The process that programs are forked from.  `level`: how they are closed off, one of LEVELS."""
+    """The process that programs are forked from.  `level`: how they are closed off, one of LEVELS.
 
-    def __init__(self, level: Level, python: str = sys.executable) -> None:
+    `folders`: what they may read beside Python; `writable`: where they may write at level landlock; at level namespaces it is /tmp.
+    """
+
+    def __init__(
+        self, level: Level, python: str = sys.executable, *, folders: Sequence[str] = (), writable: str = ""
+    ) -> None:
         super().__init__(env=_ENVIRONMENT, cwd="/", start_s=START_S, answers=False)
         self.level, self._python = level, python
+        self._folders, self._writable = folders, writable
         self._numbers = itertools.count()
         self._processes: weakref.WeakSet[SandboxedProcess] = weakref.WeakSet()
         self.aborted = False
@@ -176,18 +184,17 @@ class ForkServer(ForkingProcess):
             "fds": list(fds),
             "number": next(self._numbers),
             "cpu_s": max(1, int(limits.timeout_s * limits.deadlines + 0.999)),
-            **{name: getattr(limits, name) for name in ("memory_mb", "file_mb", "files", "processes")},
+            **{name: getattr(limits, name) for name in ("memory_mb", "file_mb", "files", "processes", "programs")},
         }
-        if limits.processes > 1 and self.level != "namespaces":
-            raise SandboxUnavailable(
-                f"programs with several processes need level namespaces; this sandbox is of level {self.level}"
-            )
+        if limits.processes > 1 and self.level == "seccomp":
+            raise SandboxUnavailable("programs with several processes need level namespaces or landlock; this sandbox is of level seccomp")
         with self._lock:
             self._order(json.dumps(order).encode(), list(fds.values()))
 
     def _command(self, control: int) -> list[str]:
         root = str(Path(__file__).resolve().parents[3])
-        return [self._python, "-I", "-S", "-B", "-c", _BOOT, root, str(control), self.level, *_sites()]
+        shown = ":".join(self._folders)
+        return [self._python, "-I", "-S", "-B", "-c", _BOOT, root, str(control), self.level, shown, self._writable, *_sites()]
 
     def _cannot_start(self, why: str) -> Exception:
         return SandboxError(why)

@@ -44,7 +44,13 @@ truncate:76:45 fsync:74:82 fdatasync:75:83 flock:73:32 chmod:90:- fchmod:91:52 f
 fallocate:285:47
 """
 _PROCESSES = """
-fork:57:- vfork:58:- setsid:112:157 setpgid:109:154 kill:62:129 tgkill:234:131
+fork:57:- vfork:58:-
+"""
+_GROUPS = """
+setsid:112:157 setpgid:109:154 kill:62:129 tgkill:234:131
+"""
+_PROGRAMS = """
+execve:59:221 fchdir:81:50 statfs:137:43 fstatfs:138:44 symlink:88:- symlinkat:266:36 link:86:- linkat:265:37
 """
 
 _MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column of the tables, AUDIT_ARCH
@@ -69,8 +75,9 @@ def supported() -> str:
     return "" if platform.machine() in _MACHINES else f"no table of system calls for {platform.machine()}"
 
 
-def make(*, files: Files, processes: bool) -> bytes:
-    """The filter as the kernel wants it.  `files`: what may be opened; `processes`: others may be started (never programs)."""
+def make(*, files: Files, processes: bool, groups: bool = True, programs: bool = False) -> bytes:
+    """The filter as the kernel wants it.  `files`: what may be opened; `processes`: others may be started, and with `programs` other
+    programs too; without `groups` they stay in this process group and send no signals."""
     column, arch = _MACHINES[platform.machine()]
     code: _Code = [
         (_LOAD, 0, 0, _ARCH),
@@ -84,7 +91,8 @@ def make(*, files: Files, processes: bool) -> bytes:
     checks = dict(_checks(writes, processes))
     for name, number in _numbers(_CHECKED + (_OPENS if files != "none" else ""), column):
         code += _rule(number, checks[name])
-    for table in (_ALWAYS, *((_WRITES,) if writes else ()), *((_PROCESSES,) if processes else ())):
+    offered = ((_WRITES, writes), (_PROCESSES, processes), (_GROUPS, processes and groups), (_PROGRAMS, programs))
+    for table in (_ALWAYS, *(t for t, allowed in offered if allowed)):
         for _, number in _numbers(table, column):
             code += _rule(number, [(_RETURN, 0, 0, _ALLOW)])
     code.append((_RETURN, 0, 0, _fail(errno.EPERM)))

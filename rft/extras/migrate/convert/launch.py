@@ -7,7 +7,7 @@ Knows no target key.  Invariant: nothing is executed, and every word of the laun
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from rft.config import yamlfile
 from rft.config.schema.source import leaves
 from rft.errors import ConfigError, ConfigErrors, raise_all
 from rft.extras.migrate.convert import hydra, programs
-from rft.extras.migrate.convert.interpret import Interpreter, StartedProgram
 from rft.extras.migrate.convert.programs import Program
-from rft.extras.migrate.convert.shell import parse
-from rft.extras.migrate.convert.values import PASSED, Text, lone, names_in, shown
+from rft.extras.migrate.convert.reading import Reading, ScriptReader, shown
+from rft.extras.migrate.convert.recording import RUN_S, SANDBOX_VARIABLES, Command, Inputs, Recorder, Recording
+from rft.logs import is_secret_name
 
 _YAML = {".yaml", ".yml", ".json"}
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
@@ -40,6 +40,7 @@ class Argument:
     prefix: str = ""  # "", "+", "++" or "~"
     variables: tuple[str, ...] = ()  # environment variables that stay in it as ${oc.env:NAME}
     unknown: str = ""  # why the script does not tell the value, which is then None
+    machine: bool = False  # because only the machine or the caller can tell it
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,12 @@ class Launch:
     launcher: tuple[str, ...] = ()  # the words before the program: ("torchrun", "--nproc_per_node=8", "-m", …)
 
 
-def read_launch(path: Path) -> Launch:
+def read_launch(path: Path, inputs: Inputs | None = None) -> Launch:
     """The launch of a shell script, or of a veRL YAML file (by its ending).  Raises ConfigError(s) naming file and line."""
     text = _read(path)
     if path.suffix.lower() in _YAML:
         return _from_yaml(text, path)
-    try:
-        return _from_script(text, path)
-    except RecursionError:
-        raise ConfigError(f"{path.name}: nested too deeply to be read; write the launch with plain values") from None
+    return _from_script(text, path, inputs or Inputs())
 
 
 def _read(path: Path) -> str:
@@ -95,152 +93,172 @@ def _variables(text: str) -> tuple[str, ...]:
 # -- scripts
 
 
-def _from_script(text: str, path: Path) -> Launch:
-    try:
-        commands = parse(text, path.name)
-    except ConfigError as e:
-        if programs.mentions(text):
-            raise
-        raise ConfigError(f"{e.message}; nor does it name a veRL program: is {path.name} a launch script?") from None
-    interpreter = Interpreter(str(path), path.name)
-    interpreter.script(commands)
-    if not interpreter.started and programs.mentions(text):
-        interpreter = Interpreter(str(path), path.name, prefer_launch=True)
-        interpreter.script(commands)
-    if not interpreter.started:
-        raise _no_launch(text, path.name, interpreter)
-    started, *later = interpreter.started
-    for other in later:
-        entry = other.found.entry
-        interpreter.note(other.line, f"a further launch, {shown(entry, interpreter.marks)}, is not read; convert it on its own")
-    for other in interpreter.others:
-        interpreter.note(other.line, f"{shown(other.found.entry, interpreter.marks)} has no counterpart here and is not read")
-    reader = _Arguments(started, interpreter)
-    reader.read()
-    entry = shown(started.found.entry, interpreter.marks)
-    first = f"{path.name}, line {started.line}: starts {entry}"
-    if said := programs.PROGRAMS.get(entry, ("", ""))[1]:
-        first += f" ({said})"
+def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
+    if sign := re.search("[\ue000-\ue002]", text):
+        line = text.count("\n", 0, sign.start()) + 1
+        raise ConfigError(f"{path.name}, line {line}: holds the character U+{ord(sign[0]):X}, which has no place in a script")
+    text = text.replace("\r\n", "\n")
+    reader = ScriptReader(Recorder(text, path, "|".join(programs.FILES)), text, inputs)
+    reading = reader.read()
+    if reading is None:
+        raise _no_launch(text, path.name, reader.first)
+    arguments = _Arguments(reading, text, path.name)
+    arguments.read()
+    command, entry = reading.launched.command, shown(reading.launched.match.entry)
+    first = f"{path.name}, line {command.line}: starts {entry}"
+    if remark := programs.PROGRAMS.get(entry, ("", ""))[1]:
+        first += f" ({remark})"
     elif entry.endswith(".py"):
         first += " (a file of its own may differ from veRL's; what it changes is not seen)"
-    notes = [f"line {line}: {note}" if line else note for line, note in sorted(interpreter.notes)]
-    assert started.found.program is not None
+    notes = dict.fromkeys([*_defaults(text), *arguments.notes, *_other_commands(reader.first, command)])
+    assert reading.launched.match.program is not None
     return Launch(
-        program=started.found.program,
-        arguments=tuple(reader.arguments),
-        passed_through=reader.passed,
-        notes=(first, *notes),
+        program=reading.launched.match.program,
+        arguments=tuple(arguments.arguments),
+        passed_through=reading.passed_through,
+        notes=(first, *(f"line {line}: {note}" if line else note for line, note in sorted(notes)), *reading.notes),
         path=str(path),
-        options=tuple(reader.options),
-        launcher=tuple(shown(w, interpreter.marks) for w in started.launcher),
+        options=tuple(arguments.options),
+        launcher=tuple(word for word, _ in reading.words[: reading.start]),
     )
 
 
-def _no_launch(text: str, name: str, interpreter: Interpreter) -> ConfigError:
+def _no_launch(text: str, name: str, recording: Recording) -> ConfigError:
     expected = f"a launch is e.g. `python3 -m verl.trainer.main_ppo key=value …`; programs: {programs.KNOWN}; {_OTHERS}"
-    if interpreter.others:
-        other = interpreter.others[0]
-        entry = shown(other.found.entry, interpreter.marks)
-        own = "where it is veRL's trainer with code of yours, write verl.trainer.main_ppo in its place and carry that code over"
-        return ConfigError(f"{name}, line {other.line}: {entry} has no counterpart here; {own}; {expected}")
-    for number, line in enumerate(text.splitlines(), 1):
+    matches = ((c, programs.find(c.words)) for c in recording.commands)
+    if other := next(((c.line, m.entry) for c, m in matches if m is not None), None):
+        advice = "where it is veRL's trainer with code of yours, write verl.trainer.main_ppo in its place and carry that code over"
+        return ConfigError(f"{name}, line {other[0]}: {shown(other[1])} has no counterpart here; {advice}; {expected}")
+    rows = text.splitlines()
+    if complaint := next(iter(re.findall(r"^(?!\+).*?: line (\d+): (.*(?:\n.*line \d+: `.*)?)", recording.errors, re.MULTILINE)[-1:]), None):
+        at, message = complaint
+        return ConfigError(f"{name}, line {at}: bash starts no launch and says {' '.join(shown(message).split())!r}; {expected}")
+    if not recording.ended:
+        return ConfigError(f"{name}, line {len(rows)}: the script does not end within {RUN_S:g} s; write the launch with plain values")
+    for number, line in enumerate(rows, 1):
         if programs.mentions(line) and not line.lstrip().startswith("#"):
             return ConfigError(
-                f"{name}, line {number}: a veRL program is named here but never started on the way that was read; keep what sets its "
-                f"arguments, leave out what ends the script or a branch before it; {expected}"
+                f"{name}, line {number}: a veRL program is named here but never started where the script leads by itself; keep what sets "
+                f"its arguments, leave out what ends the script or a branch before it; {expected}"
             )
-    rows = text.splitlines()
-    for number, row in enumerate(rows, 1):
-        if re.search(r"\b(?:python|torchrun|ray\b)", row.split("#")[0]):
+    for number, line in enumerate(rows, 1):
+        if re.search(r"\b(?:python|torchrun|ray\b)", line.split("#")[0]):
             return ConfigError(
-                f"{name}, line {number}: {row.strip()[:60]!r} is no veRL launch, nor is anything else here; {expected}"
+                f"{name}, line {number}: {line.strip()[:60]!r} is no veRL launch, nor is anything else here; {expected}"
             )
     return ConfigError(f"{name}, line {len(rows) or 1}: the script ends without starting a veRL program; {expected}")
+
+
+Note = tuple[int, str]  # line, or 0, and text
+
+
+def _defaults(text: str) -> Iterator[Note]:
+    """Defaults of variables that nothing else in the script sets."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for name, default in re.findall(r"\$\{(\w+):?[-=]([^}]*)", line.split(" #")[0]):
+            own = re.compile(rf"(?<![\w.])({name})\+?=(?![\"']?\$\{{{name}:?[-=])")
+            if not own.search(text) and default.strip("\"'"):
+                who = f"${name}" if name.isdigit() else name
+                yield number, f"{who} is not set by the script; its default {default.strip(chr(34) + chr(39))!r} is taken"
+
+
+def _other_commands(recording: Recording, launch: Command) -> Iterator[Note]:
+    """What the script starts beside the launch, and sets for it."""
+    for name, value in launch.environment.items():
+        if not name.startswith("RFT_") and name not in SANDBOX_VARIABLES:
+            hidden = "<hidden>" if is_secret_name(name) and value else shown(value)[:80]
+            yield launch.line, f"sets {name}={hidden} for the run; a configuration does not carry it"
+    for command in recording.commands:
+        match, base = programs.find(command.words), command.words[0].rsplit("/", 1)[-1]
+        if command.words == launch.words and command.line == launch.line:
+            continue
+        if match is not None and match.program is not None:
+            yield command.line, f"a further launch, {shown(match.entry)}, is not read; convert it on its own"
+        elif match is not None:
+            yield command.line, f"{shown(match.entry)} has no counterpart here and is not read"
+        elif base == "source":
+            yield command.line, f"`source {shown(' '.join(command.words[1:2]))}` is not read; what it sets counts as not set"
+        elif re.fullmatch(r"python[\d.]*", base) and len(command.words) > 1:
+            rest = next((w for w in command.words[1:] if not w.startswith("-")), command.words[-1])
+            yield command.line, f"`{base} … {shown(rest)[:60]}` is another program; it is not read"
 
 
 class _Arguments:
     """Sorts the words of a launch into arguments, options and notes."""
 
-    def __init__(self, started: StartedProgram, interpreter: Interpreter) -> None:
-        self.words, self.program = list(started.words), started.found.program
-        self.note, self.marks, self.name = interpreter.note, interpreter.marks, interpreter.name
+    def __init__(self, reading: Reading, text: str, name: str) -> None:
+        self.words, self.name, self.rows = reading.words[reading.start :], name, text.splitlines()
+        self.line = reading.launched.command.line
+        self.notes: list[Note] = [(self.line, f"${n} is not set by the script and taken as empty") for n in reading.empty]
+        self.notes += [(at, "no backslash ends the line before; what follows is read as arguments of the launch anyway")
+                       for at in reading.launched.cut_off]  # fmt: skip
         self.arguments: list[Argument] = []
         self.options: list[Argument] = []
-        self.passed = False
         self.errors: list[ConfigError] = []
 
     def read(self) -> None:
         waiting = iter(self.words)
-        for word in waiting:
-            if PASSED in word.text:
-                self.passed = True
-                if word.text == PASSED:
-                    continue
-                self.note(word.line, f'"$@" inside {shown(word.text, self.marks)!r} is taken as empty')
-                word = Text(word.text.replace(PASSED, ""), word.line)
-            if name := lone(word.text):
-                self.note(word.line, f"${name} is not set by the script and taken as empty")
-            elif not word.text.strip(" \t\n\\"):
-                self.note(word.line, "an empty argument is left out")
-            elif word.text.startswith("-"):
-                following = next(waiting, None) if programs.HYDRA_OPTIONS.get(word.text) else None
+        for word, unknown in waiting:
+            if not word.strip(" \t\n\\"):
+                continue
+            if word.startswith("-"):
+                following = next(waiting, ("", ""))[0] if programs.HYDRA_OPTIONS.get(word) else ""
                 self.option(word, following)
             else:
-                self.argument(word)
+                self.argument(word, unknown)
         if self.errors:
             raise self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
 
     def fail(self, line: int, message: str) -> None:
         self.errors.append(ConfigError(f"{self.name}, line {line}: {message}"))
 
-    def option(self, word: Text, following: Text | None) -> None:
-        name, equals, value = word.text.partition("=")
+    def written(self, word: str) -> int:
+        """The line where a word stands: of those that hold it, or its key, the first not before the launch, else the last before it."""
+        prefix, key, _ = hydra.split(word) or ("", word, "")
+        taken = {a.line for a in self.arguments if a.key == key}
+        for part in (word, f"{prefix}{key}=", key):
+            lines = [n for n, row in enumerate(self.rows, 1) if part in row and n not in taken and not row.lstrip().startswith("#")]
+            if lines:
+                return next((n for n in lines if n >= self.line), lines[-1])
+        return self.line
+
+    def option(self, word: str, following: str) -> None:
+        name, equals, value = word.partition("=")
+        line = self.written(name)
         if name not in programs.HYDRA_OPTIONS:
-            return self.fail(word.line, f"{shown(word.text, self.marks)!r} is neither key=value nor one of Hydra's options")
-        text = shown(value if equals else following.text if following else "", self.marks)
+            return self.fail(line, f"{word!r} is neither key=value nor one of Hydra's options")
+        text = value if equals else following
         if programs.HYDRA_OPTIONS[name] and not text:
-            return self.fail(word.line, f"{name} has no value")
+            return self.fail(line, f"{name} has no value")
         name = programs.LONG_FORM.get(name, name)
-        self.options.append(Argument(name, text or True, text, word.line, variables=_variables(text)))
-        self.note(
-            word.line, f"{name}{' ' + text if text else ''} is an option of Hydra; keys that only such a file sets are not read"
-        )
+        self.options.append(Argument(name, text or True, text, line, variables=_variables(text)))
+        note = f"{name}{' ' + text if text else ''} is an option of Hydra; keys that only such a file sets are not read"
+        self.notes.append((line, note))
         return None
 
-    def argument(self, word: Text) -> None:
-        found = hydra.split(word.text)
-        given = shown(word.text, self.marks)
+    def argument(self, word: str, unknown: str) -> None:
+        found = hydra.split(word)
+        line = self.written(word)
         if found is None:
-            return self.fail(word.line, f"{given[:120]!r} is no key=value, as in data.train_batch_size=1024")
+            return self.fail(line, f"{word[:120]!r} is no key=value, as in data.train_batch_size=1024")
         prefix, key, text = found
-        written, value = shown(text or "", self.marks), None
-        why = self.untold(text or "")
-        if not why and text is not None:
+        value, why = None, unknown
+        if not unknown and text is not None:
             try:
-                value = hydra.value(written)
+                value = hydra.value(text)
             except ConfigError as e:
                 why = e.message
         if old := next((a for a in reversed(self.arguments) if a.key == key), None):
-            self.note(old.line, f"{old.prefix}{key}={old.text} is replaced by {given} on line {word.line}")
-        names = _variables(written)
+            self.notes.append((old.line, f"{old.prefix}{key}={old.text} is replaced by {word} on line {line}"))
+        names = _variables(text or "")
         for name in names:
             if re.fullmatch(r"ARG\d+", name):
-                self.note(
-                    word.line,
-                    f"${name[3:]}, an argument of the script, becomes ${{oc.env:{name}}} in {key}; set {name} or write the value",
-                )
-        self.arguments.append(Argument(key, value, written, word.line, prefix, names, why))
+                note = f"${name[3:]}, an argument of the script, becomes ${{oc.env:{name}}} in {key}; set {name} or write the value"
+                self.notes.append((line, note))
+        if unknown:
+            text = next(iter(re.findall(rf"{re.escape(key)}=(\S+)", self.rows[line - 1])), text)
+        self.arguments.append(Argument(key, value, text or "", line, prefix, names, why, machine=bool(unknown)))
         return None
-
-    def untold(self, text: str) -> str:
-        """Why the script does not tell a value; "" if it does."""
-        if unknown := self.marks.of(text):
-            what = unknown[0]
-            written = f"{what.what!r} on line {what.line}" if what.line else repr(what.what)
-            return f"its value comes from {written}: {what.why}; write the value itself there"
-        if "#" in names_in(text):
-            return "its value comes from $#, the number of arguments, which only the caller of the script knows"
-        return ""
 
 
 # -- YAML
