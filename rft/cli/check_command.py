@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +41,7 @@ def check(
     from rft.config.check_report import Report
     from rft.config.load import stage_names
     from rft.config.plan import Facts
+    from rft.config.save import start_command
 
     learn_environment()
     facts, written = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30))), overrides or []
@@ -62,15 +62,15 @@ def check(
     if simulate is not None and cluster is not None:
         found = {stage: _simulated(report, cluster, simulate) for stage, report in found.items()}
     seats = {stage: _seats(report.plan) if report.ok else ([], "") for stage, report in found.items()}
-    folders = [x for d in plugin_dir or () for x in ("--plugin-dir", d)]
-    again = ["rft", "run", "--config", str(config), *folders, *(overrides or ())]
+    modes = {report.plan.mode for report in found.values() if report.plan is not None}
+    again = start_command("serve" if modes == {"serve"} else "both", config, overrides or (), plugin_dir or ())
     if as_json:
         print(show.as_json(_json(found, seats)))
     else:
         for stage, report in found.items():
             if stage:
                 print(f"stage {stage}")
-            _show(report, *seats[stage], config, shlex.join(again))
+            _show(report, *seats[stage], config, again)
     if not all(report.ok and not seats[stage][1] for stage, report in found.items()):
         raise typer.Exit(2)
 
