@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +36,7 @@ def check(
     from rft.config.check_report import Report
     from rft.config.load import stage_names
     from rft.config.plan import Facts
+    from rft.config.save import start_command
 
     learn_environment()
     facts = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30)))
@@ -50,15 +50,15 @@ def check(
         for stage in stages
     } or {"": wrong}
     seats = {stage: place_roles(report.plan) if report.ok else ([], "") for stage, report in found.items()}
-    folders = [x for d in plugin_dir or () for x in ("--plugin-dir", d)]
-    again = ["rft", "run", "--config", str(config), *folders, *(overrides or ())]
+    modes = {report.plan.mode for report in found.values() if report.plan is not None}
+    again = start_command("serve" if modes == {"serve"} else "both", config, overrides or (), plugin_dir or ())
     if as_json:
         print(show.as_json(_json(found, seats)))
     else:
         for stage, report in found.items():
             if stage:
                 print(f"stage {stage}")
-            show_report(report, *seats[stage], config, shlex.join(again))
+            show_report(report, *seats[stage], config, again)
     if not all(report.ok and not seats[stage][1] for stage, report in found.items()):
         raise typer.Exit(2)
 

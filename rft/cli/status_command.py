@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import os
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -40,7 +41,7 @@ def status(
         print(show.as_json(facts))
         return
     for line in lines(facts):
-        print(line)
+        print(safe(line))
 
 
 def collect(run_dir: Path) -> dict[str, Any]:
@@ -60,8 +61,10 @@ def collect(run_dir: Path) -> dict[str, Any]:
         "run_dir": str(run_dir),
         "phase": phase,
         "holder": holder,
+        "last_sign": run.last_sign(state),
+        "worked_s": run.worked_s(state),
         "state": state,
-        **_metrics(run_dir / "metrics.jsonl"),
+        **_metrics(run_dir / "metrics.jsonl", state.get("started", 0.0)),
         "checkpoints": _checkpoints(run.checkpoints),
         "stages": _stages(run_dir),
     }
@@ -90,9 +93,15 @@ def lines(facts: dict[str, Any]) -> list[str]:
     away = "" if (node := state.get("node", os.uname().nodename)) == os.uname().nodename else f", on {node}"
     held = f", process {facts['holder']}" if facts["holder"] is not None else away
     age = f", since {duration(max(time.time() - state['time'], 0))}" if "time" in state else ""
-    out = [f"run          {facts['run_dir']}", f"phase        {facts['phase']}{held}{age}"]
     if facts["phase"] == "died":
-        out.append("             its process ended without cleaning up; run the same command again to resume")
+        age = f" at {_moment(facts['last_sign'])} (last sign of life)"
+    out = [f"run          {facts['run_dir']}", f"phase        {facts['phase']}{held}{age}"]
+    if facts["phase"] in ("died", "failed", "interrupted") and (command := state.get("command")):
+        folder = str(state.get("cwd", Path.cwd()))
+        there = "" if folder == str(Path.cwd()) else f"cd {shlex.quote(folder)} && "
+        out.append(f"resume       {there}{command}")
+    if facts["worked_s"] is not None:
+        out.append(f"worked       {duration(facts['worked_s'])}")
     if reason := state.get("reason"):
         out.append(f"reason       {reason}")
     for s in facts["stages"]:
@@ -114,14 +123,22 @@ def lines(facts: dict[str, Any]) -> list[str]:
     ]
     if len(kept := [c["bytes"] for c in facts["checkpoints"] if not c["problem"]]) > 1:
         out.append(f"             {len(kept)} checkpoints, {sum(kept) / 1e6:.0f} MB in all")
+    if step and not facts["checkpoints"] and facts["phase"] in ("running", "died"):
+        out.append("checkpoint   none yet: a restart now would go back to step 0")
     out += [f"curve        {line}" for line in facts["curves"]]
     out += [f"alarm        {a.removeprefix('alarm ')}" for a in facts["alarms"]]
     out += [f"note         {n}" for n in facts["notes"] if not facts["stages"]]
     return [*out, *(f"next         {line}" for line in next_steps(facts["run_dir"]) if facts["last_step"])]
 
 
-def _metrics(path: Path) -> dict[str, Any]:
-    """The last train step, and the first and last value of each evaluation mean."""
+def _moment(seconds: float) -> str:
+    """The time of day, of another day with its date."""
+    then, today = time.localtime(seconds), time.localtime()
+    return time.strftime("%H:%M" if then[:3] == today[:3] else "%Y-%m-%d %H:%M", then)
+
+
+def _metrics(path: Path, since: float) -> dict[str, Any]:
+    """The last train step, the first and last value of each evaluation mean, and the notes of the process that began at `since`."""
     from rft.launch.progress import curve_lines
     from rft.monitor.curves import evaluations, is_main
     from rft.monitor.read import AllSeries, Records
@@ -137,7 +154,7 @@ def _metrics(path: Path) -> dict[str, Any]:
             last = {"step": r.step, "time": r.time, "values": r.values}
         if any(n.startswith("alarm/") for n in r.values):
             alarms += [f"{r.role} {r.step}: {n}" for n in r.notes or r.values]
-        else:
+        elif r.time >= since:
             told += [f"{r.role} {r.step}: {n}" for n in r.notes]
     evals = []
     for name in sorted(evaluations(found.found)):

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,6 +75,16 @@ def save(config: RunConfig, run_dir: Path, began_with: str = "") -> None:
     again["model"]["model_path"] = began_with or again["model"]["model_path"]
     write_whole(run_dir / RESOLVED, yamlfile.dump(again))
     write_whole(run_dir / "config.json", json.dumps(record, indent=1))
+
+
+def start_command(
+    mode: str, path: Path | str, overrides: Sequence[str], plugin_dirs: Sequence[str] = (), *, in_process: bool = False
+) -> str:
+    """The command that starts or resumes a run of a configuration file, without secrets."""
+    verb = "serve" if mode == "serve" else "run"
+    kept = [_override(o) for o in overrides if (verb, o) != ("serve", "mode=serve")]
+    folders = [x for folder in plugin_dirs for x in ("--plugin-dir", folder)]
+    return shlex.join(["rft", verb, "--config", str(path), *(["--in-process"] if in_process else []), *folders, *kept])
 
 
 def saved(run_dir: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.plan_serve import ENDLESS
 from rft.config.roles import apart
-from rft.config.save import refuse_changes, save
+from rft.config.save import refuse_changes, save, start_command
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
 from rft.disk import full, is_full
@@ -93,13 +93,14 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
         ports = [("127.0.0.1", api.port) for api in plan.explorer.apis if api.port and plan.mode != "train"]
         for host, port in ports if plan.serve is None else [(plan.serve.host, plan.serve.port), *ports]:
             listening(host, port).close()
+    command = _command(loaded, plan, in_process)
     loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})  # also those of the command line
     runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)
     changed = _changes(loaded, plan, rundir) if folder is None else []
-    began = time.time()
     with _owned(rundir, plan, "launcher.log"), rundir.ending():
         try:
+            rundir.goes_on(command)
             for line in changed:
                 log.info("%s", line)
             _clean_after_a_crash(rundir)
@@ -122,7 +123,7 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
                 how = phase if phase in ("failed", "interrupted") else "killed"
                 text = f"note  its last process ended ({how}) after all steps; what was to come, such as the final evaluation, is not there"
                 print(f"{text}: mode=bench evaluates the checkpoints", flush=True)
-            rundir.state("done", version=str(outcome.version), seconds=round(time.time() - began, 1))
+            rundir.state("done", version=str(outcome.version))
             return outcome
         except (Interrupted, KeyboardInterrupt) as e:
             raise Interrupted(INTERRUPTED) from e
@@ -145,6 +146,14 @@ async def _followed(
         return await modes.run(mode, rundir, progress.update, runtime, begins)
 
 
+def _command(loaded: RunConfig, plan: Plan, in_process: bool) -> str:
+    """What starts this run again, for people."""
+    source, folders = loaded.source, plan.plugin_dirs[len(loaded.plugin_dirs) :]  # of the command line
+    again = () if plan.continue_from_checkpoint else (f"name={plan.run_dir.name}", "continue_from_checkpoint=true")
+    assert source.path is not None, "runs are started from files"
+    return start_command(loaded.mode, source.path, (*source.overrides, *again), folders, in_process=in_process)
+
+
 def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state, stays as it is."""
     runtime = _runtime(plan, in_process)
@@ -165,7 +174,7 @@ def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
         except (Interrupted, KeyboardInterrupt) as e:
             raise Interrupted("stopped on request; what was evaluated is in metrics.jsonl") from e
         if alone:
-            rundir.state("done", seconds=round(time.time() - began, 1))
+            rundir.state("done")
     print(bench.table(results), flush=True)
     return Outcome(results[-1][0], plan.run_dir, time.time() - began, None)
 

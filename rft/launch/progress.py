@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from rft.launch.rundir import RunDir
 from rft.logs import redact
 from rft.monitor.curves import is_evaluation, is_main, main_values, sparkline
 from rft.monitor.read import AllSeries, Records
@@ -166,8 +167,10 @@ def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Versi
             "and buffer.total_steps or buffer.total_epochs where one is written"
         )
         return
-    begin = f", from step {resumed_from.step} on" if resumed_from is not None else ""
-    print(f"done  step {version.step} in {duration(seconds)}{begin}")
+    rundir = RunDir(run_dir)
+    worked_s = rundir.worked_s(rundir.read_state()) or seconds
+    since = f", {duration(seconds)} of them from step {resumed_from.step} on" if resumed_from is not None else ""
+    print(f"done  step {version.step} in {duration(worked_s)}{since}")
     model = run_dir / "checkpoints" / f"global_step_{version.step}" / "huggingface"
     if model.is_dir():
         print(f"model {model}")

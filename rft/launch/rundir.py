@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import sys
 import time
@@ -25,6 +26,8 @@ from rft.strictjson import parse_json
 
 STATE = "state.json"
 MAX_STATE = 16 << 20
+ENDED = ("done", "failed", "interrupted")  # phases
+_TIMES = ("time", "started", "before_s")
 INTERRUPTED = "stopped on request; run the same command again to resume from the last checkpoint"
 PRIVATE = 0o077  # the umask of every process of a run
 
@@ -35,6 +38,9 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run_id = uuid.uuid4().hex[:12]  # of the processes that this one starts
+        self._started = time.time()
+        self._before_s = 0.0  # that earlier processes of the run worked
+        self._how: dict[str, str] = {}
         self._lock: int | None = None
         self._umask = -1  # from before, while the folder is ours
 
@@ -94,7 +100,28 @@ class RunDir:
     def state(self, phase: str, **facts: Any) -> None:
         """What the run is doing, for `rft status`."""
         me = {"pid": os.getpid(), "began": began(os.getpid()), "node": os.uname().nodename, "folder": self.path.stat().st_ino}
-        write_json(self.path / STATE, {"phase": phase, **me, "time": time.time(), "run_id": self.run_id, **facts})
+        start = {"started": self._started, "before_s": self._before_s, **self._how}
+        write_json(self.path / STATE, {"phase": phase, **me, **start, "time": time.time(), "run_id": self.run_id, **facts})
+
+    def goes_on(self, command: str) -> None:
+        """This process, started by `command`, continues what the folder holds.  Raises as `read_state` does."""
+        before = self.read_state()
+        self._how = {"command": command, "cwd": str(Path.cwd())}
+        self._before_s = float(before.get("before_s", 0.0)) + max(0.0, self.last_sign(before) - before.get("started", math.inf))
+
+    def last_sign(self, state: Mapping[str, Any]) -> float:
+        """When the process that wrote `state` was at work last, in seconds since the epoch; by its files, where it did not say its end."""
+        if state.get("phase") in ENDED:
+            return float(state.get("time", 0.0))
+        files = (self.path / STATE, self.path / "metrics.jsonl", *self.logs.rglob("*.log"))
+        return max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
+
+    def worked_s(self, state: Mapping[str, Any]) -> float | None:
+        """How long the run's processes worked, without the time between them; None where that is not known."""
+        if "started" not in state:
+            return None
+        ends = time.time() if self.phase(state)[1] is not None else self.last_sign(state)
+        return float(state.get("before_s", 0.0)) + max(0.0, ends - float(state["started"]))
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -122,7 +149,7 @@ class RunDir:
         file = self.path / STATE
         try:
             state = parse_json(read_regular(file, MAX_STATE).decode("utf-8"))
-            if not isinstance(state, dict) or not isinstance(state.get("time", 0.0), int | float):
+            if not isinstance(state, dict) or not all(isinstance(state.get(n, 0.0), int | float) for n in _TIMES):
                 raise ValueError("it is not what a run has written")
             if not isinstance(parts := state.get("parts", {}), dict) or not all(type(pid) is int for pid in parts.values()):
                 raise ValueError("its parts are not what a run has written")

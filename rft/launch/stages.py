@@ -16,7 +16,7 @@ from typing import Any
 from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.roles import apart
-from rft.config.save import refuse_changes
+from rft.config.save import refuse_changes, start_command
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
 from rft.errors import ConfigError, ConfigErrors, SetupError
@@ -59,10 +59,10 @@ class Program:
             )
         done = self._done(folder, plans)
         rundir = RunDir.claim(folder)
-        began = time.time()
         with rundir.ending():
+            rundir.goes_on(start_command("both", self._config, self._overrides, self._plugin_dirs))
             last = self._remaining(run, rundir, done, plans)
-            rundir.state("done", stage=self._names[-1], version=str(last.version), seconds=round(time.time() - began, 1))
+            rundir.state("done", stage=self._names[-1], version=str(last.version))
             return last
 
     def _plans(self, name: str) -> list[tuple[RunConfig, Plan]]:

@@ -35,7 +35,7 @@ class RunLine:
     reward: float | None
     evals: tuple[tuple[str, float], ...]  # name, newest value
     cost_usd: float | None
-    seconds: float | None  # from the first record to the last train step
+    seconds: float | None  # that its processes worked
     changed: float  # seconds since the epoch
     spark: str  # path of its small reward curve
     read: bool = True  # False: its metrics are not read yet
@@ -99,10 +99,10 @@ class FoundRuns:
         if read:
             curves.refresh()
         run, last = RunDir(path), curves.last
-        try:
-            phase = run.phase(run.read_state())[0]
-        except ConfigError:
-            phase = "damaged"
+        phase, seconds = "damaged", None
+        with suppress(ConfigError):
+            state = run.read_state()
+            phase, seconds = run.phase(state)[0], run.worked_s(state)
         rewards = next((curve for n in REWARD if (curve := curves.found.get(n))), None)
         return RunLine(
             key=key,
@@ -113,7 +113,7 @@ class FoundRuns:
             reward=rewards.values[-1] if rewards else None,
             evals=tuple((e["name"], e["newest"]["value"]) for e in curves.evals()),
             cost_usd=curves.cost_usd(),
-            seconds=None if last is None else last.time - curves.began,
+            seconds=seconds,
             changed=changed,
             spark=spark(list(rewards.values)) if rewards else "",
             read=read,

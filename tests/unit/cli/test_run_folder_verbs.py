@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -17,10 +19,12 @@ import rft
 from rft.cli import chat_command, export_command, status_command
 from rft.cli import main as cli
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
+from rft.launch.progress import summary
 from rft.launch.rundir import RunDir
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption
+from rft.view.found_runs import FoundRuns
 
 
 def said(*arguments: str) -> tuple[str, int]:
@@ -121,6 +125,56 @@ def test_status_of_a_run_that_was_killed(run_dir: Path) -> None:
     assert status_command.collect(run_dir)["phase"] == "died"
     run.lock_file.write_text("1 1000000")  # the number was given to another process since
     assert status_command.collect(run_dir)["phase"] == "died"
+
+
+def test_status_of_a_killed_run_names_its_last_sign_and_the_command(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N12, N13: it said "died, since 1m05s" a second after the kill, and to run the same command again."""
+    run = RunDir(run_dir)
+    run.goes_on("rft serve --config my.yaml trainer.total_steps=9")
+    run.state("running")
+    shutil.rmtree(run.checkpoints)
+    long_ago, seen = time.mktime((2026, 11, 27, 9, 0, 0, 0, 0, -1)), time.mktime((2026, 11, 27, 13, 51, 7, 0, 0, -1))
+    for path, at in ((run.path / "state.json", long_ago), (run.path / "metrics.jsonl", seen)):
+        os.utime(path, (at, at))
+    out = said("status", str(run_dir))[0].splitlines()
+    assert out[1:3] == [
+        "phase        died at 2026-11-27 13:51 (last sign of life)",
+        "resume       rft serve --config my.yaml trainer.total_steps=9",
+    ]
+    assert "checkpoint   none yet: a restart now would go back to step 0" in out
+    monkeypatch.chdir(run_dir)
+    folder = json.loads((run_dir / "state.json").read_text())["cwd"]
+    assert f"resume       cd {folder} && rft serve --config my.yaml trainer.total_steps=9" in said("status", str(run_dir))[0]
+    os.utime(run.path / "metrics.jsonl")
+    assert re.search(r"died at \d\d:\d\d \(last sign of life\)", said("status", str(run_dir))[0])
+
+
+def test_notes_of_an_earlier_attempt_are_not_those_of_this_one(run_dir: Path) -> None:
+    """N14"""
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for at, note in ((5.0, "the old one"), (time.time() + 60, "the new one")):
+            record = {"role": "explorer", "step": 11, "time": at, "values": {}, "notes": [note]}
+            file.write("\n" * (at == 5.0) + json.dumps(record) + "\n")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    (run_dir / "metrics.jsonl").write_text("".join(f"{x}\n" for x in lines if x.endswith("}")))
+    out = said("status", str(run_dir))[0]
+    assert "note         explorer 11: the new one" in out and "the old one" not in out
+
+
+def test_a_run_worked_as_long_wherever_it_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """N15: the end of the run, its report and the viewer had a duration each."""
+    state = json.loads((run_dir / "state.json").read_text())
+    ended = {"started": 1000.0, "time": 1080.0, "before_s": 40.0}
+    (run_dir / "state.json").write_text(json.dumps(state | ended))
+    assert "worked       2m00s" in said("status", str(run_dir))[0]
+    summary(run_dir, Version(1, 10), 80.0, Version(1, 5))
+    assert "done  step 10 in 2m00s, 1m20s of them from step 5 on" in capsys.readouterr().out
+    assert dict(collect(rft.open_run(run_dir), answers=False).cost)["duration"].startswith("2m00s")
+    assert [line.seconds for line in FoundRuns(run_dir.parent).lines()] == [120.0]
+    again = RunDir(run_dir)
+    again.goes_on("rft run --config x.yaml")
+    again.state("running")
+    assert json.loads((run_dir / "state.json").read_text())["before_s"] == 120.0, "a later process counts on"
 
 
 def test_status_json_and_nonsense(run_dir: Path, tmp_path: Path) -> None:

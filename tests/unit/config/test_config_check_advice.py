@@ -198,6 +198,16 @@ def test_dry_run_is_check(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+def test_the_check_of_a_service_ends_with_its_command(tmp_path: Path) -> None:
+    """N21: it said to start it with rft run."""
+    (tmp_path / "s.yaml").write_text(SERVICE)
+    code, out = rft("check", "-c", str(tmp_path / "s.yaml"), "--schema-only", "explorer.proxy_port=0")
+    assert code == 0 and out.rstrip().endswith(
+        f"Start it with: rft serve --config {tmp_path / 's.yaml'} explorer.proxy_port=0"
+    ), out
+
+
+@pytest.mark.e2e
 def test_json_has_the_promised_keys(tiny_model: Path) -> None:
     rows = f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}"
     code, out = rft("check", "--json", "-c", str(DATA / "good" / "short.yaml"), f"model.model_path={tiny_model}", rows)

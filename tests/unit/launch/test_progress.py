@@ -158,4 +158,8 @@ def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary(tmp_path, Version(2, 15), 63.0, Version(1, 10))
     summary(tmp_path, Version(2, 15), 0.0, Version(2, 15))
     out = capsys.readouterr().out
-    assert "done  step 15 in 1m03s, from step 10 on" in out and "global_step_15/huggingface" in out and "nothing to do" in out
+    assert (
+        "done  step 15 in 1m03s, 1m03s of them from step 10 on" in out
+        and "global_step_15/huggingface" in out
+        and "nothing to do" in out
+    )

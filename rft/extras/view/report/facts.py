@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 from rft.buffer.inspect import Shown, look, written_by
 from rft.buffer.query import READ_TIMEOUT_S, Questions
 from rft.buffer.query import open_run as questions_of
-from rft.config.save import changed
+from rft.config.save import changed, start_command
 from rft.errors import ConfigError, RftError
 from rft.extras.view.charts import may_be_charted
 from rft.launch.progress import duration
@@ -168,7 +167,7 @@ def collect(run: StoredRun, *, answers: bool = True, keys: Collection[str] = ())
         series=found.series,
         evals=eval_points(found.series),
         answers=told("answers", lambda: _answers(run, missing)) if answers else [],
-        cost=told("cost", lambda: _cost(tree, found)),
+        cost=told("cost", lambda: _cost(tree, found, RunDir(run.run_dir).worked_s(state))),
         alarms=found.alarms,
         changed=told("settings", lambda: list(changed(tree).items())),
         versions=told("versions", lambda: [("seed", str(tree.get("seed", "unknown"))), *saved.get("versions", {}).items()]),
@@ -188,11 +187,9 @@ def _saved(run: StoredRun, missing: list[str]) -> dict[str, Any]:
 def _repeat(saved: dict[str, Any]) -> list[str]:
     if not saved.get("path"):
         return []
-    folders = [x for folder in saved["tree"].get("plugin_dirs") or () for x in ("--plugin-dir", folder)]
-    return [
-        f"# {saved['path']}  sha256 {saved.get('sha256')}",
-        shlex.join(["rft", "run", "--config", saved["path"], *folders, *saved.get("overrides", ())]),
-    ]
+    tree = saved["tree"]
+    command = start_command(tree.get("mode", ""), saved["path"], saved.get("overrides", ()), tree.get("plugin_dirs") or ())
+    return [f"# {saved['path']}  sha256 {saved.get('sha256')}", command]
 
 
 def _subject(tree: dict[str, Any], measured: RunSummary) -> list[tuple[str, str]]:
@@ -264,11 +261,11 @@ def interval(mean: float, sem: float | None, tasks: int | None) -> tuple[float |
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
-def _cost(tree: dict[str, Any], measured: RunSummary) -> list[tuple[str, str]]:
-    """Hours, tokens and dollars."""
+def _cost(tree: dict[str, Any], measured: RunSummary, worked_s: float | None = None) -> list[tuple[str, str]]:
+    """Hours, tokens and dollars; `worked_s`: of its processes, where that is known."""
     if not measured.series.names:
         return []
-    seconds, total, spent = covered(measured.ends, measured.took), measured.totals, measured.spent
+    seconds, total, spent = worked_s or covered(measured.ends, measured.took), measured.totals, measured.spent
     busy = total["perf/step_s"] - total["time/wait_s"]
     ranks = tree.get("trainer", {}).get("world_size") or 1
     engines = (tree.get("explorer", {}).get("rollout_model") or {}).get("engine_num") or 1
