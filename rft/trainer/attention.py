@@ -29,6 +29,7 @@ from rft.types.row_layout import KEY
 
 _WASTE = 0.6  # a rectangle takes branches down to this share of its longest
 _PIECE = 64  # slots of a piece at least, where a window is shorter
+_ALIGNED = 8  # entries of a mask that CUDA's memory-efficient kernel reads together
 _SMALL = 1 << 20  # scores of a rectangle, up to which plain float32 products are faster on CPUs than the fused kernel
 
 
@@ -44,16 +45,19 @@ class Rectangle:
     masks: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def mask(self, fold: int, dtype: torch.dtype) -> torch.Tensor:
-        """[B, 1, fold * R, L] additive, for `fold` query heads that share a key head."""
+        """[B, 1, fold * R, L] additive, for `fold` query heads that share a key head.
+
+        Its rows are `_ALIGNED` entries apart, or torch would copy it in every layer and keep each copy for the backward pass.
+        """
         if (fold, dtype) not in self.masks:
             width, device = self.keys.shape[1], self.keys.device
-            slots = torch.arange(width, device=device)
+            slots = torch.arange(-(-width // _ALIGNED) * _ALIGNED, device=device)
             mine = (self.starts[:, None] + torch.arange(self.height, device=device)).clamp(max=width - 1)[:, :, None]
             hidden = slots > mine
             if self.window is not None:
                 hidden |= slots <= mine - self.window
             made = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-            self.masks[fold, dtype] = made.repeat(1, fold, 1)[:, None]
+            self.masks[fold, dtype] = made.repeat(1, fold, 1)[:, None, :, :width]
         return self.masks[fold, dtype]
 
 

@@ -137,6 +137,17 @@ def test_what_is_made_for_a_kind_of_layer_is_made_once() -> None:
     assert first.mask(2, torch.float32) is first.mask(2, torch.float32)
 
 
+def test_rows_of_masks_are_aligned_for_the_gpu_kernel() -> None:
+    """U5: torch copies a mask whose strides are no multiples of 8 in every layer, and keeps each copy for the backward pass."""
+    made = attention.Layout(prefix.build(rows()), torch.device("cpu"))
+    masked = [r for window in (None, 5) for r in made.pieces(window, None).rectangles if not r.causal]
+    assert any(r.keys.shape[1] % 8 for r in masked)
+    for r in masked:
+        mask = r.mask(2, torch.bfloat16)
+        assert mask.shape == (len(r.keys), 1, 2 * r.height, r.keys.shape[1])
+        assert [stride % 8 for stride in mask.stride()] == [0, 0, 0, 1]
+
+
 def test_attention_that_trees_do_not_express_is_refused() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ConfigError, match=r"trainer.row_layout: Module is not told where rows begin"):
