@@ -21,6 +21,8 @@ from rft.buffer.location import Location
 from rft.buffer.schema import (
     FORMAT,
     V_EXPERIENCES,
+    V_GROUPS,
+    V_RUNS,
     create_views,
     experiences,
     groups,
@@ -138,11 +140,20 @@ def _from_4(tx: Connection, _: Storage) -> None:
     tx.execute(text(v_tokens(tx)))
 
 
+def _from_5(tx: Connection, _: Storage) -> None:
+    """Whose reward a row has: that of its run, as far as an older ledger knows; views of runs."""
+    _add_columns(tx, experiences)
+    for view in ("v_groups", "v_experiences"):
+        tx.exec_driver_sql(f"DROP VIEW {view}")
+    for view in (V_EXPERIENCES, V_RUNS, V_GROUPS):
+        tx.exec_driver_sql(view)
+
+
 def _add_columns(tx: Connection, table: Table) -> None:
     there = {c["name"] for c in inspect(tx).get_columns(table.name)}
     for column in table.columns:
         if column.name not in there:
-            default = "" if column.nullable else " DEFAULT 0"
+            default = "" if column.nullable or column.server_default is not None else " DEFAULT 0"
             tx.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {CreateColumn(column).compile(dialect=tx.dialect)}{default}")
 
 
@@ -161,4 +172,4 @@ def _fill(tx: Connection, storage: Storage, group: str, locator: str) -> bool:
     return True
 
 
-_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
+_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}

@@ -37,8 +37,6 @@ READ_TIMEOUT_S = 600.0  # of anything else
 Order = Literal["random", "best", "worst"]  # of reward
 _LONGEST = 1 << 28  # bytes of a value: one that a query makes takes memory, and its time is that of one step
 LOCK_WAIT_S = 5
-_WITH_TOKENS = 4  # the first format with a table of what the trainer had for tokens
-_READABLE = ("3", "4", str(FORMAT))  # they differ by that table alone
 _PORTION_BYTES = 16 << 20  # of payload that is read at once
 _PROGRESS = 20_000  # steps of SQLite's machine between two looks at the clock: well below a millisecond
 _HEAD = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|\()*(\w*)", re.DOTALL)
@@ -109,15 +107,10 @@ class Questions:
                 raw.set_progress_handler(lambda: self._deadline is not None and time.monotonic() > self._deadline, _PROGRESS)
             with self.reading(TIMEOUT_S) as tx:
                 self.about = {r.key: r.value for r in tx.execute(select(meta))}
-        if (found := self.about.get("format")) not in _READABLE:
+        if (found := self.about.get("format")) != str(FORMAT):
             newer = found is not None and found.isdecimal() and int(found) > FORMAT
             remedy = "use the rft that wrote it, or a newer one" if newer else "`rft run` migrates it when the run resumes"
             raise ConfigError(f"{self.where} has format {found}, this rft reads format {FORMAT}; {remedy}", key="RUN")
-
-    @property
-    def keeps_logprobs(self) -> bool:
-        """Whether there is a table for what the trainer had for tokens."""
-        return int(self.about["format"]) >= _WITH_TOKENS
 
     @cached_property
     def storage(self) -> Storage:
@@ -207,7 +200,8 @@ class Questions:
 
     def group_reward(self, group_id: str) -> tuple[float | None, int]:
         """The mean reward of a group's runs, and how many of them have one."""
-        (found,) = self._rows("", "WHERE group_id = {0}", (group_id,), what="avg(reward) AS mean, count(reward) AS scored")
+        what = "avg(reward) AS mean, count(reward) AS scored"
+        (found,) = self._rows("", "WHERE group_id = {0}", (group_id,), view="v_runs", what=what)
         return found["mean"], found["scored"]
 
     def lineage(self, id: str) -> list[dict[str, Any]]:
@@ -250,8 +244,6 @@ class Questions:
 
     def trainer_tokens(self, ids: Sequence[str]) -> dict[str, TrainerTokens]:
         """Of these experiences, as far as they are kept."""
-        if not self.keeps_logprobs:
-            return {}
         k = schema.token_logprobs.c
         with self.errors("RUN"), self.reading() as tx:
             rows = tx.execute(select(k.experience, k.token_start, k.pairs).where(k.experience.in_(ids))).all()
