@@ -1,13 +1,14 @@
-"""How token losses become one number, exactly, however the step is cut into micro-batches and ranks.
+"""How token losses become one number, exactly, however the step is cut into micro-batches and ranks, and runs into rows.
 
-    mode                       all valid tokens of the step (m: mask, L_i: valid tokens of row i, K: max_response_tokens)
+    mode                       all valid tokens of the step (m: mask, L_i: valid tokens of row i, L_r: of run r, K: max_response_tokens)
     token-mean                 sum m X / tokens
-    seq-mean-token-sum         sum m X / rows
+    run-mean                   sum_r (sum_t m X)_r / L_r / runs
+    seq-mean-token-sum         sum m X / runs
+    seq-mean-token-sum-norm    sum m X / (K runs)
     seq-mean-token-mean        sum_i (sum_t m X)_i / L_i / rows
-    seq-mean-token-sum-norm    sum m X / (K rows)
 
-tokens and rows (those with a valid token) count the whole step and come in.  Invariant: the results of all parts add up to
-the result for the whole.  It rests on every row lying wholly in one micro-batch, where L_i is counted.
+tokens, runs and rows (those with a valid token) and L_r count the whole step and come in.  Invariant: the results of all parts add up to
+the result for the whole.  L_i is counted in the micro-batch, which holds every row wholly; the rows of a run may lie in several.
 """
 
 from __future__ import annotations
@@ -55,10 +56,13 @@ def part(x: LossInputs, *, expert: bool) -> LossInputs | None:
     if x.is_expert is None:
         return None if expert else x
     d = x.denominators
-    tokens, rows = (d.expert_tokens, d.expert_rows) if expert else (d.tokens - d.expert_tokens, d.rows - d.expert_rows)
-    if tokens <= 0 or rows <= 0:
+    own = replace(d, tokens=d.expert_tokens, rows=d.expert_rows, num_runs=None if d.num_runs is None else d.expert_runs)
+    if not expert:
+        runs = None if d.num_runs is None else d.num_runs - d.expert_runs
+        own = replace(d, tokens=d.tokens - own.tokens, rows=d.rows - own.rows, num_runs=runs)
+    if own.tokens <= 0 or own.rows <= 0:
         return None
-    return replace(x, mask=x.mask & (x.is_expert if expert else ~x.is_expert), denominators=replace(d, tokens=tokens, rows=rows))
+    return replace(x, mask=x.mask & (x.is_expert if expert else ~x.is_expert), denominators=own)
 
 
 def nothing(x: LossInputs) -> torch.Tensor:
@@ -77,9 +81,12 @@ def aggregate(values: torch.Tensor, x: TokenRows) -> torch.Tensor:
     match x.loss_agg_mode:
         case "token-mean":
             return values.sum() / d.tokens
+        case "run-mean":
+            each = row_means(values, x) if x.run_tokens is None else values / x.run_tokens.clamp(min=1)
+            return each.sum() / d.runs
         case "seq-mean-token-sum":
-            return values.sum() / d.rows
+            return values.sum() / d.runs
+        case "seq-mean-token-sum-norm":
+            return values.sum() / (d.max_response_tokens * d.runs)
         case "seq-mean-token-mean":
             return row_means(values, x).sum() / d.rows
-        case "seq-mean-token-sum-norm":
-            return values.sum() / (d.max_response_tokens * d.rows)

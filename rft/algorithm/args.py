@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Computed = Literal["old", "ref", "entropy", "sum_squares", "discriminator_mean", "values"]
 """What a forward pass over the rows of a step gives, per trained token: log-probs of the policy before the step and of the
 reference model, entropy H, over the vocabulary the sum of p^2 and that of p^2 (H + log p), the critic's values."""
-AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggMode = Literal["token-mean", "run-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 # fmt: off
 Rejection = Literal[
     "none", "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
@@ -28,7 +28,8 @@ class Args(BaseModel):
     `before` names what the part reads that has to be computed before the step, `reference` says that a loss reads the reference
     model's log-probs.  Nothing else is computed.  `reads` says what a workflow has to write into its experiences for the part.
     `baseline` says that it reads the reward of a greedy run of the task, which the explorer plays.  Of an advantage, `in_groups` says that
-    runs of a task are compared with each other, so that a group of one has none.
+    runs of a task are compared with each other, so that a group of one has none, and `compares_rows` that it sees the rows of a run, each
+    a step of it; others see runs.
     Of a policy loss, `samples` says which rows need a sampler's log-probs, `pairs` that rows come in pairs, `agg_mode` the aggregation
     it is defined with, and `fixed_agg` that it knows no other.
     """
@@ -42,6 +43,7 @@ class Args(BaseModel):
     agg_mode: ClassVar[AggMode | None] = None
     fixed_agg: ClassVar[bool] = False
     in_groups: ClassVar[bool] = True
+    compares_rows: ClassVar[bool] = False
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -6,22 +6,26 @@ gradient: a micro-batch's losses are *sums* divided by totals of the whole step,
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 
-from rft.algorithm.args import AggMode
+from rft.algorithm.args import AggMode, declared
+from rft.algorithm.runs import Runs, joined
 from rft.plugins import kind
+from rft.types.completion import Credit
 from rft.types.ports import GroupStats
 
 if TYPE_CHECKING:
     import torch
 
-advantage = kind("advantage_fn")
-sample_strategy = kind("sample_strategy")  # those that choose among the rows of a step: fn(x, args) -> numbers of the drawn rows
+F = TypeVar("F", bound=Callable[..., Any])
+_advantage = kind("advantage_fn")
+sample_strategy = kind("sample_strategy")  # those that choose among the runs of a step: fn(x, args) -> numbers of the drawn ones
 policy_loss = kind("policy_loss_fn")
 policy_extra = kind("policy_extra")  # what the policy loss of the same name reads of the whole step
 kl_penalty = kind("kl_penalty_fn")  # fn(x, args) -> the KL of each row's tokens, list of [L_i]
@@ -79,9 +83,10 @@ class StepRow:
     """
 
     group: str  # text form of its group: the runs of one task
-    run: int  # number in the group; each step of a run is a separate row
+    run: int  # number in the group
     step: int  # number in the run
     reward: float
+    credit: Credit = "run"  # whose reward it is, see rft.types.credit
     logprobs: np.ndarray  # of the policy that sampled
     token_rewards: np.ndarray | None = None
     old: np.ndarray | None = None
@@ -112,6 +117,8 @@ class StepRow:
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
     """All rows of a train step, on the host.  `groups` are the statistics that came with the lease, by group.
+
+    An advantage and a sample strategy see each run as one row (`rft.algorithm.runs`), and statistics of runs.
 
     `keep`, bool [L_i], are the tokens that count, for parts that come after it is known; None = all.  `bypass`: the losses' ratio is
     taken against the policy that sampled, else against the one before the step.
@@ -186,6 +193,33 @@ class PreparedStep:
     kl: float | None = None  # of the KL penalty: mean over rows of their mean, in nats per token
 
 
+def advantage(name: str, *, args: type | None = None) -> Callable[[F], F]:
+    """Registers an advantage: fn(x, args) -> a number for each run, an array with a number for each token of it, or `Advantages`.
+
+    Called with rows of which some are of one run, it sees the run and gives each row its part, unless its `Args` say `compares_rows`.
+    """
+
+    def register(fn: F) -> F:
+        @functools.wraps(fn)
+        def of_runs(x: StepInputs, args: Any) -> Any:
+            runs = joined(x)
+            if declared(args).compares_rows or len(runs.rows) == len(x.rows):
+                return fn(x if declared(args).compares_rows else runs.x, args)
+            made = fn(runs.x, args)
+            return split(made, runs) if isinstance(made, Advantages) else runs.of_rows(made)
+
+        return _advantage(name, args=args)(cast(F, of_runs))
+
+    return register
+
+
+def split(made: Advantages, runs: Runs) -> Advantages:
+    """Advantages of runs as those of their rows."""
+    returns = None if made.returns is None else runs.of_rows(made.returns)
+    keep = None if made.keep is None else runs.of_rows(made.keep)
+    return replace(made, values=runs.of_rows(made.values), returns=returns, keep=keep)
+
+
 # ---------------------------------------------------------------- losses of one micro-batch
 
 
@@ -198,6 +232,12 @@ class Denominators:
     max_response_tokens: int  # K of seq-mean-token-sum-norm
     expert_tokens: float = 0.0  # those of an expert's rows among them
     expert_rows: float = 0.0
+    num_runs: float | None = None  # runs with at least one unmasked token; None: each row is one
+    expert_runs: float = 0.0
+
+    @property
+    def runs(self) -> float:
+        return self.rows if self.num_runs is None else self.num_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +245,8 @@ class TokenRows:
     """The tokens of one micro-batch in packed form.  N = number of response tokens in it, S = number of sequences.
 
     `row` is int64 [N], the sequence each token belongs to (0..S-1), `mask` bool [N] (False tokens never count, whatever they hold).
-    Invariant: all tokens of a sequence are in the same micro-batch, where per-sequence statistics are taken.
+    `run_tokens`, float32 [N], are the unmasked tokens of the whole run of each token; None: its row is the run.
+    Invariant: all tokens of a sequence are in the same micro-batch, where per-sequence statistics are taken; those of a run need not be.
     """
 
     mask: torch.Tensor
@@ -213,6 +254,7 @@ class TokenRows:
     num_rows: int
     denominators: Denominators
     loss_agg_mode: AggMode = "token-mean"  # of policies set by `Algorithm.loss` from the settings
+    run_tokens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Advantages of one number per row: the reward less some baseline of the group.
+"""Advantages of one number per run: the reward less some baseline of the group.
 
 Knows no tokens.  Invariant: baselines come from the statistics frozen with the lease; gpg's factor alone reads the batch.
 """
@@ -27,7 +27,7 @@ class OpmdArgs(Args):
 class AsymReArgs(Args):
     """Reward less the group's mean and a shift (arXiv:2506.20520)."""
 
-    baseline_shift: float = Field(-0.1, description="added to the group's mean; negative lets good rows weigh more")
+    baseline_shift: float = Field(-0.1, description="added to the group's mean; negative lets good runs weigh more")
 
 
 @advantage("none", args=AloneArgs)
@@ -77,7 +77,7 @@ def opmd(x: StepInputs, args: OpmdArgs) -> np.ndarray:
 def asymre(x: StepInputs, args: AsymReArgs) -> np.ndarray:
     """A = R - (mean + baseline_shift); in a group of one A = R.  Returns float32 [S].  arXiv:2506.20520
 
-    Rows of a group of equal rewards have advantage -baseline_shift: by default they are all pulled at a little.
+    Runs of a group of equal rewards have advantage -baseline_shift: by default they are all pulled at a little.
     """
 
     def one(reward: float, group: GroupStats) -> float:
@@ -88,7 +88,7 @@ def asymre(x: StepInputs, args: AsymReArgs) -> np.ndarray:
 
 @advantage("opo", args=NoArgs)
 def opo(x: StepInputs, args: NoArgs) -> np.ndarray:
-    """A = R - b, b = sum L R / sum L over the group, L = trained tokens; b = 0 for a group of one.  arXiv:2505.23585
+    """A = R - b, b = sum L R / sum L over the group, L = trained tokens of a run; b = 0 for a group of one.  arXiv:2505.23585
 
     Returns float32 [S].  Example: rewards 0, 0, 0, 1 with lengths 10, 20, 30, 40: b = 0.4.
     """
@@ -105,9 +105,9 @@ def opo(x: StepInputs, args: NoArgs) -> np.ndarray:
 
 @advantage("gpg", args=NoArgs)
 def gpg(x: StepInputs, args: NoArgs) -> np.ndarray:
-    """A = alpha (R - mean), alpha = rows of the step / rows of it whose reward is not 0 (at least 1).  arXiv:2504.02546
+    """A = alpha (R - mean), alpha = runs of the step / runs of it whose reward is not 0 (at least 1).  arXiv:2504.02546
 
-    alpha grows as fewer rows have a reward other than 0, so it is the one number here that depends on the batch.  Returns float32 [S].
+    alpha grows as fewer runs have a reward other than 0, so it is the one number here that depends on the batch.  Returns float32 [S].
     """
     alpha = len(x.rows) / max(sum(row.reward != 0 for row, _ in members(x)), 1)
     return scores(x, lambda reward, group: 0.0 if equal(group.rewards) else alpha * (reward - group.mean))

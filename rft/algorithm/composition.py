@@ -7,6 +7,7 @@ Invariant: a part whose coefficient is 0 is not called, so what it would need ma
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,17 +15,20 @@ from typing import Any, cast
 import numpy as np
 from pydantic import BaseModel
 
-from rft.algorithm.args import AGG_MODES, AggMode
-from rft.algorithm.base import Advantages, BufferStrategy, LossInputs, LossOutput, PreparedStep, StepInputs, StepRow
+from rft.algorithm.args import AGG_MODES, AggMode, declared
+from rft.algorithm.base import Advantages, BufferStrategy, LossInputs, LossOutput, PreparedStep, StepInputs, StepRow, split
 from rft.algorithm.catalog import check_args
 from rft.algorithm.correction import Corrected, CorrectionArgs, correct, diagnostics
 from rft.algorithm.needs import Needs, correction_args, needs
 from rft.algorithm.penalty import penalised
+from rft.algorithm.runs import apart, joined
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, mark_of
 from rft.threads import contained
 
+log = logging.getLogger(__name__)
+LONE_RUNS = "experience/lone_runs"
 Loss = Callable[[LossInputs], LossOutput]
 Extra = Callable[[StepInputs, Sequence[np.ndarray]], Mapping[str, Sequence[np.ndarray]]]
 
@@ -42,21 +46,26 @@ class Algorithm:
     _penalty: Callable[[StepInputs], Sequence[np.ndarray]] | None = None
     _penalty_coef: float = 0.0
     correction: CorrectionArgs | None = None
+    compares_rows: bool = False  # see `Args`
+    in_groups: bool = True
 
     def prepare(self, x: StepInputs, *, kl_coef: float | None = None) -> PreparedStep:
         """What the losses of a step read that depends on all of its rows.  `kl_coef`: factor of the KL in the reward in this step.
 
         In this order: KL penalty, advantages, choice of the rows (by their rewards without penalty), off-policy correction, extras
-        of the policy loss.  Raises ValueError for a part that gives other shapes.
+        of the policy loss.  The first three see runs, the others rows.  Raises ValueError for a part that gives other shapes.
         """
-        drawn = self._draw(x) if self._draw is not None else None
+        drawn = self._drawn_rows(x) if self._draw is not None else None
         metrics, kl = dict(diagnostics(x)), None
-        if self._penalty is not None:
-            estimates = self._penalty(x)
-            _check_shapes("the KL penalty", estimates, x.rows)
-            x, kl = penalised(x, estimates, self._penalty_coef if kl_coef is None else kl_coef)
         corrected = correct(x, c, None) if (c := self.correction) is not None and c.weighted else None
-        made = self._advantages(x if corrected is None else _weighed(x, corrected.weights))
+        weighed = x if corrected is None else _weighed(x, corrected.weights)
+        runs = apart(weighed) if self.compares_rows else joined(weighed)
+        seen = runs.x
+        if self._penalty is not None:
+            estimates = self._penalty(seen)
+            _check_shapes("the KL penalty", estimates, seen.rows)
+            seen, kl = penalised(seen, estimates, self._penalty_coef if kl_coef is None else kl_coef)
+        made = split(self._advantages(seen), runs)
         if drawn is not None:
             x, made = _drawn(x, made, drawn)
         if corrected is None or drawn is not None or made.keep is not None:  # it is not that of all tokens
@@ -72,14 +81,22 @@ class Algorithm:
             keep=keep,
             extra=extra,
             metrics={**metrics, **made.metrics, **corrected.metrics},
-            rewards=[row.rewards for row in x.rows] if kl is not None else None,
+            rewards=[row.rewards for row in seen.rows] if kl is not None else None,
             kl=kl,
         )
+
+    def _drawn_rows(self, x: StepInputs) -> list[int]:
+        """The rows of the drawn runs."""
+        assert self._draw is not None, "asked only where there is a choice"
+        runs = joined(x)
+        return [i for run in self._draw(runs.x) for i in runs.rows[run]]
 
     def _advantages(self, x: StepInputs) -> Advantages:
         """Of the policy's own rows, compared with each other alone; an expert's have advantage 0."""
         own = [row for row in x.rows if not row.is_expert]
         made = spread(self._advantage(replace(x, rows=own)), own)
+        if self.in_groups:
+            made = replace(made, metrics={**made.metrics, LONE_RUNS: _lone(x, own)})
         if len(own) == len(x.rows):
             return made
 
@@ -123,6 +140,7 @@ def build(settings: AlgorithmSettings) -> Algorithm:
     if needed.entropy:
         losses.append(_bind("entropy_loss_fn", settings.entropy_loss_fn, settings.entropy_loss_fn_args))
     advantage = _bind("advantage_fn", settings.advantage_fn, settings.advantage_fn_args)
+    compares = declared(check_args("advantage_fn", settings.advantage_fn, settings.advantage_fn_args))
     draw = _bind("sample_strategy", settings.sample_strategy, settings.sample_strategy_args)
     part = REGISTRY.get("sample_strategy", settings.sample_strategy).obj
     by_buffer = inspect.isclass(part) and issubclass(part, BufferStrategy)
@@ -141,12 +159,23 @@ def build(settings: AlgorithmSettings) -> Algorithm:
         penalty,
         coef,
         correction_args(settings),
+        compares_rows=compares.compares_rows,
+        in_groups=compares.in_groups,
     )
 
 
 def _weighed(x: StepInputs, weights: Sequence[np.ndarray] | None) -> StepInputs:
     """`x` with the weights of the off-policy correction, where there are some."""
     return x if weights is None else replace(x, rows=[replace(r, weights=w) for r, w in zip(x.rows, weights, strict=True)])
+
+
+def _lone(x: StepInputs, rows: Sequence[StepRow]) -> float:
+    """The number of runs that have none left to be compared with; the first is named."""
+    lone = {(row.group, row.run): row for row in rows if len(set(x.stats(row).runs) or x.stats(row).rewards) == 1}
+    for group, run in list(lone)[:1]:
+        text = "step %d: run %d of group %s has no other run of its task left to be compared with (%d such runs)"
+        log.warning(text, x.step, run, group, len(lone))
+    return float(len(lone))
 
 
 def _drawn(x: StepInputs, made: Advantages, drawn: Sequence[int]) -> tuple[StepInputs, Advantages]:

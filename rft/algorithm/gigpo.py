@@ -23,6 +23,7 @@ from rft.algorithm.returns import to_go
 class GigpoArgs(Args):
     """Group in group: episodes of a task, and steps that begin in the same state (arXiv:2505.10978)."""
 
+    compares_rows: ClassVar[bool] = True
     reads: ClassVar[str] = (
         "the state of every step, and its reward where it has one, from the entries of info named by env_state_hash_key and "
         "step_reward_key"

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from rft.algorithm.args import Args
 from rft.algorithm.base import StepInputs, define_algorithm, sample_strategy
+from rft.types.credit import rewards_of_runs
 from rft.types.ports import GroupStats
 
 
@@ -33,7 +34,7 @@ def group_best(x: StepInputs, args: GroupBestArgs) -> list[int]:
 
 
 def _best(stats: GroupStats, args: GroupBestArgs) -> set[int]:
-    rewards = dict(zip(stats.runs, stats.rewards, strict=True))  # of a run with several steps: its last
+    rewards = rewards_of_runs(stats)
     order = sorted(rewards, key=lambda run: (-rewards[run], run))
     return {run for run in order[: args.num_best] if args.min_reward is None or rewards[run] >= args.min_reward}
 

@@ -1,6 +1,6 @@
 """Group-relative advantages (GRPO, arXiv:2402.03300; without the standard deviation Dr. GRPO, arXiv:2503.20783).
 
-Knows no tokens but for `rank_penalty`: one number per row, which the trainer spreads over the row's trained tokens.
+Knows no tokens but for `rank_penalty`: one number per run, which the trainer spreads over the run's trained tokens.
 Invariant: statistics come with the lease, so an advantage does not depend on which siblings share the batch; the documented
 exceptions are `rank_penalty`, which reads the siblings' log-probs, and the deviation with `std_cal_level: batch`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -56,6 +56,8 @@ class GrpoArgs(Args):
 class StepWiseGrpoArgs(Args):
     """GRPO over the last experiences of each run, given to all of the run's steps."""
 
+    compares_rows: ClassVar[bool] = True
+
     epsilon: float = Field(1e-6, gt=0, description=EPSILON)
     enable_step_norm: bool = Field(False, description="divide by the run's number of steps")
     std_threshold: float | None = drop_threshold()
@@ -73,11 +75,11 @@ class NormArgs(Args):
 def grpo(x: StepInputs, args: GrpoArgs) -> np.ndarray:
     """A = (R - mean) / (std + epsilon) with the unbiased standard deviation; without `norm_by_std` A = R - mean.
 
-    With `std_cal_level: batch`, std is that of the rewards of all rows of the step (arXiv:2508.08221).  With `rank_penalty` p, first
-    R <- R (1 - p rank / n), for scoring and statistics alike, where rank counts the n rows of the group in the step that are less
-    likely, by their mean log-prob (arXiv:2506.02355); equally likely rows share the mean of their ranks.
+    With `std_cal_level: batch`, std is that of the rewards of all runs of the step (arXiv:2508.08221).  With `rank_penalty` p, first
+    R <- R (1 - p rank / n), for scoring and statistics alike, where rank counts the n runs of the group in the step that are less
+    likely, by their mean log-prob (arXiv:2506.02355); equally likely runs share the mean of their ranks.
 
-    Returns float32 [S], one number per row.  A group whose rewards are all equal, groups of one included, gives exactly 0: nothing
+    Returns float32 [S], one number per run.  A group whose rewards are all equal, groups of one included, gives exactly 0: nothing
     sets its members apart.  Raises ValueError for rewards that are not finite.
 
     Example: rewards 1, 0, 0, 1 of one group give 0.866024, -0.866024, -0.866024, 0.866024.
@@ -97,9 +99,9 @@ def grpo(x: StepInputs, args: GrpoArgs) -> np.ndarray:
 
 @advantage("grpo_passk", args=NormArgs)
 def grpo_passk(x: StepInputs, args: NormArgs) -> np.ndarray:
-    """The best row of a group: A = (best - second best) / (std + epsilon), or without `norm_by_std` the difference; others 0.
+    """The best run of a group: A = (best - second best) / (std + epsilon), or without `norm_by_std` the difference; others 0.
 
-    Returns float32 [S].  Two best rows, like a group of one, give 0 (arXiv:2503.19595).
+    Returns float32 [S].  Two best runs, like a group of one, give 0 (arXiv:2503.19595).
     """
 
     def one(reward: float, group: GroupStats) -> float:
@@ -139,7 +141,7 @@ def _last_rewards(group: GroupStats) -> dict[int, float]:
 
 
 def _penalised(x: StepInputs, penalty: float) -> StepInputs:
-    """`x` with the rewards of likely rows lowered, and statistics of the lowered rewards."""
+    """`x` with the rewards of likely runs lowered, and statistics of the lowered rewards."""
     of: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(x.rows):
         of[row.group].append(i)

@@ -1,10 +1,12 @@
 """Losses with one ratio per sequence: GSPO (arXiv:2507.18071) and GMPO (arXiv:2507.20673).
 
+A sequence is a row: each chain of a run has a ratio of its own.
 Invariant: a sequence is wholly in one micro-batch, so its ratio is exact.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field, model_validator
@@ -20,7 +22,7 @@ MAX_LOG_RATIO = 10.0
 class GspoArgs(GradientArgs):
     """Clipped ratio of whole sequences (arXiv:2507.18071)."""
 
-    agg_mode: ClassVar[AggMode | None] = "seq-mean-token-mean"
+    agg_mode: ClassVar[AggMode | None] = "run-mean"
 
     clip_range: float | None = Field(None, ge=0, description="both bounds, where the two below are not given")
     clip_range_low: float = Field(3e-4, ge=0, le=1, description="the sequence ratio is clipped at 1 - this")
@@ -43,7 +45,7 @@ class GspoArgs(GradientArgs):
 class GeoMeanArgs(ClippedArgs, GradientArgs):
     """Geometric mean of a sequence's ratios (arXiv:2507.20673); bounds hold for log ratios."""
 
-    agg_mode: ClassVar[AggMode | None] = "seq-mean-token-mean"
+    agg_mode: ClassVar[AggMode | None] = "run-mean"
     fixed_agg: ClassVar[bool] = True
 
     clip_range: float = Field(0.2, ge=0, description="both bounds of the log ratio, where the two below are null")
@@ -57,7 +59,7 @@ def gspo(x: LossInputs, args: GspoArgs) -> LossOutput:
 
         loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
 
-    Every token of a sequence has the same ratio, but its own gradient.  Defined with seq-mean-token-mean.  Metrics, as means over
+    Every token of a sequence has the same ratio, but its own gradient.  Defined with run-mean.  Metrics, as means over
     valid tokens: pg_clipfrac, ppo_kl_seq (-q), those of `ratio_metrics`.
 
     Example: logprob - old = 0.1, -0.1, 0.3 gives s = exp(0.1) = 1.105171 for all three.
@@ -79,7 +81,8 @@ def geo_mean(x: LossInputs, args: GeoMeanArgs) -> LossOutput:
     """With v = clip(logprob - old, -20, 20) clipped to [-low, high] towards the pessimistic side,
     v' = sgn(A) min(sgn(A) v, sgn(A) clip(v, -low, high)), per sequence:
 
-        loss = -mean(A) exp(mean(v')),  the loss of the step is its mean over sequences, whatever `loss_agg_mode`.
+        loss = -mean(A) exp(mean(v')),  the loss of the step is its mean over runs, whatever `loss_agg_mode`; a run of several
+        sequences counts once, each of these by its tokens.
 
     Weights of an off-policy correction enter as their geometric mean over the sequence.  Metrics, as means over valid tokens:
     pg_clipfrac (v' is not v), those of `ratio_metrics`.
@@ -95,7 +98,7 @@ def geo_mean(x: LossInputs, args: GeoMeanArgs) -> LossOutput:
         loss = loss * row_means(valid(x.weights, x.mask).clamp(min=floor).log(), x).exp()
     sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["pg_clipfrac"] = ratios.share((pessimistic != log_ratio) & (a != 0), x)
-    return LossOutput(loss=loss.sum() / x.denominators.rows, sums=sums, maxima=maxima)
+    return LossOutput(loss=aggregate(loss[x.row], replace(x, loss_agg_mode="run-mean")), sums=sums, maxima=maxima)
 
 
 define_algorithm(
@@ -104,7 +107,7 @@ define_algorithm(
     advantage_fn="grpo",
     policy_loss_fn="gspo",
     repeat_times=2,
-    loss_agg_mode="seq-mean-token-mean",
+    loss_agg_mode="run-mean",
 )
 define_algorithm(
     "gmpo",
@@ -112,5 +115,5 @@ define_algorithm(
     advantage_fn="grpo",
     policy_loss_fn="geo_mean",
     policy_loss_fn_args={"clip_range": 0.4},
-    loss_agg_mode="seq-mean-token-mean",
+    loss_agg_mode="run-mean",
 )

@@ -1,7 +1,7 @@
 """KL in the reward: takes KL(policy || reference) from the rewards of the tokens, before the advantages.
 
-Knows the rows of a step, not where their log-probs come from nor how the factor is steered.
-Invariant: a group's statistics are those of the rewards that its rows have afterwards, so advantages compare like with like.
+Knows the runs of a step, not where their log-probs come from nor how the factor is steered.
+Invariant: a group's statistics are those of the rewards that its runs have afterwards, so advantages compare like with like.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from rft.algorithm.args import NoArgs
 from rft.algorithm.base import StepInputs, StepRow, kl_penalty
-from rft.algorithm.group_stats import unbiased_std
 from rft.algorithm.kl import ESTIMATORS, MAX_RATIO, KlArgs, k3
+from rft.types.credit import Member, group_statistics
 from rft.types.ports import GroupStats
 
 if TYPE_CHECKING:
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def penalised(x: StepInputs, kls: Sequence[np.ndarray], coef: float) -> tuple[StepInputs, float]:
-    """(the step with r = s - coef kl for every trained token, the mean over its rows of their mean kl in nats per token).
+    """(the step with r = s - coef kl for every trained token, the mean over its runs of their mean kl in nats per token).
 
-    `kls`: one array [L_i] per row.  A row's reward loses what its tokens lose; an expert's rows stay as they are and do not count.
-    Statistics of a group are taken again over its rows in the step: members that a filter dropped have no known KL and are left out.
+    `kls`: one array [L_i] per run.  A run's reward loses what its tokens lose; an expert's stay as they are and do not count.
+    Statistics of a group are taken again over its runs in the step: those that a filter dropped have no known KL and are left out.
     """
     rows = [
         row
@@ -54,16 +53,7 @@ def _statistics(x: StepInputs, rows: list[StepRow]) -> dict[str, GroupStats]:
 
 def _of(group: GroupStats, rows: list[StepRow]) -> GroupStats:
     rows = sorted(rows, key=lambda r: (r.run, r.step))
-    rewards = tuple(r.reward for r in rows)
-    return msgspec.structs.replace(
-        group,
-        rewards=rewards,
-        mean=float(np.mean(rewards)),
-        std=unbiased_std(rewards),
-        runs=tuple(r.run for r in rows),
-        steps=tuple(r.step for r in rows),
-        lengths=tuple(r.length for r in rows),
-    )
+    return group_statistics(group.group, [Member(r.reward, r.run, r.step, r.length, r.credit) for r in rows])
 
 
 def _estimates(x: StepInputs, estimate: Estimator, *, corrected: bool) -> list[np.ndarray]:

@@ -1,6 +1,6 @@
-"""Group-relative REINFORCE and its variations (REC, arXiv:2509.24203): which rows and tokens count, how much, and what is added.
+"""Group-relative REINFORCE and its variations (REC, arXiv:2509.24203): which runs and tokens count, how much, and what is added.
 
-Invariant: which rows of a group are dropped depends on the group's frozen rewards and on the seed, never on which of its rows share the
+Invariant: which runs of a group are dropped depends on the group's frozen rewards and on the seed, never on which of them share the
 batch.
 """
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class RecArgs(Args):
-    """Group-relative REINFORCE with a choice of rows (arXiv:2509.24203)."""
+    """Group-relative REINFORCE with a choice of runs (arXiv:2509.24203)."""
 
     epsilon: float = Field(1e-6, gt=0, description=EPSILON)
     std_normalize: bool = Field(False, description="divide by the group's biased standard deviation")
     drop: Literal["balance"] | None = Field(
-        None, description="balance: drop rows below the mean until both sides are equally many"
+        None, description="balance: drop runs below the mean until both sides are equally many"
     )
 
 
@@ -38,8 +38,8 @@ class RecArgs(Args):
 def rec_advantage(x: StepInputs, args: RecArgs) -> Advantages:
     """A = R - mean, with `std_normalize` divided by (std + epsilon), std biased (n).
 
-    With `drop: balance`, a group with more rows below its mean than not loses surplus ones of them, drawn at random, and mean and std
-    are those of the rest.  Dropped rows have advantage 0 and leave the loss and its denominators.  Equal rewards give 0.
+    With `drop: balance`, a group with more runs below its mean than not loses surplus ones of them, drawn at random, and mean and std
+    are those of the rest.  Dropped runs have advantage 0 and leave the loss and its denominators.  Equal rewards give 0.
     Values float32, keep bool: [L_i] per row.
     """
     kept = {row.group: _kept(group, args.drop, x.seed) for row, group in members(x)}
@@ -48,7 +48,8 @@ def rec_advantage(x: StepInputs, args: RecArgs) -> Advantages:
         stays, rewards = True, np.asarray(group.rewards, np.float64)
         if (mask := kept[row.group]) is not None:
             known = described(group)
-            stays = bool(mask[list(zip(known.runs, known.steps, strict=True)).index((row.run, row.step))])
+            steps = known.steps if row.credit == "step" else [row.step] * len(known.runs)
+            stays = bool(mask[list(zip(known.runs, steps, strict=True)).index((row.run, row.step))])
             rewards = rewards[mask]
         value = 0.0
         if stays and not equal(group.rewards):
@@ -109,7 +110,7 @@ def rec(x: LossInputs, args: RecLossArgs) -> LossOutput:
           none             always
           two-side         1 - low <= ratio <= 1 + high
           one-side         A >= 0 and ratio <= 1 + high, or A <= 0 and ratio >= 1 - low
-          gspo-one-side    as one-side with q in place of ratio; aggregated by seq-mean-token-mean, whatever `loss_agg_mode`
+          gspo-one-side    as one-side with q in place of ratio; aggregated by run-mean, whatever `loss_agg_mode`
           ring             as two-side, or A >= 0 and ratio <= 1 - low', or A <= 0 and ratio >= 1 + high'
         weight           w = 1, ratio (importance_sampling), q (gspo_importance_sampling), exp(A / temp) (advantage)
         regulariser      none; k2: c (logprob - old)^2; forward-kl: -c logprob; it has no factor 1/2, no weight and no range
@@ -130,7 +131,7 @@ def rec(x: LossInputs, args: RecLossArgs) -> LossOutput:
         case "none":
             pass
     if args.clip_mode == "gspo-one-side":
-        x = replace(x, loss_agg_mode="seq-mean-token-mean")
+        x = replace(x, loss_agg_mode="run-mean")
     sums, maxima = ratios.ratio_metrics(ratios.log_ratio(x), x)
     sums["pg_clipfrac"] = ratios.share(~counts, x)
     return LossOutput(loss=aggregate(values, x), sums=sums, maxima=maxima)

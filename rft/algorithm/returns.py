@@ -1,7 +1,7 @@
 """Advantages per token from rewards still to come: GAE, REINFORCE++ and ReMax.
 
-A row's arrays hold its trained tokens alone, one after the other.  Tokens of a tool or a user between two of them are therefore
-skipped: they are neither discounted nor whitened, and a return reaches the turns before them.
+A run's arrays hold its trained tokens alone, one after the other, those of all its rows.  Tokens of a tool or a user between two of them
+are therefore skipped: they are neither discounted nor whitened, and a return reaches the turns, and the rows, before them.
 Invariant: whitening is over all trained tokens of the step, however it is cut.
 """
 
@@ -70,9 +70,9 @@ def reinforce_plus_plus(x: StepInputs, args: ReinforcePlusPlusArgs) -> Advantage
 
 @advantage("reinforceplusplus_baseline", args=NoArgs)
 def reinforce_plus_plus_baseline(x: StepInputs, args: NoArgs) -> Advantages:
-    """c = R - mean of the group on all tokens of the row, a group of one keeps R;  A = whitened c.  float32 [L_i] per row.
+    """c = R - mean of the group on all tokens of the run, a group of one keeps R;  A = whitened c.  float32 [L_i] per run.
 
-    Long rows weigh more in the whitening, having more tokens.
+    Long runs weigh more in the whitening, having more tokens.
     """
     centred = [row.reward - (group.mean if len(group.rewards) > 1 else 0.0) for row, group in members(x)]
     return Advantages(values=whitened([np.full(row.length, c) for row, c in zip(x.rows, centred, strict=True)]))

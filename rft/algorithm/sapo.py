@@ -15,7 +15,7 @@ from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_
 class SapoArgs(GradientArgs):
     """Soft gate instead of a clip (arXiv:2511.20347)."""
 
-    agg_mode: ClassVar[AggMode | None] = "seq-mean-token-mean"
+    agg_mode: ClassVar[AggMode | None] = "run-mean"
 
     tau_pos: float = Field(1.0, gt=0, description="steepness of the gate for positive advantages")
     tau_neg: float = Field(1.05, gt=0, description="steepness of the gate for the others")
@@ -29,7 +29,7 @@ def sapo(x: LossInputs, args: SapoArgs) -> LossOutput:
 
     The gradient is -A 4 p (1 - p) ratio times that of logprob, p = sigmoid(tau (ratio - 1)): it is the policy gradient at ratio 1 and
     fades on both sides.  This is the paper's and veRL's loss; Trinity-RFT multiplies the stopped gate with logprob instead, whose
-    gradient grows up to 4 / tau where ratio is large.  Defined with seq-mean-token-mean.  Metrics, as means over valid tokens:
+    gradient grows up to 4 / tau where ratio is large.  Defined with run-mean.  Metrics, as means over valid tokens:
     sapo_loss, avg_soft_gate, avg_ratio, pos_adv_frac, those of `ratio_metrics`.
 
     Example: ratio 1.5 gives a gate of 2.489837 for tau 1 and 2.393585 for tau 1.05.
@@ -54,5 +54,5 @@ define_algorithm(
     advantage_fn="grpo",
     policy_loss_fn="sapo",
     repeat_times=2,
-    loss_agg_mode="seq-mean-token-mean",
+    loss_agg_mode="run-mean",
 )

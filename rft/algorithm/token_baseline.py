@@ -1,6 +1,6 @@
 """Optimal token baseline: at every position of the answer the baseline that leaves the policy gradient the least variance.
 
-Knows rows of trained tokens.  Invariant: a position is the number of a trained token in its row; only rows of one group that are in the
+Knows runs of trained tokens.  Invariant: a position is the number of a trained token in its run; only runs of one group that are in the
 step are compared there, because their siblings' tokens are not at hand: so whole groups have to be leased.
 """
 
@@ -24,7 +24,7 @@ class TokenBaselineArgs(Args):
     before: ClassVar[frozenset[Computed]] = frozenset({"old", "sum_squares"})
 
     handle_zero_tail: bool = Field(
-        True, description="where one row of the group alone is long enough the baseline is 0; False: its own return"
+        True, description="where one run of the group alone is long enough the baseline is 0; False: its own return"
     )
     rollout_weights: bool = Field(True, description="w is scaled by the squared weights of algorithm.rollout_correction")
 
@@ -35,11 +35,11 @@ class TokenBaselineArgs(Args):
 
 @advantage("optimal_token_baseline", args=TokenBaselineArgs)
 def optimal_token_baseline(x: StepInputs, args: TokenBaselineArgs) -> list[np.ndarray]:
-    """A_t = G_t - b_t,  b_t = sum G_t W_t / (sum W_t + 1e-8) over the rows of the group that are that long, 0 for a group of one.
+    """A_t = G_t - b_t,  b_t = sum G_t W_t / (sum W_t + 1e-8) over the runs of the group that are that long, 0 for a group of one.
 
     G_t = sum of r_u for u >= t;  W_t = sum of w_u for u <= t;  w = 1 - 2 p + sum of p_v^2 over the vocabulary, p = exp(row.old), the
     squared norm of the gradient of log p by the logits, times the squared weight of an off-policy correction (`rollout_weights`).
-    Where one row alone is left b_t = 0 (`handle_zero_tail`).  float32 [L_i] per row.  Raises ValueError for a row without old log-probs
+    Where one run alone is left b_t = 0 (`handle_zero_tail`).  float32 [L_i] per row.  Raises ValueError for a row without old log-probs
     or sums of squares.
     """
     groups: dict[str, list[int]] = defaultdict(list)

@@ -24,6 +24,7 @@ from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
 from rft.buffer.schema import ask, batches, experiences, groups, lineages, meta, parts, put_many, rejections, texts
 from rft.errors import BufferFailed, ConfigError, Fenced, FrameRejected, IdConflict
 from rft.faults import fault
+from rft.types.credit import Member, run_rewards
 from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
 from rft.waiting import idles
 
@@ -270,7 +271,7 @@ def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) ->
     """Of every scored group of `explorer` in batches [first_batch, end_batch) that stands, accepted or not, by batch and task."""
     e, g = experiences.c, groups.c
     rows = tx.execute(
-        select(g.id, g.batch, g.task, e.taskset, e.task_index, e.run, e.reward)
+        select(g.id, g.batch, g.task, e.taskset, e.task_index, e.reward, e.run, e.step, e.num_response_tokens, e.credit)
         .join(experiences, e.group_id == g.id)
         .where(g.explorer == explorer, g.batch >= first_batch, g.batch < end_batch, g.held, e.reward.is_not(None))
         .order_by(g.batch, g.task, g.id, e.id)
@@ -278,7 +279,7 @@ def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) ->
     found = []
     for _, members in groupby(rows, key=lambda r: r.id):
         first, *rest = members
-        runs = [fmean(r.reward for r in run) for _, run in groupby((first, *rest), key=lambda r: r.run)]
+        runs = run_rewards(Member(*r[5:]) for r in (first, *rest)).values()
         found.append(TaskOutcome(first.batch, first.task, first.taskset, first.task_index, fmean(runs), len(runs)))
     return found
 

@@ -12,26 +12,29 @@ import msgspec
 from sqlalchemy import Connection
 
 from rft.buffer.query import Order, Questions
-from rft.buffer.schema import tables_size
+from rft.buffer.schema import RUN_REWARD, tables_size
 from rft.errors import ConfigError, PayloadDamaged
 from rft.types.experience import Experience
 from rft.types.ids import Version
 from rft.types.token_logprobs import TrainerTokens
 
-_AVAILABLE = "CAST(sum(CASE WHEN state = 'available' THEN 1 ELSE 0 END) AS BIGINT) AS available"
+_AVAILABLE = "CAST(sum(available) AS BIGINT) AS available"
 _REWARD = "CAST(avg(reward) AS DOUBLE PRECISION) AS reward"
+_OF_RUNS = f"""count(*) AS rows, {RUN_REWARD} AS reward, sum(num_response_tokens) AS num_response_tokens,
+           sum(CASE WHEN state = 'available' THEN 1 ELSE 0 END) AS available FROM v_experiences GROUP BY group_id, run"""
 _TOTAL = """
     SELECT count(*) AS experiences, count(DISTINCT group_id) AS groups, min(created) AS first, max(created) AS newest
     FROM v_experiences"""
 _STATES = "SELECT state, count(*) FROM v_experiences GROUP BY state ORDER BY state"
 _REASONS = "SELECT explained, count(*) FROM v_experiences WHERE state = 'explained' GROUP BY explained ORDER BY 2 DESC, 1"
 _TASKSETS = f"""
-    SELECT taskset, count(*) AS experiences, count(DISTINCT task_index) AS tasks, {_REWARD},
+    SELECT taskset, CAST(sum(rows) AS BIGINT) AS experiences, count(DISTINCT task_index) AS tasks, {_REWARD},
            CAST(avg(num_response_tokens) AS DOUBLE PRECISION) AS response_tokens, {_AVAILABLE}
-    FROM v_experiences GROUP BY taskset ORDER BY taskset"""
+    FROM (SELECT min(taskset) AS taskset, min(task_index) AS task_index, {_OF_RUNS}) runs GROUP BY taskset ORDER BY taskset"""
 _VERSIONS = f"""
-    SELECT oldest_lineage || ':' || oldest_step AS version, count(*) AS experiences, {_REWARD}, {_AVAILABLE}
-    FROM v_experiences GROUP BY oldest_lineage, oldest_step ORDER BY oldest_lineage, oldest_step"""
+    SELECT oldest_lineage || ':' || oldest_step AS version, CAST(sum(rows) AS BIGINT) AS experiences, {_REWARD}, {_AVAILABLE}
+    FROM (SELECT oldest_lineage, oldest_step, {_OF_RUNS}, oldest_lineage, oldest_step) runs
+    GROUP BY oldest_lineage, oldest_step ORDER BY oldest_lineage, oldest_step"""
 _WAITING = """
     SELECT count(DISTINCT group_id) AS groups, count(*) AS experiences, CAST(coalesce(sum(num_tokens), 0) AS BIGINT) AS tokens,
            min(batch) AS first_batch, max(batch) AS last_batch

@@ -173,7 +173,7 @@ def _values(
     task = (clean(row.taskset), row.task_index, clean(row.workflow))
     first = (oldest.lineage, oldest.step) if oldest else (None, None)
     last = (newest.lineage, newest.step) if newest else (None, None)
-    earned = (row.reward, _json_sorted(row.reward_parts).decode())
+    earned = (row.reward, row.credit, _json_sorted(row.reward_parts).decode())
     ended = (row.status, clean(row.reason), clean(row.finish_reason))
     form = (row.temperature, row.is_expert, row.clipped_logprobs, hash)
     state = ("available", None) if dropped is None else ("explained", dropped)

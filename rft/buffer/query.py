@@ -200,7 +200,8 @@ class Questions:
 
     def group_reward(self, group_id: str) -> tuple[float | None, int]:
         """The mean reward of a group's runs, and how many of them have one."""
-        (found,) = self._rows("", "WHERE group_id = {0}", (group_id,), what="avg(reward) AS mean, count(reward) AS scored")
+        what = "avg(reward) AS mean, count(reward) AS scored"
+        (found,) = self._rows("", "WHERE group_id = {0}", (group_id,), view="v_runs", what=what)
         return found["mean"], found["scored"]
 
     def lineage(self, id: str) -> list[dict[str, Any]]:

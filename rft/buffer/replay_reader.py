@@ -14,9 +14,9 @@ from typing import Any, Self
 from rft.buffer.given_rows import GivenRows
 from rft.buffer.ledger import verify
 from rft.buffer.query import Questions, open_run
-from rft.buffer.trainer_side import group_statistics
 from rft.errors import ConfigError, PayloadDamaged
 from rft.types.block import bundle
+from rft.types.credit import Member, group_statistics
 from rft.types.ports import Consumption, EndOfData, GroupStats, Lease
 
 KEY = "buffer.trainer_input.replay_run"
@@ -27,7 +27,7 @@ WHERE e.id IN (SELECT l.id FROM v_lineage l WHERE l.counts = 1 AND l.train_step 
    OR e.id IN (SELECT x.id FROM v_experiences x WHERE x.explained IN ('nonfinite', 'rejected') AND x.leased_step = {0})
 ORDER BY g.batch, g.explorer, g.task, e.id"""
 _MEMBERS = (
-    "SELECT reward, run, step, num_response_tokens FROM experiences WHERE group_id = {0} AND reward IS NOT NULL ORDER BY id"
+    "SELECT reward, run, step, num_response_tokens, credit FROM experiences WHERE group_id = {0} AND reward IS NOT NULL ORDER BY id"
 )
 _LAST = "SELECT max(train_step) FROM v_lineage WHERE counts = 1"
 
@@ -87,7 +87,7 @@ class ReplayReader(GivenRows):
         return Consumption(num_uses=len(ids), digest=digest, cursor=step)
 
     def _statistics(self, group: str) -> GroupStats:
-        return group_statistics(group, [tuple(r) for r in self._asked(_MEMBERS, group)])
+        return group_statistics(group, [Member(*r) for r in self._asked(_MEMBERS, group)])
 
     def _blocks(self, locators: list[str]) -> list[bytes]:
         with self._there.errors(KEY), self._there.reading() as tx:

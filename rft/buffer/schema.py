@@ -5,7 +5,8 @@ is a fact of one (lineage, step): it counts for a version iff that step is an an
 of `rft.types.ids`.  Times are seconds since the epoch; for people, nothing is ordered by them.
 
     v_experiences  one row per experience, all typed columns, its state and its newest lease and use
-    v_groups       one row per group: rewards, lengths and states counted over its experiences
+    v_runs         one row per run: its reward, by the rule of `rft.types.credit`, and lengths over its experiences
+    v_groups       one row per group: rewards and lengths of its runs, states counted over its experiences
     v_tokens       one row per span of tokens that one weight version wrote, or per token where the trainer's log-probs are kept
                    (the tokens themselves are packed: `rft buffer sample`)
     v_lineage      weight version -> experience -> optimizer step -> checkpoint, one row per experience and use
@@ -39,8 +40,7 @@ from sqlalchemy.schema import SchemaItem
 
 from rft.types.experience import MAX_REWARD
 
-FORMAT = 5  # 1: before typed columns, leases, checkpoints, edits, views; 2: texts in the experiences' rows; 3: no token_logprobs; 4: no
-# advantages in them
+FORMAT = 6  # of the ledger; no other one is read
 T = TypeVar("T")
 metadata = MetaData()
 Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
@@ -95,6 +95,7 @@ experiences = _table(
     Column("newest_lineage", Integer),
     Column("newest_step", Integer),
     Column("reward", Float),
+    Column("credit", Text, nullable=False, server_default="run"),  # run | step: whose reward it is, see rft.types.credit
     _all(Text, "reward_parts"),  # JSON
     _all(Integer, "num_tokens", "num_response_tokens"),
     _all(Text, "status", "reason", "finish_reason"),  # reason: why a run failed
@@ -250,11 +251,11 @@ _MOST_BOUND = 500  # values of one IN (...): SQLite allows a limited number
 _SQL: dict[tuple[str, bool, str, str], str] = {}
 
 
-VIEWS = ("v_experiences", "v_groups", "v_tokens", "v_lineage")
+VIEWS = ("v_experiences", "v_runs", "v_groups", "v_tokens", "v_lineage")
 
 _COLUMNS = """e.group_id, e.lineage, e.explorer, e.batch, e.task, e.run, e.attempt, e.step,
   e.taskset, e.task_index, e.workflow, e.status, e.reason, e.finish_reason,
-  e.reward, e.reward_parts, e.num_tokens, e.num_response_tokens, e.num_turns,
+  e.reward, e.credit, e.reward_parts, e.num_tokens, e.num_response_tokens, e.num_turns,
   e.oldest_lineage, e.oldest_step, e.newest_lineage, e.newest_step,
   e.temperature, e.top_p, e.top_k, e.min_p, e.seed, e.logprob_mode, e.engine, e.has_logprobs, e.clipped_logprobs, e.is_expert,
   x.prompt_text, x.response_text, e.content_hash"""
@@ -269,25 +270,41 @@ V_EXPERIENCES = f"""CREATE VIEW v_experiences AS SELECT e.id, {_RUN}, {_COLUMNS}
   l.step AS leased_step, l.created AS leased, u.step AS used_step, u.created AS used
 FROM experiences e LEFT JOIN texts x ON x.experience = e.id {_NEWEST}"""
 
-_GROUPS = f"""CREATE VIEW v_groups AS SELECT g.id, {_RUN}, g.lineage, g.explorer, g.batch, g.task,
+RUN_REWARD = """coalesce(
+    CASE WHEN min(CASE WHEN credit = 'run' THEN reward END) = max(CASE WHEN credit = 'run' THEN reward END) THEN
+      min(CASE WHEN credit = 'run' THEN reward END) ELSE avg(CASE WHEN credit = 'run' THEN reward END) END, sum(reward))"""
+"""`rft.types.credit.run_rewards`, over the rows of one run."""
+
+V_RUNS = f"""CREATE VIEW v_runs AS SELECT group_id, run, {_RUN}, min(lineage) AS lineage, min(explorer) AS explorer, min(batch) AS batch,
+  min(task) AS task, max(attempt) AS attempt, min(taskset) AS taskset, min(task_index) AS task_index, min(workflow) AS workflow,
+  CASE WHEN max(status) = 'truncated' THEN 'truncated' ELSE min(status) END AS status, {RUN_REWARD} AS reward, min(credit) AS credit,
+  count(*) AS num_rows, sum(num_turns) AS num_turns, sum(num_tokens) AS num_tokens, sum(num_response_tokens) AS num_response_tokens
+FROM experiences GROUP BY group_id, run"""
+
+V_GROUPS = f"""CREATE VIEW v_groups AS SELECT g.id, {_RUN}, g.lineage, g.explorer, g.batch, g.task,
   s.taskset, s.task_index, s.workflow, g.accepted, g.reason, g.num_rows, g.num_eligible,
-  s.num_scored, s.reward_mean, s.reward_min, s.reward_max,
-  (SELECT sum((e.reward - s.reward_mean) * (e.reward - s.reward_mean)) / (s.num_scored - 1)
-   FROM experiences e WHERE e.group_id = g.id AND s.num_scored > 1) AS reward_variance,
-  s.num_failed, s.num_truncated, s.num_available, s.num_leased, s.num_used, s.num_explained,
-  s.num_tokens, s.mean_response_tokens, g.num_bytes, g.created
+  r.num_runs, r.num_scored, r.reward_mean, r.reward_min, r.reward_max,
+  (SELECT sum((o.reward - r.reward_mean) * (o.reward - r.reward_mean)) / (r.num_scored - 1)
+   FROM (SELECT {RUN_REWARD} AS reward FROM experiences WHERE group_id = g.id GROUP BY run) o WHERE r.num_scored > 1)
+   AS reward_variance,
+  r.num_failed, r.num_truncated, s.num_available, s.num_leased, s.num_used, s.num_explained,
+  s.num_tokens, r.mean_response_tokens, g.num_bytes, g.created
 FROM groups g JOIN (
   SELECT e.group_id, min(e.taskset) AS taskset, min(e.task_index) AS task_index, min(e.workflow) AS workflow,
-    count(e.reward) AS num_scored, avg(e.reward) AS reward_mean, min(e.reward) AS reward_min, max(e.reward) AS reward_max,
-    sum(CASE WHEN e.status = 'failed' THEN 1 ELSE 0 END) AS num_failed,
-    sum(CASE WHEN e.status = 'truncated' THEN 1 ELSE 0 END) AS num_truncated,
     sum(CASE WHEN {_STATE} = 'available' THEN 1 ELSE 0 END) AS num_available,
     sum(CASE WHEN {_STATE} = 'leased' THEN 1 ELSE 0 END) AS num_leased,
     sum(CASE WHEN e.state = 'used' THEN 1 ELSE 0 END) AS num_used,
     sum(CASE WHEN e.state = 'explained' THEN 1 ELSE 0 END) AS num_explained,
-    sum(e.num_tokens) AS num_tokens, avg(CAST(e.num_response_tokens AS DOUBLE PRECISION)) AS mean_response_tokens
+    sum(e.num_tokens) AS num_tokens
   FROM experiences e {_NEWEST} GROUP BY e.group_id
-) s ON s.group_id = g.id"""
+) s ON s.group_id = g.id
+JOIN (
+  SELECT group_id, count(*) AS num_runs, count(reward) AS num_scored, avg(reward) AS reward_mean, min(reward) AS reward_min,
+    max(reward) AS reward_max, sum(CASE WHEN status = 'failed' THEN 1 ELSE 0 END) AS num_failed,
+    sum(CASE WHEN status = 'truncated' THEN 1 ELSE 0 END) AS num_truncated,
+    avg(CAST(num_response_tokens AS DOUBLE PRECISION)) AS mean_response_tokens
+  FROM v_runs GROUP BY group_id
+) r ON r.group_id = g.id"""
 
 _TOKENS = """CREATE VIEW v_tokens AS SELECT e.id, e.group_id, e.batch, e.taskset, e.engine, {span} AS span,
   {lineage} AS version_lineage, {step} AS version_step,
@@ -344,7 +361,7 @@ END $$""",
 
 def create_views(tx: Connection) -> None:
     """Views and triggers of a ledger that has none."""
-    for statement in (V_EXPERIENCES, _GROUPS, v_tokens(tx), _LINEAGE, *(_SQLITE if tx.dialect.name == "sqlite" else _POSTGRES)):
+    for statement in (V_EXPERIENCES, V_RUNS, V_GROUPS, v_tokens(tx), _LINEAGE, *(_SQLITE if tx.dialect.name == "sqlite" else _POSTGRES)):
         tx.execute(text(statement))
 
 

@@ -29,12 +29,15 @@ from rft.errors import BufferFailed, DeadlineExceeded, PayloadDamaged, ShortBatc
 from rft.faults import fault
 from rft.types import token_logprobs
 from rft.types.block import bundle
+from rft.types.credit import Member, group_statistics, parted_runs
 from rft.types.ids import Version
 from rft.types.ports import Consumption, GroupStats, Lease
 from rft.waiting import idles
 
-_HEADERS = "SELECT id, group_id, reward, content_hash, run, step, num_response_tokens FROM experiences WHERE group_id IN (??) ORDER BY id"
-_Member = tuple[float, int, int, int]  # reward, run, step, response tokens
+_HEADERS = (
+    "SELECT id, group_id, content_hash, reward, run, step, num_response_tokens, credit FROM experiences WHERE group_id IN (??) "
+    "ORDER BY id"
+)
 _id = attrgetter("id")
 log = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ class TrainerSide(BufferCore):
     async def _leased_rows(self, lineage: int, step: int, choice: Selection) -> tuple[bytes, tuple[GroupStats, ...]]:
         """The chosen rows as a frame, behind them those of another source, and the groups' frozen statistics."""
 
-        def work(tx: Connection) -> tuple[bytes, dict[str, list[_Member]]]:
+        def work(tx: Connection) -> tuple[bytes, dict[str, list[Member]]]:
             chosen, scored = lease_rows(tx, self._ledger, step, choice)
             return bundle([*chosen, *further]), scored
 
@@ -105,7 +108,7 @@ class TrainerSide(BufferCore):
         further = [(block, range(len(rewards)), rewards) for block, rewards in mixed]
         frame, scored = await self._fenced(lineage, work, "buffer.lease")
         for group, _ in choice.picked:
-            group.frozen = group.frozen or group_statistics(group.id, scored[group.id])
+            group.frozen = group.frozen or _frozen(group.id, scored[group.id])
         return frame, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
 
     async def use(self, lineage: int, step: int, logprobs: bytes | None = None) -> None:
@@ -241,7 +244,7 @@ class TrainerSide(BufferCore):
             raise ShortBatch(f"step {wanted.step}: the payload of all its groups is damaged, e.g. {next(iter(damaged.values()))}")
 
 
-def lease_rows(tx: Connection, ledger: Ledger, step: int, choice: Selection) -> tuple[list[_Header], dict[str, list[_Member]]]:
+def lease_rows(tx: Connection, ledger: Ledger, step: int, choice: Selection) -> tuple[list[_Header], dict[str, list[Member]]]:
     """Payload of the chosen rows, and the scored members of each of their groups; rows left out for good are explained."""
     lineage = ledger.lineage
     for reason, dropped in choice.dropped.items():
@@ -251,12 +254,12 @@ def lease_rows(tx: Connection, ledger: Ledger, step: int, choice: Selection) -> 
     locked = _HEADERS if tx.dialect.name == "sqlite" else f"{_HEADERS} FOR UPDATE"
     rewards: dict[str, float | None] = {}
     hashes: dict[str, str] = {}
-    scored: dict[str, list[_Member]] = {}
+    scored: dict[str, list[Member]] = {}
     for part in parts([g.id for g, _ in choice.picked]):
-        for name, of, reward, content, run, turn, length in ask(tx, locked, many=part).all():
+        for name, of, content, reward, *more in ask(tx, locked, many=part).all():
             rewards[name], hashes[name] = reward, content
             if reward is not None:
-                scored.setdefault(of, []).append((reward, run, turn, length))
+                scored.setdefault(of, []).append(Member(reward, *more))
     chosen = []
     for (group, rows), block in sorted(
         zip(choice.picked, blocks, strict=True), key=lambda part: (part[0][0].key, part[0][0].task)
@@ -328,10 +331,9 @@ def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
     return ledger.first_open[explorer]
 
 
-def group_statistics(name: str, members: Sequence[tuple[float, int, int, int]]) -> GroupStats:
-    """Of a group's scored members, each (reward, run, step, response tokens), in the order of their ids."""
-    rewards, runs, steps, lengths = zip(*members, strict=True)
-    n = len(rewards)
-    mean = sum(rewards) / n
-    std = (sum((r - mean) ** 2 for r in rewards) / (n - 1)) ** 0.5 if n > 1 else 0.0
-    return GroupStats(group=name, rewards=rewards, mean=mean, std=std, runs=runs, steps=steps, lengths=lengths)
+def _frozen(name: str, members: Sequence[Member]) -> GroupStats:
+    """The statistics of a group, whose rewards stand from here on."""
+    for run, rewards in parted_runs(members).items():
+        text = "run %d of group %s: its rows were given the rewards %s; their mean counts.  Change the reward of all rows of a run"
+        log.warning(text, run, name, ", ".join(f"{r:g}" for r in rewards))
+    return group_statistics(name, members)

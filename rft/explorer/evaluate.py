@@ -193,7 +193,7 @@ def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall
         out |= {f"{prefix}/model_version/min": float(min(versions)), f"{prefix}/model_version/max": float(max(versions))}
     if all(g.task.sampling.temperature == 0 for g in groups):
         out[f"{prefix}/greedy"] = out[f"{prefix}/mean@{n}"]
-    return out | lengths(prefix, [r for r in rows if r.status != "failed" and r.has_logprobs])
+    return out | lengths(prefix, [r.experiences for r in runs if not r.failed and r.experiences[0].has_logprobs])
 
 
 def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, float]:

@@ -62,16 +62,17 @@ def engine_metrics(policy: ChatModel, auxiliary: Mapping[str, ChatModel]) -> lis
 def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: bool = False) -> dict[str, float]:
     """Names as in docs/reference/metrics.md, of groups as they were played.
 
-    Rewards are over all scored runs, lengths (tokens) over all rows that have a sequence.  `percentiles`: NAME/p10, /p50 and /p90 too.
+    Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence.  `percentiles`: NAME/p10, /p50 and /p90 too.
     """
     runs = [run for g in groups for run in g.runs]
-    rows = [x for run in runs for x in run.experiences]
-    whole = [r for r in rows if r.status != "failed"]
+    played = [run.experiences for run in runs if not run.failed]
+    whole = [x for rows in played for x in rows]
     out: dict[str, float] = {
         "rollout/groups/accepted": float(sum(g.accepted for g in groups)),
         "rollout/groups/rejected": float(sum(not g.accepted for g in groups)),
         "rollout/runs": float(len(runs)),
         "rollout/failed": float(sum(run.failed for run in runs)),
+        "rollout/untrainable": float(sum(not any(x.trainable for x in rows) for rows in played)),
         "rollout/retries": float(sum(run.attempts - 1 for run in runs)),
         "rollout/timeouts": float(sum(run.ended == "timeout" for run in runs)),
         **{f"rollout/ended/{why}": float(sum(run.ended == why for run in runs)) for why in _ENDED},
@@ -95,16 +96,15 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
         if name in parts:
             named[f"rollout/{name}/std"] = pstdev(values)
     if whole:
-        out |= lengths("rollout", whole) | collapse_metrics(groups)
+        out |= lengths("rollout", played) | {"rollout/rows": float(len(whole))} | collapse_metrics(groups)
         out["rollout/tokens_per_s"] = sum(r.num_response_tokens for r in whole) / max(wall_s, 1e-9)
         if steps := [r.oldest_version.step for r in whole if r.oldest_version is not None]:
             out["rollout/model_version"] = fmean(steps)
         out["rollout/clipped_logprobs"] = float(sum(r.clipped_logprobs for r in whole))
     if percentiles:
-        responses = [r.num_response_tokens for r in whole]
         out |= _percentiles("rollout/reward", rewards)
-        out |= _percentiles("rollout/response_length", responses)
-        out |= _percentiles("rollout/prompt_length", [r.num_tokens - n for r, n in zip(whole, responses, strict=True)])
+        out |= _percentiles("rollout/response_length", list(map(response_tokens, played)))
+        out |= _percentiles("rollout/prompt_length", [r.num_tokens - r.num_response_tokens for r in whole])
         out |= _percentiles("rollout/time/run", [run.run_s for run in begun])
     if several := [g.rewards for g in groups if len(g.rewards) > 1]:
         out["frac_reward_zero_std"] = fmean(len(set(rewards)) == 1 for rewards in several)
@@ -116,17 +116,22 @@ def pipeline_metrics(metrics: Sequence[Metric]) -> dict[str, float]:
     return {f"experience_pipeline/{name}": value for name, value in reduce(metrics).items()}
 
 
-def lengths(prefix: str, rows: Sequence[Experience]) -> dict[str, float]:
-    """Length and truncation of rows that have a sequence."""
-    if not rows:
+def lengths(prefix: str, runs: Sequence[Sequence[Experience]]) -> dict[str, float]:
+    """Length and truncation of runs, each as its rows, that have a sequence; each row has a prompt."""
+    if not runs:
         return {}
-    responses = [r.num_response_tokens for r in rows]
+    responses = list(map(response_tokens, runs))
     return {
         f"{prefix}/response_length/mean": fmean(responses),
         f"{prefix}/response_length/max": float(max(responses)),
-        f"{prefix}/prompt_length/mean": fmean(r.num_tokens - n for r, n in zip(rows, responses, strict=True)),
-        f"{prefix}/truncated_ratio": fmean(r.status == "truncated" for r in rows),
+        f"{prefix}/prompt_length/mean": fmean(r.num_tokens - r.num_response_tokens for rows in runs for r in rows),
+        f"{prefix}/truncated_ratio": fmean(any(r.status == "truncated" for r in rows) for rows in runs),
     }
+
+
+def response_tokens(rows: Sequence[Experience]) -> int:
+    """Trained tokens of a run."""
+    return sum(r.num_response_tokens for r in rows)
 
 
 def _percentiles(prefix: str, values: Sequence[float]) -> dict[str, float]:

@@ -43,6 +43,7 @@ class MicroBatch:
     num_rows: int
     given: Mapping[str, torch.Tensor]  # float32 [N]: old, ref, values, returns, weights, where the rows have them
     extra: Mapping[str, torch.Tensor]  # float32 [N], see `LossInputs.extra`
+    run_tokens: torch.Tensor | None = None  # float32 [N], see `TokenRows`
     counts: torch.Tensor | None = None  # float32 [positions of the input], how many rows have each; 0 for padding
     experts: torch.Tensor | None = None  # int32 [positions, layers, experts] to go through; -1: the router's own choice
 
@@ -118,6 +119,7 @@ def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device,
         num_rows=len(rows),
         given={name: spread([getattr(r, name) for r in rows], 0.0) for name in GIVEN if getattr(rows[0], name) is not None},
         extra={name: tensor(np.concatenate([r.extra[name] for r in rows]), np.float32) for name in rows[0].extra},
+        run_tokens=None if rows[0].run_tokens is None else spread([r.run_tokens for r in rows], 0.0),
         counts=tensor(np.bincount(paths, minlength=ids.numel()), np.float32) if counted else None,
         experts=_experts(rows, places, ids.numel(), device),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,9 @@ from rft.algorithm.value import explained_variance
 from rft.errors import RunFailed
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.types.block import decode
-from rft.types.experience import Experience
+from rft.types.credit import compared, run_rewards
+from rft.types.experience import Experience, scored_members
+from rft.types.ids import ExperienceId, GroupId
 from rft.types.ports import Lease
 
 log = logging.getLogger(__name__)
@@ -90,7 +93,8 @@ def make(
     x = StepInputs(rows=rows, groups=stats, step=lease.step, seed=seed)
     prepared = algorithm.prepare(x, kl_coef=kl_coefs.get("kl_penalty"))
     drawn = range(len(given.rows)) if prepared.drawn is None else prepared.drawn
-    made = [_completed(given.rows[row], i, prepared, computed[row]) for i, row in enumerate(drawn)]
+    ids = [experiences[i].id for i in drawn]
+    made = _with_runs([_completed(given.rows[row], i, prepared, computed[row]) for i, row in enumerate(drawn)], ids)
     left = [
         i
         for i, row in enumerate(made)
@@ -107,6 +111,7 @@ def make(
     tokens = sum(row.counted for row in made)
     staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]
     metrics = _metrics(given, prepared, staleness, tokens) | {"experience/skipped_rows": float(len(made) - len(kept))}
+    metrics |= _masked_runs(lease.step, made, ids)
     metrics |= _values(made, prepared, critic is not None)
     loads = [sum(len(row.tokens) for micro in share.micro_batches for row in micro) for share in shares]
     metrics |= {"perf/rank_tokens/max": float(max(loads)), "perf/rank_tokens/min": float(min(loads))}
@@ -115,20 +120,43 @@ def make(
     return StepBatch(shares, tokens, len(made), staleness, critic, prepared.kl, order, metrics, advantages)
 
 
+def _with_runs(rows: Sequence[TrainRow], ids: Sequence[ExperienceId]) -> list[TrainRow]:
+    """The rows with the number of their run and its tokens.  A run that was drawn several times is as many runs."""
+    seen: Counter[ExperienceId] = Counter()
+    numbers: dict[tuple[GroupId, int, int], int] = {}
+    of = []
+    for id in ids:
+        of.append(numbers.setdefault((id.group, id.run, seen[id]), len(numbers)))
+        seen[id] += 1
+    tokens = np.bincount(of, weights=[row.counted for row in rows], minlength=len(numbers))
+    return [msgspec.structs.replace(row, run=n, run_tokens=int(tokens[n])) for row, n in zip(rows, of, strict=True)]
+
+
+def _masked_runs(step: int, rows: Sequence[TrainRow], ids: Sequence[ExperienceId]) -> dict[str, float]:
+    """How many runs have no token that counts; the first is named."""
+    masked = {row.run: id for row, id in zip(rows, ids, strict=True) if not row.run_tokens}
+    for id in list(masked.values())[:1]:
+        log.info("step %d: no token of run %d of group %s counts (%d such runs)", step, id.run, id.group, len(masked))
+    return {"experience/masked_runs": float(len(masked))}
+
+
 def _shares(
     every: Sequence[TrainRow], cut: list[list[list[int]]], rows: Sequence[TrainRow], step: int, kl_coef: float | None
 ) -> list[RankBatch]:
     """What each rank computes of `rows`; denominators are those of `every` row."""
-    counted = [(row.counted, row.is_expert) for row in every]
+    counted = [(row.counted, row.is_expert, row.run) for row in every]
+    runs = {(run, expert) for n, expert, run in counted if n}
     return [
         RankBatch(
             step=step,
             micro_batches=tuple(tuple(rows[i] for i in m) for m in mine),
-            tokens=float(sum(n for n, _ in counted)),
-            rows=float(sum(n > 0 for n, _ in counted)),
+            tokens=float(sum(n for n, *_ in counted)),
+            rows=float(sum(n > 0 for n, *_ in counted)),
             positions=float(sum(len(row.inputs) for row in rows)),
-            expert_tokens=float(sum(n for n, expert in counted if expert)),
-            expert_rows=float(sum(n > 0 and expert for n, expert in counted)),
+            expert_tokens=float(sum(n for n, expert, _ in counted if expert)),
+            expert_rows=float(sum(n > 0 and expert for n, expert, _ in counted)),
+            num_runs=float(len(runs)),
+            expert_runs=float(sum(expert for _, expert in runs)),
             kl_coef=kl_coef,
             ref_given=any(row.ref is not None for row in rows),
         )
@@ -157,23 +185,25 @@ def _values(rows: Sequence[TrainRow], prepared: PreparedStep, critic: bool) -> d
 
 def _metrics(given: DecodedLease, prepared: PreparedStep, staleness: list[int], tokens: int) -> dict[str, float]:
     rows, groups = given.experiences, given.lease.groups
-    rewards = [r.reward for r in rows if r.reward is not None]
-    zero = [not g.rewards or min(g.rewards) == max(g.rewards) for g in groups]
+    zero = [not (rewards := compared(g).rewards) or min(rewards) == max(rewards) for g in groups]
+    runs: dict[tuple[GroupId, int], list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        runs[row.group, row.id.run].append(i)
     totals, lengths = [r.num_tokens for r in rows], [r.num_response_tokens for r in rows]
-    which = range(len(rows)) if prepared.drawn is None else prepared.drawn
-    own = [a for i, a in zip(which, prepared.advantages, strict=True) if not rows[i].is_expert]
-    each = [len(a) for a in own]
-    sizes = np.add.reduceat(np.abs(np.concatenate(own)), np.cumsum([0, *each[:-1]])) / each if own else [0.0]
+    responses = [sum(lengths[i] for i in mine) for mine in runs.values()]
     found = {
         "experience/rows": float(len(rows)),
+        "experience/runs": float(len(runs)),
         "experience/groups": float(len(groups)),
         "experience/response_tokens": float(tokens),
-        "experience/response_length/mean": float(np.mean(lengths)) if lengths else 0.0,
-        "experience/response_length/max": float(max(lengths, default=0)),
-        "experience/response_length/min": float(min(lengths, default=0)),
+        "experience/response_length/mean": float(np.mean(responses)) if responses else 0.0,
+        "experience/response_length/max": float(max(responses, default=0)),
+        "experience/response_length/min": float(min(responses, default=0)),
         "experience/prompt_length/mean": float(np.mean(np.subtract(totals, lengths))) if rows else 0.0,
         "experience/prompt_length/max": float(max(map(operator.sub, totals, lengths), default=0)),
-        "experience/truncated_ratio": float(np.mean([r.status == "truncated" for r in rows])) if rows else 0.0,
+        "experience/truncated_ratio": float(np.mean([any(rows[i].status == "truncated" for i in mine) for mine in runs.values()]))
+        if rows
+        else 0.0,
         "experience/tokens": float(sum(totals)),
     }
     routed = [r.routed_experts.nbytes for r in rows if r.routed_experts is not None]
@@ -181,14 +211,26 @@ def _metrics(given: DecodedLease, prepared: PreparedStep, staleness: list[int], 
         found |= {"experience/routed_rows": len(routed) / len(rows), "experience/routed_experts_bytes": float(sum(routed))}
     if staleness:  # some rows were sampled, not given
         found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
+    rewards = [r for mine in runs.values() for r in run_rewards(scored_members(rows[i] for i in mine)).values()]
     if rewards:
         found |= {
             "frac_reward_zero_std": float(np.mean(zero)),
             "experience/reward/mean": float(np.mean(rewards)),
-            "experience/advantage/abs_mean": float(np.mean(sizes)),
+            "experience/advantage/abs_mean": _advantage_size(given, prepared),
             **{f"critic/score/{name}": float(how(rewards)) for name, how in _SUMMARY.items()},
         }
     return found | dict(prepared.metrics)
+
+
+def _advantage_size(given: DecodedLease, prepared: PreparedStep) -> float:
+    """Mean over the policy's own runs of the mean size of their tokens' advantages."""
+    rows = given.experiences
+    which = range(len(rows)) if prepared.drawn is None else prepared.drawn
+    sizes: dict[tuple[GroupId, int], list[np.ndarray]] = defaultdict(list)
+    for i, advantages in zip(which, prepared.advantages, strict=True):
+        if not rows[i].is_expert:
+            sizes[rows[i].group, rows[i].id.run].append(np.abs(advantages))
+    return float(np.mean([np.concatenate(mine).mean() for mine in sizes.values()])) if sizes else 0.0
 
 
 def check(row: Experience, samples: Sampled, any_sampling: bool) -> None:
@@ -275,6 +317,7 @@ def _step_row(row: Experience, group: str, computed: Mapping[Computed, np.ndarra
         run=row.id.run,
         step=row.id.step,
         reward=float(row.reward or 0.0),  # of an expert's row never read
+        credit=row.credit,
         logprobs=row.logprobs[mask],
         token_rewards=None if row.token_rewards is None else _earned(row.token_rewards, mask),
         teacher=None if row.teacher_logprobs is None else row.teacher_logprobs[mask],

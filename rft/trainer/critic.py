@@ -121,6 +121,7 @@ class Critic:
             num_rows=micro.num_rows,
             denominators=denominators,
             loss_agg_mode=agg_mode,
+            run_tokens=micro.run_tokens,
         )
         return value_loss(x, self._cliprange)
 

@@ -220,6 +220,7 @@ class Learner:
             weights=micro.given.get("weights"),
             is_expert=micro.is_expert,
             extra=micro.extra,
+            run_tokens=micro.run_tokens,
             step=batch.step,
             kl_coef=batch.kl_coef,
         )
@@ -374,7 +375,15 @@ def _gathered(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _denominators(s: LearnerSettings, batch: RankBatch) -> Denominators:
     size = s.loss_scale_factor or s.max_response_tokens
-    return Denominators(batch.tokens, batch.rows, size, expert_tokens=batch.expert_tokens, expert_rows=batch.expert_rows)
+    return Denominators(
+        batch.tokens,
+        batch.rows,
+        size,
+        expert_tokens=batch.expert_tokens,
+        expert_rows=batch.expert_rows,
+        num_runs=batch.num_runs,
+        expert_runs=batch.expert_runs,
+    )
 
 
 def _of_row(x: LossInputs, row: int) -> LossInputs:

@@ -38,6 +38,8 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     weights: np.ndarray | None = None  # float32 [L], of the token losses
     keep: np.ndarray | None = None  # bool [L], tokens that count; None = all
     extra: dict[str, np.ndarray] = {}  # float32 [L] each, by the name that the policy loss gave it
+    run: int = 0  # number of its run in the step
+    run_tokens: int | None = None  # tokens of that run that count; None: those of the row
     experts: np.ndarray | None = None  # [P, layers, experts] that its first positions go through, see rft.types.experts
     is_expert: bool = False
     group: str = ""
@@ -75,6 +77,8 @@ class RankBatch(Struct, frozen=True, kw_only=True):
     kl_coef: float | None = None  # factor of the KL loss in this step; None = the argument's
     expert_tokens: float = 0.0  # those of an expert's rows among them
     expert_rows: float = 0.0
+    num_runs: float | None = None  # that have a token that counts; None: each row is one
+    expert_runs: float = 0.0
     ref_given: bool = False  # rows have `ref`, so no rank computes it, one without rows neither
 
 

@@ -108,6 +108,10 @@ Layout = Literal["joined", "steps", "chains"]
 prompt begins with the tokens of the call before."""
 
 
+Credit = Literal["run", "step"]
+"""Whose reward a row has: that of its whole run, which all rows of the run share, or that of its own calls; see `rft.types.credit`."""
+
+
 class Transcript(Struct, frozen=True, kw_only=True):
     """Everything one run said and heard, in order; single-turn runs have one turn."""
 

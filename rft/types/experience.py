@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -12,7 +12,8 @@ import numpy as np
 from msgspec import Struct, field
 
 from rft.types import experts
-from rft.types.completion import Completion, VersionSpan
+from rft.types.completion import Completion, Credit, VersionSpan
+from rft.types.credit import Member
 from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.task import SamplingArgs
 
@@ -57,6 +58,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...] = ()  # which weights wrote which of the T tokens
     sampling: tuple[SamplingRecord, ...] = ()
     reward: float | None = None  # None = not scored; never trained
+    credit: Credit = "run"  # whose reward it is, see rft.types.credit
     reward_parts: dict[str, float] = field(default_factory=dict)
     token_rewards: np.ndarray | None = None  # float32 [T]
     teacher_logprobs: np.ndarray | None = None  # float32 [T]
@@ -150,6 +152,11 @@ def failed(
     )
 
 
+def scored_members(rows: Iterable[Experience]) -> list[Member]:
+    """The scored ones of `rows`, as statistics read them."""
+    return [Member(x.reward, x.id.run, x.id.step, x.num_response_tokens, x.credit) for x in rows if x.reward is not None]
+
+
 def from_completions(
     id: ExperienceId,
     completions: Sequence[Completion],
@@ -158,6 +165,7 @@ def from_completions(
     task_index: int,
     workflow: str,
     reward: float | None,
+    credit: Credit = "run",
     reward_parts: dict[str, float] | None = None,
     messages: tuple[dict[str, Any], ...] = (),
     tools: tuple[dict[str, Any], ...] = (),
@@ -183,6 +191,7 @@ def from_completions(
         finish_reason=last.finish_reason,
         **joined,
         reward=reward,
+        credit=credit,
         reward_parts=reward_parts or {},
         messages=messages,
         tools=tools,

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from rft.types.adapter import AdapterSpec
-from rft.types.completion import Completion
+from rft.types.completion import Completion, Credit
 from rft.types.ids import Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.task import SamplingArgs
@@ -348,19 +348,20 @@ class AppendResult(Struct, frozen=True, kw_only=True):
 
 
 class GroupStats(Struct, frozen=True, kw_only=True):
-    """Statistics of all scored members of a group, frozen when the batch is leased.
+    """Statistics of all scored rows of a group, frozen when the batch is leased; made by `rft.types.credit.group_statistics`.
 
-    `rewards` are of all scored members, also those filtered out or leased elsewhere; `std` is unbiased (n - 1), 0 for groups of one.
-    `runs`, `steps` and `lengths` are of the same members in the same order: by run, attempt and step.
+    `rewards`, `runs`, `steps`, `lengths` and `credits` are of the rows, by run, attempt and step, also of those filtered out or leased
+    elsewhere.  `mean` and `std` (unbiased, 0 for one) are of what the group compares: its runs, not their rows.
     """
 
     group: str  # text form of GroupId
     rewards: tuple[float, ...]
     mean: float
     std: float
-    runs: tuple[int, ...] = ()  # number of the run
+    runs: tuple[int, ...] = ()  # number of the run; none: each entry is a run
     steps: tuple[int, ...] = ()  # number in the run
     lengths: tuple[int, ...] = ()  # trained tokens
+    credits: tuple[Credit, ...] = ()  # see rft.types.credit; none: all "run"
 
 
 class Lease(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from rft.types.experience import BASELINE_KEY, Experience, failed
+from rft.types.credit import run_rewards
+from rft.types.experience import BASELINE_KEY, Experience, failed, scored_members
 from rft.types.ids import GroupId, Version
 from rft.types.ports import ChatModel
 from rft.types.task import Task
@@ -85,11 +86,11 @@ class PlayedGroup:
         return failed(first.id, **told, reason=_unicode(why[:300]), info=info)
 
     def after(self, rows: Sequence[Experience], *, accepted: bool, reason: str) -> PlayedGroup:
-        """The same group as operators give it back.  A run of one row has that row's reward; what was rejected before keeps its reason."""
+        """The same group as operators give it back, with the rewards of its runs; what was rejected before keeps its reason."""
         left, runs = iter(rows), []
         for run in self.runs:
             mine = tuple(next(left) for _ in run.experiences)
-            runs.append(replace(run, experiences=mine, value=mine[0].reward if len(mine) == 1 else run.value))
+            runs.append(replace(run, experiences=mine, value=next(iter(run_rewards(scored_members(mine)).values()), None)))
         if not accepted and reason != "filtered":
             reason = self.reason or reason
         return replace(self, runs=tuple(runs), accepted=accepted, reason=reason)

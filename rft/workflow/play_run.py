@@ -48,16 +48,17 @@ def experiences(
 ) -> tuple[Experience, ...]:
     """The rows of one run, numbered by step.
 
-    A row's reward is that of its own calls where they have one (their sum), else `verdict`, the whole run's.
+    A row's reward is that of its own calls where they have one (their sum), else `verdict`, the whole run's: `rft.types.credit`.
     """
     rows = []
     for step, turns in enumerate(cut(transcript)):
-        score = _row_score(turns, verdict)
+        own = _own_score(turns)
+        score = own or verdict or Score(value=None)
         last = turns[-1]
         row = from_completions(
             group.run(run, attempt, step), [t.completion for t in turns], taskset=task.taskset, task_index=task.index,
-            workflow=workflow, reward=score.value, reward_parts=score.parts, messages=(*last.messages, last.completion.message),
-            tools=last.tools, prompt_text=_prompt_text(turns[0]),
+            workflow=workflow, reward=score.value, credit="run" if own is None else "step", reward_parts=score.parts,
+            messages=(*last.messages, last.completion.message), tools=last.tools, prompt_text=_prompt_text(turns[0]),
             metrics={name: float(value) for name, value in transcript.metrics.items()},
             info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
         )  # fmt: skip
@@ -122,16 +123,17 @@ def _continues(turn: Turn, before: Turn) -> bool:
     )
 
 
-def _row_score(turns: Sequence[Turn], verdict: Score | None) -> Score:
+def _own_score(turns: Sequence[Turn]) -> Score | None:
+    """The sum of the calls' own scores, where they have any."""
     own = [t.score for t in turns if t.score is not None]
-    if own:
-        parts: dict[str, float] = {}
-        for s in own:
-            for name, value in s.parts.items():
-                parts[name] = parts.get(name, 0.0) + value
-        values = [s.value for s in own if s.value is not None]
-        return Score(value=math.fsum(values) if values else None, parts=parts)
-    return verdict if verdict is not None else Score(value=None)
+    if not own:
+        return None
+    parts: dict[str, float] = {}
+    for s in own:
+        for name, value in s.parts.items():
+            parts[name] = parts.get(name, 0.0) + value
+    values = [s.value for s in own if s.value is not None]
+    return Score(value=math.fsum(values) if values else None, parts=parts)
 
 
 def value(transcript: Transcript, verdict: Score | None) -> float | None:
@@ -467,7 +469,8 @@ async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: 
     scored = any(t.score is not None for t in transcript.turns)  # else the cut, which takes time, says nothing new
     own = [any(t.score is not None for t in turns) for turns in cut(transcript)] if scored else []
     if transcript.score is not None:
-        given, steps = checked(transcript.score), _row_score(transcript.turns, None).value
+        given, earned = checked(transcript.score), _own_score(transcript.turns)
+        steps = None if earned is None else earned.value
         if own == [True] and not math.isclose(math.nan if given.value is None else given.value, steps or 0.0, abs_tol=1e-9):
             raise RunError(
                 f"workflow {recipe.name} scored the run with {given.value} and its calls with {steps}; both are one row: give one of them"

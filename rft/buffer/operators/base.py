@@ -23,7 +23,8 @@ from msgspec import Struct
 from pydantic import BaseModel, ConfigDict
 
 from rft.plugins import Provider, kind
-from rft.types.experience import Experience
+from rft.types.credit import compared, group_statistics, run_rewards
+from rft.types.experience import Experience, scored_members
 from rft.types.metrics import Metric
 from rft.types.ports import ChatModel
 from rft.types.task import Task
@@ -43,16 +44,23 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 class GroupView(Struct, frozen=True, kw_only=True):
     """What an operator may know of a group besides the rows it is given.
 
-    `members` are all rows that have a sequence, those that an earlier operator dropped included, in run order.  The statistics are of
-    the scored ones among them; the buffer takes the same again when the rows are leased.
+    `members` are all rows that have a sequence, those that an earlier operator dropped included, in run order.  `rewards`, `mean` and
+    `std` are of what the group compares: its scored runs, or rows with rewards of their own (`rft.types.credit`); the buffer takes the
+    same again when the rows are leased.
     """
 
     task: Task
     members: tuple[Experience, ...]
 
     @property
+    def run_rewards(self) -> dict[int, float]:
+        """The reward of every scored run."""
+        return run_rewards(scored_members(self.members))
+
+    @property
     def rewards(self) -> list[float]:
-        return [m.reward for m in self.members if m.reward is not None]
+        scored = scored_members(self.members)
+        return list(compared(group_statistics("", scored)).rewards) if scored else []
 
     @property
     def mean(self) -> float:

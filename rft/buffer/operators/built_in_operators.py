@@ -6,8 +6,9 @@ They know only the group they are given.  Rows left out are stored as `explained
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
@@ -37,7 +38,7 @@ class RewardFilter(WithArgs, Operator):
 
 class StdArgs(OperatorArgs):
     threshold: float = Field(0.0, ge=0)
-    of_runs: bool = False  # a run of several steps counts once, with the reward of its last
+    of_runs: bool = False  # a run counts once, with the reward of its last row, also where rows have rewards of their own
 
 
 @operator("reward_std_filter", args=StdArgs)
@@ -76,24 +77,28 @@ class DapoDynamicSampling(WithArgs, Operator):
     stage = "drop"
 
     async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
-        scored = [m for m in group.members if m.reward is not None]
-        correct = sum(score > self.args.correct_threshold for score in self._scores(scored))
-        if 0 < correct < len(scored):
+        scores = self._scores(group)
+        correct = sum(score > self.args.correct_threshold for score in scores)
+        if 0 < correct < len(scores):
             return Result(rows, [Metric("dropped_all_correct", 0, "sum"), Metric("dropped_all_wrong", 0, "sum")])
         wrong, right = (len(rows), 0) if correct == 0 else (0, len(rows))
         return Result([], [Metric("dropped_all_correct", right, "sum"), Metric("dropped_all_wrong", wrong, "sum")])
 
-    def _scores(self, rows: Sequence[Experience]) -> list[float]:
+    def _scores(self, group: GroupView) -> list[float]:
+        """Of every scored run: its reward, or the mean of the key over its rows."""
+        rows = [m for m in group.members if m.reward is not None]
         found = [number_of(r, self.args.metric_key) for r in rows]
         if self.args.metric_key == ACCURACY and all(f is None for f in found):
-            return [r.reward for r in rows if r.reward is not None]
+            return list(group.run_rewards.values())
+        of: dict[int, list[float]] = defaultdict(list)
         for row, value in zip(rows, found, strict=True):
             if value is None:
                 raise ValueError(
                     f"{row.id} has no {self.args.metric_key!r}; it has {names_of(row)}.  Let the reward or the workflow report it, "
                     "or name another metric_key"
                 )
-        return [value for value in found if value is not None]
+            of[row.id.run].append(value)
+        return [fmean(values) for values in of.values()]
 
 
 class NoOperatorArgs(OperatorArgs):
@@ -134,7 +139,7 @@ class DeduplicateRunsArgs(OperatorArgs):
 
 @operator("deduplicate", args=DeduplicateRunsArgs)
 class DeduplicateRuns(WithArgs, Operator):
-    """Keeps the first `max_copies` runs of a group that gave the same answer.
+    """Keeps the first `max_copies` runs of a group that gave the same answers, row by row.
 
     `by: tokens` compares the trained tokens; `by: text` the text of the last answer, with `ignore_case` and `ignore_space` without
     regard to case and to where white space stands and how much of it.
@@ -143,13 +148,16 @@ class DeduplicateRuns(WithArgs, Operator):
     stage = "drop"
 
     async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
-        seen: Counter[tuple[int, str | bytes]] = Counter()
-        kept = []
+        runs: dict[int, list[Experience]] = defaultdict(list)
         for row in rows:
-            answer = row.id.step, self._answer(row)  # steps of one run may well be alike
-            seen[answer] += 1
-            if seen[answer] <= self.args.max_copies:
-                kept.append(row)
+            runs[row.id.run].append(row)
+        seen: Counter[tuple[str | bytes, ...]] = Counter()
+        kept = []
+        for mine in runs.values():
+            answers = tuple(map(self._answer, mine))
+            seen[answers] += 1
+            if seen[answers] <= self.args.max_copies:
+                kept += mine
         return Result(kept, [Metric("duplicate_count", len(rows) - len(kept), "sum")])
 
     def _answer(self, row: Experience) -> str | bytes:
@@ -226,9 +234,9 @@ class PassRateCalculator(Operator):
     stage = "statistics"
 
     async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
-        if not group.rewards:
+        if not group.run_rewards:
             return Result(rows)
-        rate, low, high = group.mean, 1 / 16 + 1e-3, 15 / 16 - 1e-3
+        rate, low, high = fmean(group.run_rewards.values()), 1 / 16 + 1e-3, 15 / 16 - 1e-3
         shares = {
             "valid_ratio": 0 < rate < 1,
             "strict_valid_ratio": low < rate < high,

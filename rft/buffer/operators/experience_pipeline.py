@@ -33,7 +33,8 @@ from rft.logs import redact
 from rft.plugins import REGISTRY, checked_args
 from rft.threads import blamed, contained, in_thread, last_lines, unblocked
 from rft.types.block import plain
-from rft.types.experience import Experience, check
+from rft.types.credit import parted_runs
+from rft.types.experience import Experience, check, scored_members
 from rft.types.metrics import Metric, Reduction
 from rft.types.ports import ChatModel
 from rft.types.readonly import freeze, hint
@@ -311,6 +312,7 @@ class ExperiencePipeline:
         if group.members:
             await self._run("reward", group)
         accepted, reason = self._judge(group.rows, task.num_runs, needed)
+        before = trainable_runs(group.rows)
         if any(m.reward is not None for m in group.members):
             await self._run("statistics", group)
         if accepted:
@@ -321,6 +323,7 @@ class ExperiencePipeline:
         done.metrics += [
             Metric("failed_count", 0, "sum"),
             Metric("filtered_count", group.dropped, "sum"),
+            Metric("filtered_runs", len(before - trainable_runs(group.rows)), "sum"),
             Metric("experience_count", sum(r.trainable for r in group.rows) if accepted else 0, "sum"),
             Metric("time/total", time.monotonic() - began, "sum"),
         ]
@@ -330,6 +333,11 @@ class ExperiencePipeline:
         for one in self._operators:
             if one.operator.stage == stage and group.alive:
                 await one.run(group)
+
+
+def trainable_runs(rows: Sequence[Experience]) -> set[int]:
+    """The runs with a row that can be trained."""
+    return {r.id.run for r in rows if r.trainable}
 
 
 class _Group:
@@ -386,6 +394,12 @@ class _Running:
         if fault := broken(self.operator.stage, before, result):
             raise RunFailed(
                 f"operator {self.name} {fault}.  Its result cannot be trusted, so the run stops; correct the operator"
+            )
+        for run, rewards in parted_runs(scored_members(result.rows)).items():
+            given = ", ".join(f"{r:g}" for r in rewards)
+            raise OperatorFailed(
+                f"operator {self.name} gave the rows of run {run} the rewards {given}; they share the reward of the run.  Change it by what "
+                "is the same for all of them, or let the workflow reward its calls (score_step)"
             )
         group.take(self.name, before, result)
         group.metrics.append(Metric(f"time/operator/{self.index}_{self.name}", time.monotonic() - began, "sum"))

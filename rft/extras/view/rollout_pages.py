@@ -7,8 +7,10 @@ v_lineage.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,12 @@ from rft.buffer.schema import ask
 from rft.extras.view.filters import ORDERS, Filters, pattern
 from rft.extras.view.opened_run import PAGE_TIMEOUT_S
 from rft.extras.view.rollout_index import RolloutIndex
+from rft.types.credit import Member, run_rewards
 
 PAGE = 50  # rows
 SEARCH_S = 0.08  # a page of a text search ends after this time, and says where it can go on
 _SEARCHED = 500  # rows of a search that are read at once
-_COLUMNS = """id, group_id, batch, task, run, taskset, task_index, status, reason, finish_reason, reward, num_tokens, num_response_tokens,
+_COLUMNS = """id, group_id, batch, task, run, taskset, task_index, status, reason, finish_reason, reward, credit, step, num_tokens, num_response_tokens,
   newest_lineage, newest_step, oldest_lineage, oldest_step, engine, state, explained, used_step, leased_step, created,
   substr(prompt_text, 1, 160) AS prompt, substr(response_text, 1, 240) AS response"""
 _FATES = {  # see docs/concepts/buffer.md
@@ -165,7 +168,7 @@ def why(row: dict[str, Any], uses: Sequence[Use], group: dict[str, Any]) -> str:
         more = row["reason"] or group.get("reason") or ""
         text = _FATES.get(reason, "")
         return f"Not trained, {reason}" + (f": {text}" if text else "") + (f" ({more})" if more and more != reason else "") + "."
-    equal = group.get("num_scored", 0) > 1 and group.get("reward_min") == group.get("reward_max")
+    equal = row["credit"] == "run" and group.get("num_scored", 0) > 1 and group.get("reward_min") == group.get("reward_max")
     flat = " All rewards of its group are equal, so compared with its group it teaches nothing." if equal else ""
     counted = [u for u in uses if u.counts]
     if counted:
@@ -219,7 +222,16 @@ def task(questions: Questions, index: RolloutIndex | None, taskset: str, number:
         by_version.setdefault((row["newest_lineage"] or 0, step), []).append(row)
     made = []
     for (lineage, step), rows in sorted(by_version.items()):
-        rewards = [r["reward"] for r in rows if r["reward"] is not None]
         name = "none" if step < 0 else f"{lineage}:{step}"
-        made.append({"version": name, "rows": rows, "mean": sum(rewards) / len(rewards) if rewards else None})
+        made.append({"version": name, "rows": rows, "mean": _mean_of_runs(rows)})
     return made
+
+
+def _mean_of_runs(rows: Sequence[dict[str, Any]]) -> float | None:
+    """The mean reward of the runs that have one."""
+    runs: dict[tuple[str, int], list[Member]] = defaultdict(list)
+    for r in rows:
+        if r["reward"] is not None:
+            runs[r["group_id"], r["run"]].append(Member(r["reward"], r["run"], r["step"], r["num_response_tokens"], r["credit"]))
+    rewards = [reward for members in runs.values() for reward in run_rewards(members).values()]
+    return fmean(rewards) if rewards else None

@@ -27,11 +27,11 @@ _AT_ONCE = asyncio.Semaphore(2)
 EXAMPLES = {
     "How is each batch doing?": """SELECT batch, count(*) AS runs, avg(reward) AS reward, avg(num_response_tokens) AS length,
   sum(CASE WHEN status = 'truncated' THEN 1 ELSE 0 END) AS truncated
-FROM v_experiences WHERE status <> 'failed' GROUP BY batch ORDER BY batch""",
+FROM v_runs WHERE status <> 'failed' GROUP BY batch ORDER BY batch""",
     "The worst answers of step 10": """SELECT id, reward, response_text FROM v_experiences
 WHERE used_step = 10 AND reward IS NOT NULL ORDER BY reward LIMIT 10""",
-    "Why was something not trained?": """SELECT explained, reason, count(*) AS runs, max(batch) AS last_batch FROM v_experiences
-WHERE state = 'explained' OR status = 'failed' GROUP BY explained, reason ORDER BY runs DESC""",
+    "Why was something not trained?": """SELECT explained, reason, count(*) AS experiences, max(batch) AS last_batch FROM v_experiences
+WHERE state = 'explained' OR status = 'failed' GROUP BY explained, reason ORDER BY experiences DESC""",
     "Tasks whose runs all got the same reward": """SELECT taskset, task_index, reward_mean, num_scored FROM v_groups
 WHERE reward_min = reward_max ORDER BY reward_mean LIMIT 20""",
     "How stale was each step?": """SELECT train_step, avg(staleness) AS mean, max(staleness) AS largest, count(*) AS experiences

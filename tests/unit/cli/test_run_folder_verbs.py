@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from rft.view.found_runs import FoundRuns
 
 import rft
 from rft.cli import chat_command, export_command, status_command
@@ -24,7 +25,6 @@ from rft.launch.rundir import RunDir
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption
-from rft.view.found_runs import FoundRuns
 
 
 def said(*arguments: str) -> tuple[str, int]:

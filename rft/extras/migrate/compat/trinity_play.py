@@ -61,7 +61,7 @@ async def play(cls: Any, task: Task, contexts: Sequence[RunContext]) -> list[Tra
         HOME.set(home)
         found = _run(cls, home)
         home.collect()
-        return _transcripts(cls.__name__, found, home)
+        return _transcripts(cls, found, home)
 
     try:
         return await in_thread(work, f"workflow {cls.__name__}")
@@ -98,7 +98,8 @@ def _run(cls: Any, home: Home) -> Any:
             asyncio.run(m.close())
 
 
-def _transcripts(name: str, found: Any, home: Home) -> list[Transcript]:
+def _transcripts(cls: Any, found: Any, home: Home) -> list[Transcript]:
+    name = cls.__name__
     if not isinstance(found, list | tuple) or not all(isinstance(x, TrinityExperience) for x in found):
         raise CompatError(
             f"workflow {name} returned {type(found).__name__}; it must return a list of rft.extras.migrate.compat.Experience"
@@ -121,7 +122,9 @@ def _transcripts(name: str, found: Any, home: Home) -> list[Transcript]:
         )
     left = list(home.turns)
     return [
-        _untrained(name, xs, ctx) if xs and not any(x.action_mask.any() for x in xs) else _transcript(name, _in_order(xs), left)
+        _untrained(name, xs, ctx)
+        if xs and not any(x.action_mask.any() for x in xs)
+        else _transcript(name, _in_order(xs), left, steps=cls.scores_steps)
         for xs, ctx in zip(runs, home.contexts, strict=True)
     ]
 
@@ -142,11 +145,17 @@ def _untrained(name: str, experiences: Sequence[TrinityExperience], ctx: RunCont
     return Transcript(turns=(turn,), metrics=_mean([last.metrics]), score=Score(value=float(last.reward or 0.0)))
 
 
-def _transcript(name: str, experiences: Sequence[TrinityExperience], left: list[Turn]) -> Transcript:
-    """The calls of one run's experiences; those that became none are left out.  `left`: calls that have no experience yet."""
+def _transcript(name: str, experiences: Sequence[TrinityExperience], left: list[Turn], *, steps: bool) -> Transcript:
+    """The calls of one run's experiences; those that became none are left out.  `left`: calls that have no experience yet.
+
+    One reward on all experiences is that of the run, unless the workflow rewards `steps`.
+    """
     chains = [_scored(x, _calls(name, x, left)) for x in experiences]
     turns = tuple(t for chain in chains for t in chain)
     several = len(chains) > 1
+    shared = not several or (not steps and len({x.reward for x in experiences}) == 1)
+    if shared:
+        turns = tuple(msgspec.structs.replace(t, score=None) for t in turns)
     if several and any(len(c) > 1 for c in chains):
         raise CompatError(f"workflow {name} returned several experiences of a run, one of several turns; return one sequence")
     truncated = any(x.truncate_status is not None for x in experiences[-1:])
@@ -154,7 +163,7 @@ def _transcript(name: str, experiences: Sequence[TrinityExperience], left: list[
         turns=turns,
         layout="steps" if several else "joined",
         metrics=_mean([x.metrics for x in experiences]),
-        score=None if several or not experiences or experiences[0].reward is None else _score(experiences[0]),
+        score=_score(experiences[0]) if shared and experiences and experiences[0].reward is not None else None,
         limited=truncated,
     )
 

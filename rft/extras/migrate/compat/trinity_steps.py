@@ -19,7 +19,6 @@ T = TypeVar("T")
 class _Steps(TrinityWorkflow):
     """Steps are played by `_play`, which awaits; where a class is not asynchronous, nothing in it waits."""
 
-    each: ClassVar[bool]  # whether every step has its reward
     rewarded: ClassVar[str]  # the arguments of `reward`
 
     def __init__(
@@ -67,12 +66,12 @@ class _Steps(TrinityWorkflow):
             of_step = self.model.extract_experience_from_history()
             for x in of_step:
                 x.eid.step = number
-            if self.each:
+            if self.scores_steps:
                 await self._reward(of_step, step_num=number)
             played += of_step
             if not go_on:
                 break
-        if not self.each:
+        if not self.scores_steps:
             await self._reward(played)
             for x in played:
                 x.metrics["actual_env_steps"] = number + 1
@@ -87,7 +86,8 @@ class _Steps(TrinityWorkflow):
 class StepWiseRewardWorkflow(_Steps):
     """`reward(exps, step_num)` after each step."""
 
-    each, rewarded = True, "exps, step_num"
+    scores_steps = True
+    rewarded = "exps, step_num"
 
 
 class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
@@ -97,7 +97,7 @@ class AsyncStepWiseRewardWorkflow(StepWiseRewardWorkflow):
 class TrinityRewardPropagationWorkflow(_Steps):
     """`reward(exps)` at the end, for every step."""
 
-    each, rewarded = False, "exps"
+    rewarded = "exps"
 
 
 class AsyncRewardPropagationWorkflow(TrinityRewardPropagationWorkflow):

@@ -36,6 +36,7 @@ class TrinityWorkflow:
     can_reset: ClassVar[bool] = False
     can_repeat: ClassVar[bool] = False
     is_async: ClassVar[bool] = False
+    scores_steps: ClassVar[bool] = False  # experiences of a run have rewards of their own; else equal ones are the run's
     isolated: ClassVar[Any] = False  # anything else is refused: it belongs to workflows with run(self, task, ctx)
 
     def __init__(self, *, task: TrinityTask, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None) -> None:
