@@ -107,6 +107,10 @@ ROW = {
 }
 
 
+OSLO = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+ROME = OSLO.replace("Oslo", "Rome")
+
+
 @pytest.mark.parametrize(
     ("answer", "args", "reward"),
     [
@@ -115,6 +119,11 @@ ROW = {
         ("Oslo is cold", {}, 0.0),
         ('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {"with_think": True}, 0.0),
         ('<think>hm</think><tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {"with_think": True}, 1.0),
+        (f"<think>{ROME}?</think>{OSLO}", {}, 1.0),  # G2
+        (f"<think>{OSLO}?</think>It is cold.", {}, 0.0),
+        (f"<think>{OSLO}?</think>{ROME}", {}, 0.0),
+        (f"{ROME}?</think>{OSLO}", {}, 1.0),
+        (f"<think>{OSLO}", {}, 0.0),
     ],
 )
 def test_a_row_of_bfcl(answer: str, args: dict[str, object], reward: float) -> None:
