@@ -71,8 +71,7 @@ class ReactAgent(AgentWorkflow):
 @register.reward("final_answer")
 def final_answer(task: Task, transcript: Transcript) -> float:
     """1 if the last line `Answer: ...` of the run's last answer, or all of it where it has none, is the truth; else 0."""
-    answer = transcript.turns[-1].completion.answer
-    found = _ANSWER.findall(answer) or [answer]
+    found = _ANSWER.findall(transcript.answer) or [transcript.answer]
     return float(found[-1].strip() == str(task.truth).strip())
 
 

@@ -94,11 +94,13 @@ def _read(block: str, *, sure: bool) -> list[ToolCall]:
 
 
 def _item(item: Any) -> ToolCall:
+    if isinstance(item, dict) and isinstance(function := item.get("function"), dict):  # OpenAI's form
+        item = function
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return ToolCall("", error='a tool call must be an object with "name" and "arguments"')
     arguments = item.get("arguments", item.get("parameters", {}))
     if isinstance(arguments, str):
-        return _with(item["name"], arguments)
+        return _with(item["name"], arguments or "{}")
     if not isinstance(arguments, dict):
         return ToolCall(item["name"], error='"arguments" must be an object')
     return ToolCall(item["name"], arguments)

@@ -93,9 +93,35 @@ def test_gold_calls_in_several_shapes() -> None:
     for right in ({"city": "new york"}, {"city": "NYC", "days": 1}):
         assert matches([("f", {"x": right})], several) == ""
     assert matches([("f", {"x": {"city": "Oslo"}})], several) and matches([("f", {"x": {"days": 1}})], several)
-    for bad in (3, ["x"], [{"a": {}, "b": {}}]):
+    for bad in (
+        3,
+        ["x"],
+        [{"a": {}, "b": {}}],
+        [{"name": "f", "arguments": "{"}],
+        [{"name": "f", "arguments": "[1]"}],
+        [{"a": 3}],
+    ):
         with pytest.raises(ValueError, match="gold call"):
             wanted(bad)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "weather", "arguments": '{"city": "Oslo"}'},
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}, "id": None},
+    ],
+)
+def test_gold_calls_in_openais_form(call: dict[str, object]) -> None:
+    """Finding G7: every run of such a row failed."""
+    assert wanted([call]) == wanted(json.dumps(call)) == [("weather", {"city": ["Oslo"]})]
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", {}, None])
+def test_gold_calls_without_arguments(arguments: object) -> None:
+    assert wanted([{"name": "now", "arguments": arguments}]) == [("now", {})]
+    assert wanted([{"function": {"name": "now", "arguments": arguments}}]) == [("now", {})]
 
 
 ROW = {

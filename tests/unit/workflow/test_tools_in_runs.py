@@ -89,6 +89,8 @@ def test_schema_from_signature_and_docstring():
         ('<tool_call>[{"name": "a"}, {"name": "b"}]</tool_call>', "hermes", [("a", {}, ""), ("b", {}, "")]),
         ('{"name": "a", "parameters": {"k": 1}}', "json", [("a", {"k": 1}, "")]),
         ('so:\n```json\n[{"name": "a", "arguments": "{\\"k\\": 2}"}]\n```', "auto", [("a", {"k": 2}, "")]),
+        ('<tool_call>{"name": "a", "arguments": ""}</tool_call>', "auto", [("a", {}, "")]),
+        ('<tool_call>{"type": "function", "function": {"name": "a", "arguments": "{}"}}</tool_call>', "auto", [("a", {}, "")]),
         ("<tool_call>{oops</tool_call>", "auto", [("", {}, "this tool call is no JSON")]),
         ("<tool_call>[1]</tool_call>", "auto", [("", {}, 'must be an object with "name"')]),
         ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "auto", [("a", {}, '"arguments" must be an object')]),
