@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from rft import AgentWorkflow, Task, Transcript, register
+from rft.types.thoughts import split_thought
 from rft.workflow.agent import CommandAgent, CommandArgs
 
 INSTRUCTION = (
@@ -60,8 +61,9 @@ class ReactAgent(AgentWorkflow):
             for _ in range(self.max_turns):
                 answer = await client.chat.completions.create(model="policy", messages=messages, stop=["Observation:"])
                 said = answer.choices[0].message
-                action = _ACTION.search(said.content or "")
-                if action is None or _ANSWER.search(said.content or ""):
+                text = split_thought(said.content or "").answer
+                action = _ACTION.search(text)
+                if action is None or _ANSWER.search(text):
                     return
                 messages += [said, {"role": "user", "content": f"Observation: {calculate(action[1])}"}]
 

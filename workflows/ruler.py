@@ -103,9 +103,9 @@ class TrainableRuler(Workflow):
 
 def _question(task: Task, ctx: RunContext, answers: Sequence[Completion]) -> tuple[PromptDelimiters, list[dict[str, Any]]]:
     """The same for all runs of a group, with marks that none of the answers can know."""
-    delimit = PromptDelimiters(blake2b(repr((ctx.request_id, [a.text for a in answers])).encode(), digest_size=8).hexdigest())
+    delimit = PromptDelimiters(blake2b(repr((ctx.request_id, [a.answer for a in answers])).encode(), digest_size=8).hexdigest())
     names = [f"answer {i}" for i in range(1, len(answers) + 1)]
-    shown = "\n\n".join(delimit(name, a.text) for name, a in zip(names, answers, strict=True))
+    shown = "\n\n".join(delimit(name, a.answer) for name, a in zip(names, answers, strict=True))
     asked = str(task.chat()[-1]["content"])
     text = (
         "Score every answer to the question from 0 (wrong) to 1 (right and well reasoned), beside the others.\n\n"
@@ -117,6 +117,6 @@ def _question(task: Task, ctx: RunContext, answers: Sequence[Completion]) -> tup
 def _verdict(reply: Completion, delimit: PromptDelimiters) -> tuple[list[float] | None, str]:
     """The scores in order, or None and why."""
     try:
-        return list(read(reply.text, delimit).values()) if reply.finish_reason == "stop" else None, "the verdict was cut"
+        return list(read(reply.answer, delimit).values()) if reply.finish_reason == "stop" else None, "the verdict was cut"
     except UnreadableVerdict as e:
         return None, f"the policy's verdict cannot be read: {e}"

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rft import RunContext, Score, Task, ToolArgs, ToolWorkflow, Transcript, Workflow, register
 from rft.reward.tool_calls import matches, wanted
+from rft.types.thoughts import THINK
 from rft.workflow.tools import Format, described, find
 
 register.workflow("tool_workflow", args=ToolArgs)(ToolWorkflow)
@@ -62,7 +63,9 @@ class ToolCallWorkflow(Workflow):
         return ctx.transcript(score=Score(value=float(not why), parts={"right": float(not why)}, reason=why))
 
     def _wrong(self, task: Task, answer: Any) -> str:
-        if self.with_think and not _THOUGHT.match(answer.text):
+        if self.with_think and not (
+            answer.reasoning or _THOUGHT.match(THINK + answer.text if answer.in_thought else answer.text)
+        ):
             return "no thought in front of the calls"
         calls = find(answer, self.format)
         if bad := next((c.error for c in calls if c.error), ""):

@@ -22,6 +22,7 @@ from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, ScoreRow, WeightManifest
+from rft.types.thoughts import THINK, THINK_END, split_thought
 
 FIXED = Version(1, 0)  # of weights that are served as they are on disk
 LONG_CHARS = 1 << 16  # of messages and tools that are tokenised in a thread
@@ -68,20 +69,26 @@ class Parsers:
 
         given = {"tools": [dict(t) for t in tools] or None, "chat_template_kwargs": template_args}
         asked = ChatCompletionRequest(messages=[], model="policy", **given)
-        text, reasoning, calls = self._whole(c), "", []
+        whole = self._whole(c)
+        thought, answer = split_thought(whole, opened=c.in_thought)
+        calls: list[dict[str, Any]] = []
+        reasoning = ""
         if self._reasoning is not None:
             parser = self._reasoning(self._tokenizer, chat_template_kwargs=template_args)
             parser.adjust_initial_state_from_prompt(c.prompt_tokens.tolist())
-            found, rest = parser.extract_reasoning(text, asked)
-            text, reasoning = rest or "", found or ""
+            found, rest = parser.extract_reasoning(whole, asked)
+            early = thought and len(rest or "") > len(answer)  # some end a thought at its first call
+            reasoning = thought.removeprefix(THINK).removesuffix(THINK_END) if early else found or ""
+            answer = answer if early else rest or ""
         if self._tools is not None and tools:
-            seen = self._tools(self._tokenizer, asked.tools).extract_tool_calls(text, asked)
+            seen = self._tools(self._tokenizer, asked.tools).extract_tool_calls(answer, asked)
             if seen.tools_called:
-                text, calls = seen.content or "", [_call(call.function) for call in seen.tool_calls]
+                answer, calls = seen.content or "", [_call(call.function) for call in seen.tool_calls]
         name = xxhash.xxh3_64_hexdigest(c.prompt_tokens.tobytes() + c.tokens.tobytes())  # equal runs give equal ids
         return msgspec.structs.replace(  # Mistral's templates want nine letters or digits for an id
             c,
-            text=text,
+            text=answer if self._reasoning is not None else thought + answer if calls else whole,
+            in_thought=c.in_thought and self._reasoning is None,
             reasoning=reasoning,
             tool_calls=tuple({"id": f"{name[: 9 - len(str(i))]}{i}", **call} for i, call in enumerate(calls)),
         )

@@ -1,7 +1,8 @@
 """Whether an answer calls the right tools with the right arguments, by data of BFCL's shape.
 
 The gold answer is a list of {function: {argument: [allowed values]}}; "" among them says that the argument may be left out.  A list of
-{"name", "arguments"} will do: then every value is the only one.  The calls are read by whoever asks; knows no engine.
+{"name", "arguments"} will do, also in OpenAI's form {"function": {"name", "arguments": JSON text}}: then every value is the only one.
+The calls are read by whoever asks; knows no engine.
 """
 
 from __future__ import annotations
@@ -24,16 +25,29 @@ def wanted(truth: Any) -> list[Wanted]:
     for item in truth if isinstance(truth, Sequence) else [None]:
         if not isinstance(item, Mapping):
             raise ValueError(f"a gold call must be a mapping, not {item!r}")
-        item = {k: v for k, v in item.items() if v is not None}  # a table gives each call the keys of all
-        if isinstance(item.get("name"), str) and "arguments" in item:
-            calls.append((item["name"], _only(dict(item["arguments"]))))
-        elif len(item) == 1:
-            ((name, arguments),) = item.items()
-            allowed = {k: v if isinstance(v, list) else [v] for k, v in dict(arguments).items() if v is not None}
+        given = {k: v for k, v in item.items() if v is not None}  # a table gives each call the keys of all
+        function = given.get("function")
+        named = function if isinstance(function, Mapping) and isinstance(function.get("name"), str) else given
+        if isinstance(named.get("name"), str):
+            calls.append((named["name"], _only(_arguments(named.get("arguments"), item))))
+        elif len(given) == 1:
+            ((name, arguments),) = given.items()
+            allowed = {k: v if isinstance(v, list) else [v] for k, v in _arguments(arguments, item).items() if v is not None}
             calls.append((str(name), allowed))
         else:
             raise ValueError(f"a gold call must be {{function: {{argument: [values]}}}} or {{name, arguments}}, not {item!r}")
     return calls
+
+
+def _arguments(given: Any, item: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments, a mapping or its JSON text, which may be empty.  Raises ValueError."""
+    try:
+        read = json.loads(given or "{}") if isinstance(given, str) else given or {}
+    except json.JSONDecodeError as e:
+        raise ValueError(f"the arguments of a gold call are no JSON ({e}): {item!r}") from None
+    if not isinstance(read, Mapping):
+        raise ValueError(f"the arguments of a gold call must be a mapping, or its JSON text, not {given!r}: {item!r}")
+    return dict(read)
 
 
 def _only(value: Any) -> Any:

@@ -216,7 +216,10 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         _check_array(f"model call {n}: logprobs", c.logprobs, FLOAT32, len(c.logprobs))
         start = len(c.prompt_tokens)
         if start < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
-            raise ValueError(f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it")
+            raise ValueError(
+                f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it; append to the messages and change none, "
+                'or write ctx.transcript(layout="chains"): a row for each chain of calls that do'
+            )
         clean = c.logprobs.astype(np.float32, copy=True)
         over = (clean > 0) & (clean <= LOGPROB_SLACK)
         clipped += int(over.sum())

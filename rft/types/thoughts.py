@@ -9,11 +9,17 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import msgspec
+
 THINK = "<think>"
 THINK_END = "</think>"
+KEY = "in_thought"  # in an experience's `info`: true where its last answer went on with a thought of the prompt
 TAIL_TOKENS = 16  # of a prompt: in any vocabulary they hold the tag and the blanks behind it
 _TAGS = re.compile(r"""(?<![^\s([{:,])([`'"])</?think>\1|(</think>)""")  # first: a tag in quotes, which is text
 _BEGINS = re.compile(r"(?:\A|[\n.!?:>。！？：])[^\S\n]*(<think>)")  # elsewhere it is a word of a sentence
+
+
+_CALLS = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", re.DOTALL)  # whose arguments may hold a tag
 
 
 class SplitAnswer(NamedTuple):
@@ -28,7 +34,9 @@ def split_thought(text: str, *, opened: bool = False) -> SplitAnswer:
 
     `opened`: the prompt ended inside a thought (`opens_thought`), with which `text` goes on.
     """
-    ends = [tag.end() for tag in _TAGS.finditer(text) if tag[2]]
+    calls = [call.span() for call in _CALLS.finditer(text) if THINK_END in call[1] and _is_json(call[1])]
+    tags = [tag for tag in _TAGS.finditer(text) if tag[2]]
+    ends = [tag.end() for tag in tags if not any(start < tag.start() < end for start, end in calls)]
     if opened and not ends:
         return SplitAnswer(text, "")
     start = ends[-1] if ends else 0
@@ -38,6 +46,14 @@ def split_thought(text: str, *, opened: bool = False) -> SplitAnswer:
         return SplitAnswer(text[:start], answer)
     cut = unclosed.start(1)
     return SplitAnswer(text[:start] + answer[cut:], answer[:cut])
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def opens_thought(prompt: str) -> bool:

@@ -3,8 +3,8 @@
     def weather(city: str, days: int = 1) -> str:
         # its docstring: what it does, then a line `name: text` for each parameter
 
-Knows no workflow.  Invariant: what looks like a call and cannot be read is a call too; `Toolbox.run` never raises for what a model or a
-tool does wrong, it gives the text to say and counts it.
+Knows no workflow.  Invariants: a thought has no calls; what looks like a call and cannot be read is a call too; `Toolbox.run` never
+raises for what a model or a tool does wrong, it gives the text to say and counts it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from rft.plugins import REGISTRY, kind
 from rft.reward.extract import fenced
 from rft.threads import in_time, unblocked
 from rft.types.completion import Completion
+from rft.types.thoughts import split_thought
 from rft.waiting import waits
 
 Format = Literal["auto", "hermes", "json"]
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TAGGED = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_WORDS = re.compile(r"[^\n{\[<(=]*")  # between tags that are only mentioned
 
 tool = kind("tool")
 Side = Literal["left", "middle", "right"]
@@ -49,19 +51,21 @@ class ToolCall:
 
 
 def find(answer: Completion, form: Format = "auto") -> list[ToolCall]:
-    """The calls in order.
+    """The calls in order, those behind the last thought (`rft.types.thoughts`).
 
     hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.  json: the answer, or a fenced block of it, is such an object or
-    a list of them ("parameters" is understood too).  auto: hermes where there are such tags, else json.
+    a list of them ("parameters" is understood too).  auto: hermes where there are such tags, else json.  A tag that is only mentioned is
+    no call.
     """
     if answer.tool_calls:
         return [_given(call) for call in answer.tool_calls]
-    return in_text(answer.text, form)
+    return in_text(answer.answer, form)
 
 
 def in_text(text: str, form: Format = "auto") -> list[ToolCall]:
     """As `find`, for a text alone."""
-    tagged = _TAGGED.findall(text)
+    text = split_thought(text).answer
+    tagged = [block[1] for block in _TAGGED.finditer(text) if _is_call(block)]
     if form == "hermes" or (form == "auto" and tagged):
         return [call for block in tagged for call in _read(block, sure=True)]
     blocks = [*(b.body for b in fenced(text) if b.closed and b.language in ("", "json", "tool_call")), text]
@@ -69,6 +73,14 @@ def in_text(text: str, form: Format = "auto") -> list[ToolCall]:
         if found := _read(block, sure=False):
             return found
     return []
+
+
+def _is_call(block: re.Match[str]) -> bool:
+    """Whether a tag begins a call: words are no call, and without an end it has to begin like one, or be cut off."""
+    if block[2]:
+        return _WORDS.fullmatch(block[1]) is None
+    body = block[1].lstrip()
+    return body.startswith(("{", "[", "<")) or (not body and block.end() == len(block.string))
 
 
 def _read(block: str, *, sure: bool) -> list[ToolCall]:
@@ -83,11 +95,13 @@ def _read(block: str, *, sure: bool) -> list[ToolCall]:
 
 
 def _item(item: Any) -> ToolCall:
+    if isinstance(item, dict) and isinstance(function := item.get("function"), dict):  # OpenAI's form
+        item = function
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return ToolCall("", error='a tool call must be an object with "name" and "arguments"')
     arguments = item.get("arguments", item.get("parameters", {}))
     if isinstance(arguments, str):
-        return _with(item["name"], arguments)
+        return _with(item["name"], arguments or "{}")
     if not isinstance(arguments, dict):
         return ToolCall(item["name"], error='"arguments" must be an object')
     return ToolCall(item["name"], arguments)

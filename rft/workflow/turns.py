@@ -292,7 +292,7 @@ class EnvWorkflow(MultiTurnWorkflow):
         raise NotImplementedError(f"{type(self).__name__} must have a method reset(self, task) that gives the first observation")
 
     def step(self, action: str) -> Any:
-        """What the answer's text leads to, a Step."""
+        """What an action leads to, a Step.  `action` is the answer's text behind its thought."""
         raise NotImplementedError(f"{type(self).__name__} must have a method step(self, action) that gives a Step")
 
     def instruction(self, task: Task) -> str:
@@ -316,7 +316,7 @@ class EnvWorkflow(MultiTurnWorkflow):
 
     async def react(self, answer: Completion) -> Reply:
         began = self._state
-        step = await self.call(self.step, answer.text)
+        step = await self.call(self.step, answer.answer)
         if not isinstance(step, Step):
             raise TypeError(f"{type(self).__name__}.step returned {type(step).__name__}; it must return a Step")
         self._observation = step.observation

@@ -70,7 +70,12 @@ async def test_a_reward_model_gives_the_models_logits(tmp_path: Path, environmen
 
 
 def parsed(
-    folder: Path, text: str, tools: tuple[dict[str, Any], ...] = (), template_args: dict[str, Any] | None = None, **named: str
+    folder: Path,
+    text: str,
+    tools: tuple[dict[str, Any], ...] = (),
+    template_args: dict[str, Any] | None = None,
+    opened: bool = False,
+    **named: str,
 ) -> Completion:
     settings = EngineSettings(model_path=str(folder), **named)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(settings)
@@ -78,7 +83,7 @@ def parsed(
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     c = Completion(
         prompt_tokens=np.array([1], np.int32), tokens=np.array(ids, np.int32), logprobs=np.zeros(len(ids), np.float32), text=text,
-        finish_reason="stop", version_spans=(), sampling=SamplingArgs(),
+        finish_reason="stop", version_spans=(), sampling=SamplingArgs(), in_thought=opened,
     )  # fmt: skip
     return Parsers(settings, tokenizer)(c, GenerateRequest(tools=tools, chat_template_args=template_args or {}))
 
@@ -122,6 +127,29 @@ def test_reasoning_is_taken_out(name: str, tiny_model: Path) -> None:
     both = '<think>hm</think>So:<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     c = parsed(tiny_model, both, (TOOL,), reasoning_parser=name, tool_call_parser="hermes")
     assert (c.reasoning, c.text, len(c.tool_calls)) == ("hm", "So:", 1)
+
+
+PAY = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
+
+
+@pytest.mark.parametrize("reasoning", [{}, {"reasoning_parser": "deepseek_r1"}, {"reasoning_parser": "qwen3"}])
+@pytest.mark.parametrize(
+    ("text", "opened", "made"),
+    [
+        (f"<think>Perhaps {PAY % 500}? No.</think>I cannot.", False, []),
+        (f"<think>Perhaps {PAY % 500}? No.</think>{PAY % 5}", False, [5]),
+        (f"Perhaps {PAY % 500}? No.</think>{PAY % 5}", True, [5]),
+        (f"Perhaps {PAY % 500}", True, []),
+        (f"<think>Perhaps {PAY % 500}", False, []),
+    ],
+)
+def test_parsers_find_no_call_in_a_thought(
+    reasoning: dict[str, str], text: str, opened: bool, made: list[int], tiny_model: Path
+) -> None:
+    """Finding G2."""
+    c = parsed(tiny_model, text, (TOOL,), opened=opened, tool_call_parser="hermes", **reasoning)
+    assert [json.loads(call["function"]["arguments"])["a"] for call in c.tool_calls] == made
+    assert [call.arguments["a"] for call in find(c)] == made
 
 
 def test_a_request_says_whether_it_is_thought_about(tiny_model: Path) -> None:

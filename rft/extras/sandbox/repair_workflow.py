@@ -56,7 +56,7 @@ class RepairWorkflow(Workflow):
         said = await ctx.chat(
             [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": f"{task.prompt}\n\n{shown}"}]
         )
-        changed = {path: text for path, text in BLOCK.findall(said.text) if path in files}
+        changed = {path: text for path, text in BLOCK.findall(said.answer) if path in files}
         if not changed:
             return ctx.transcript(score=Score(value=0.0, reason="no file of the project was written"))
         project, tests = {**files, **changed}, task.row["tests"]

@@ -53,6 +53,14 @@ def test_a_transcript_has_the_turns_of_the_run() -> None:
     assert len(single.turns[0].completion.tokens) == 5
 
 
+def test_a_thought_that_the_prompt_opened_stays_one() -> None:
+    """Finding G2: what the model wrote has no <think>, and a draft in it is no answer."""
+    x = replace(several_turns(), info={"in_thought": True})
+    assert [t.completion.answer for t in transcript_of(x, TASK).turns] == ["", ""]
+    closed = replace(x, messages=(), response_text="two</think>4")
+    assert transcript_of(closed, TASK).turns[0].completion.answer == "4"
+
+
 async def score(rows: list[StoredAnswer], reward: Reward) -> list[Rescored]:
     return await rescore(rows, reward, models={}, timeout_s=10, max_concurrent=4)
 

@@ -14,7 +14,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from rft.view.found_runs import FoundRuns
 
 import rft
 from rft.cli import chat_command, export_command, status_command
@@ -161,8 +160,12 @@ def test_notes_of_an_earlier_attempt_are_not_those_of_this_one(run_dir: Path) ->
     assert "note         explorer 11: the new one" in out and "the old one" not in out
 
 
+@pytest.mark.extra("view")
 def test_a_run_worked_as_long_wherever_it_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """N15: the end of the run, its report and the viewer had a duration each."""
+    from rft.extras.view.found_runs import FoundRuns
+    from rft.extras.view.report.facts import collect
+
     state = json.loads((run_dir / "state.json").read_text())
     ended = {"started": 1000.0, "time": 1080.0, "before_s": 40.0}
     (run_dir / "state.json").write_text(json.dumps(state | ended))

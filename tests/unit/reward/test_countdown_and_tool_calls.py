@@ -93,9 +93,35 @@ def test_gold_calls_in_several_shapes() -> None:
     for right in ({"city": "new york"}, {"city": "NYC", "days": 1}):
         assert matches([("f", {"x": right})], several) == ""
     assert matches([("f", {"x": {"city": "Oslo"}})], several) and matches([("f", {"x": {"days": 1}})], several)
-    for bad in (3, ["x"], [{"a": {}, "b": {}}]):
+    for bad in (
+        3,
+        ["x"],
+        [{"a": {}, "b": {}}],
+        [{"name": "f", "arguments": "{"}],
+        [{"name": "f", "arguments": "[1]"}],
+        [{"a": 3}],
+    ):
         with pytest.raises(ValueError, match="gold call"):
             wanted(bad)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "weather", "arguments": '{"city": "Oslo"}'},
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}, "id": None},
+    ],
+)
+def test_gold_calls_in_openais_form(call: dict[str, object]) -> None:
+    """Finding G7: every run of such a row failed."""
+    assert wanted([call]) == wanted(json.dumps(call)) == [("weather", {"city": ["Oslo"]})]
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", {}, None])
+def test_gold_calls_without_arguments(arguments: object) -> None:
+    assert wanted([{"name": "now", "arguments": arguments}]) == [("now", {})]
+    assert wanted([{"function": {"name": "now", "arguments": arguments}}]) == [("now", {})]
 
 
 ROW = {
@@ -107,6 +133,10 @@ ROW = {
 }
 
 
+OSLO = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+ROME = OSLO.replace("Oslo", "Rome")
+
+
 @pytest.mark.parametrize(
     ("answer", "args", "reward"),
     [
@@ -115,6 +145,11 @@ ROW = {
         ("Oslo is cold", {}, 0.0),
         ('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {"with_think": True}, 0.0),
         ('<think>hm</think><tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {"with_think": True}, 1.0),
+        (f"<think>{ROME}?</think>{OSLO}", {}, 1.0),  # G2
+        (f"<think>{OSLO}?</think>It is cold.", {}, 0.0),
+        (f"<think>{OSLO}?</think>{ROME}", {}, 0.0),
+        (f"{ROME}?</think>{OSLO}", {}, 1.0),
+        (f"<think>{OSLO}", {}, 0.0),
     ],
 )
 def test_a_row_of_bfcl(answer: str, args: dict[str, object], reward: float) -> None:

@@ -287,6 +287,23 @@ async def test_joined_calls_that_do_not_go_on_are_refused():
     assert row.status == "failed" and "does not continue" in row.reason
 
 
+@pytest.mark.parametrize("layout", ["joined", "chains"])
+async def test_a_workflow_that_strips_thoughts_is_told_of_chains(layout):
+    """Finding G16."""
+
+    async def strips(self, task, ctx):
+        first = await ctx.chat(task.chat())
+        shown = {"role": "assistant", "content": first.answer}
+        await ctx.chat([*task.chat(), shown, {"role": "user", "content": "Sure?"}])
+        return ctx.transcript(score=Score(value=1.0), layout=layout)
+
+    rows = (await play(ScriptedEngine("<think>2+2</think>4", "4"), task(workflow=custom(strips)))).rows
+    if layout == "chains":
+        assert [r.status for r in rows] == ["complete", "complete"]
+    else:
+        assert [r.status for r in rows] == ["failed"] and 'write ctx.transcript(layout="chains")' in rows[0].reason
+
+
 @reward("test_ranks")
 class Ranks:
     """Longer answers are better; asks nobody but wants the models."""

@@ -71,6 +71,13 @@ def test_ten_tenths_are_a_whole_reward(args):
     assert run_workflow(Tenths, task(), ScriptedModel(*["up"] * 10), workflow_args=args).group.rewards == [1.0]
 
 
+def test_an_environment_gets_the_action_behind_the_thought():
+    """Finding G2."""
+    said = ["<think>down?</think>up", "<think>up", "<think>up</think>down", "up"]
+    (row,) = run_workflow(Stairs, task(), ScriptedModel(*said, answer=lambda m: "up"), workflow_args={"max_turns": 4}).group.rows
+    assert [m["content"] for m in row.messages if m["role"] == "user"][1:] == ["stair 1", "stair 0", "stair 0"]
+
+
 def test_turns_run_out():
     (row,) = run_workflow(Stairs, task(), ScriptedModel(answer=lambda m: "up"), workflow_args={"max_turns": 2}).group.rows
     assert (row.reward, row.status, row.metrics["finished"]) == (1.0, "complete", 0.0)

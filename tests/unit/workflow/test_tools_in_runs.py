@@ -9,17 +9,19 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from pydantic import Field
 
 from rft.errors import ConfigError
 from rft.plugins import load_all
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async
+from rft.types.completion import Completion
 from rft.types.task import SamplingArgs, Task
 from rft.workflow import toolrun
 from rft.workflow.recipes import Recipes
 from rft.workflow.toolrun import ToolWorkflow
-from rft.workflow.tools import FunctionTool, Toolbox, in_text
+from rft.workflow.tools import FunctionTool, Toolbox, find, in_text
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> str:
@@ -86,6 +88,8 @@ def test_schema_from_signature_and_docstring():
         ('<tool_call>[{"name": "a"}, {"name": "b"}]</tool_call>', "hermes", [("a", {}, ""), ("b", {}, "")]),
         ('{"name": "a", "parameters": {"k": 1}}', "json", [("a", {"k": 1}, "")]),
         ('so:\n```json\n[{"name": "a", "arguments": "{\\"k\\": 2}"}]\n```', "auto", [("a", {"k": 2}, "")]),
+        ('<tool_call>{"name": "a", "arguments": ""}</tool_call>', "auto", [("a", {}, "")]),
+        ('<tool_call>{"type": "function", "function": {"name": "a", "arguments": "{}"}}</tool_call>', "auto", [("a", {}, "")]),
         ("<tool_call>{oops</tool_call>", "auto", [("", {}, "this tool call is no JSON")]),
         ("<tool_call>[1]</tool_call>", "auto", [("", {}, 'must be an object with "name"')]),
         ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "auto", [("a", {}, '"arguments" must be an object')]),
@@ -98,6 +102,67 @@ def test_calls_in_text(text: str, form: str, found: list[tuple[str, dict[str, ob
     calls = in_text(text, form)  # type: ignore[arg-type]
     assert [(c.name, c.arguments) for c in calls] == [f[:2] for f in found]
     assert all(says in c.error and bool(says) == bool(c.error) for c, (_, _, says) in zip(calls, found, strict=True))
+
+
+PAY = '<tool_call>{"name": "pay", "arguments": {"amount": %s}}</tool_call>'
+DRAFT, REAL = PAY % 500, PAY % 5
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "amounts"),
+    [
+        (f"<think>Perhaps {DRAFT}? No.</think>I cannot pay.", False, []),
+        (f"<think>Perhaps {DRAFT}? No.</think>{REAL}", False, [5]),
+        (f"Perhaps {DRAFT}? No.</think>I cannot pay.", True, []),
+        (f"Perhaps {DRAFT}? No.</think>{REAL}", True, [5]),
+        (f"Perhaps {DRAFT}? No.</think>{REAL}", False, [5]),
+        (f"<think>Perhaps {DRAFT}", False, []),
+        (f"Perhaps {DRAFT}", True, []),
+        (f"<think>one</think>{DRAFT}<think>no</think>{REAL}", False, [5]),
+        (f"<think>one</think>{REAL}\n<think>or {DRAFT}", False, [5]),
+        (f"<think>I may use <tool_call> for it.</think>{REAL}", False, [5]),
+        ("<think>I may use <tool_call> for it.</think>I cannot pay.", False, []),
+        ("I may use <tool_call> for it.\nBut I cannot pay.", False, []),
+        ("The tags <tool_call> and </tool_call> stand around calls.", False, []),
+        (f"After <tool_call> comes JSON: {REAL}", False, [5]),
+        (f"I need no <think> tag: {REAL}", False, [5]),
+        (f"I need no `</think>` here: {REAL} And no `</think>` there.", False, [5]),
+        (PAY % '"a </think> b"', False, ["a </think> b"]),
+        ("<think>Perhaps " + PAY % '"</think>"', False, []),
+        ('<think>{"name": "pay", "arguments": {"amount": 500}}</think>No.', False, []),
+        ('<think>No.</think>{"name": "pay", "arguments": {"amount": 5}}', False, [5]),
+        (
+            '```json\n{"name": "pay", "arguments": {"amount": 500}}\n```</think>{"name": "pay", "arguments": {"amount": 5}}',
+            True,
+            [5],
+        ),
+    ],
+)
+def test_a_thought_has_no_calls(text: str, opened: bool, amounts: list[object]) -> None:
+    """Finding G2."""
+    made = Completion(
+        prompt_tokens=np.zeros(1, np.int32), tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), text=text,
+        finish_reason="stop", version_spans=(), sampling=SamplingArgs(), in_thought=opened,
+    )  # fmt: skip
+    calls = find(made)
+    assert [c.arguments.get("amount") for c in calls] == amounts and not any(c.error for c in calls)
+
+
+def test_a_drafted_call_is_not_run():
+    """Finding G2: a draft of 500 was paid, and the real call of 5 was "not run; at most 1 calls"."""
+    paid: list[int] = []
+
+    class Pays(ToolWorkflow):
+        def make_tools(self, task: Task):
+            def pay(amount: int) -> str:
+                paid.append(amount)
+                return "paid"
+
+            return [pay]
+
+    model = ScriptedModel(f"<think>Perhaps {DRAFT}? No.</think>{REAL}", f"<think>Again {DRAFT}?</think>Done.")
+    result = run_workflow(Pays, TASK, model, reward=lambda task, transcript: 1.0)
+    assert paid == [5] and result.metrics["tool_calls"] == 1
 
 
 def test_results_and_errors_are_told_and_counted():
