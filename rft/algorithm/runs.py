@@ -61,7 +61,7 @@ def _joined(rows: Sequence[StepRow]) -> StepRow:
     first = rows[0]
     if len(rows) == 1:
         return first
-    whole: dict[str, np.ndarray | None] = {}
+    whole: dict[str, Any] = {}
     for name in _ARRAYS:
         parts = [getattr(row, name) for row in rows]
         whole[name] = None if any(part is None for part in parts) else np.concatenate(parts)

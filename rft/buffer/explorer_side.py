@@ -279,7 +279,7 @@ def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) ->
     found = []
     for _, members in groupby(rows, key=lambda r: r.id):
         first, *rest = members
-        runs = run_rewards(Member(*r[5:]) for r in (first, *rest)).values()
+        runs = run_rewards(Member._make(r[5:]) for r in (first, *rest)).values()
         found.append(TaskOutcome(first.batch, first.task, first.taskset, first.task_index, fmean(runs), len(runs)))
     return found
 

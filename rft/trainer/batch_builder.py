@@ -211,13 +211,13 @@ def _metrics(given: DecodedLease, prepared: PreparedStep, staleness: list[int], 
         found |= {"experience/routed_rows": len(routed) / len(rows), "experience/routed_experts_bytes": float(sum(routed))}
     if staleness:  # some rows were sampled, not given
         found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
-    rewards = [r for mine in runs.values() for r in run_rewards(scored_members(rows[i] for i in mine)).values()]
-    if rewards:
+    of_runs = [r for mine in runs.values() for r in run_rewards(scored_members(rows[i] for i in mine)).values()]
+    if of_runs:
         found |= {
             "frac_reward_zero_std": float(np.mean(zero)),
-            "experience/reward/mean": float(np.mean(rewards)),
+            "experience/reward/mean": float(np.mean(of_runs)),
             "experience/advantage/abs_mean": _advantage_size(given, prepared),
-            **{f"critic/score/{name}": float(how(rewards)) for name, how in _SUMMARY.items()},
+            **{f"critic/score/{name}": float(how(of_runs)) for name, how in _SUMMARY.items()},
         }
     return found | dict(prepared.metrics)
 

@@ -121,9 +121,9 @@ class Form:
         return made
 
 
-LLAMA = {"end": "<|eot_id|>", "bos": "<|begin_of_text|>", "calls": _llama}
-CHATML = {"end": "<|im_end|>", "calls": _hermes}
-DEEPSEEK = {"end": "<｜end▁of▁sentence｜>", "bos": "<｜begin▁of▁sentence｜>"}
+LLAMA: dict[str, Any] = {"end": "<|eot_id|>", "bos": "<|begin_of_text|>", "calls": _llama}
+CHATML: dict[str, Any] = {"end": "<|im_end|>", "calls": _hermes}
+DEEPSEEK: dict[str, Any] = {"end": "<｜end▁of▁sentence｜>", "bos": "<｜begin▁of▁sentence｜>"}
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (

@@ -105,6 +105,7 @@ def _try(device: str, as_json: bool) -> bool:
 
     from rft.errors import SetupError
     from rft.extras.doctor import machine
+    from rft.extras.doctor.check_line import Line
     from rft.testing import tiny
 
     one_of(device, ("cuda", "cpu"), "--device")
@@ -118,15 +119,15 @@ def _try(device: str, as_json: bool) -> bool:
             "the driver's CUDA version; in a container, start it with its GPUs.  `--gpu --device cpu` makes the same checks without GPUs."
         )
 
-    def line(found: machine.Line) -> None:
+    def line(found: Line) -> None:
         mark = {"ok": "ok     ", "note": "note   ", "failed": "FAILED "}[found.state]
         print(f"{mark}  {found.topic:17} {found.seconds:6.1f} s  {found.text}", flush=True)
         if found.state == "failed":
             print(f"{'':30}{found.remedy}", flush=True)
 
     words.disable_progress_bar()  # of the tiny model's file
-    lines: list[machine.Line] = []
-    on_line: Callable[[machine.Line], None] = lines.append if as_json else line
+    lines: list[Line] = []
+    on_line: Callable[[Line], None] = lines.append if as_json else line
     ranks = torch.cuda.device_count() if device == "cuda" else 2
     with tempfile.TemporaryDirectory(prefix="rft-doctor-model-") as folder:
         good = machine.run(device, tiny.make(Path(folder) / "tiny"), ranks, on_line)
