@@ -130,15 +130,15 @@ class RunContext:
         number, self._asked = self._asked, self._asked + 1
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
-        messages = read_only(tuple(map(_plain, messages)))  # a caller may go on with its own
-        told = read_only(tuple(tools if tools is not None else self._task.tools))
-        before = None if chat_template is not None else self._before(messages, prompt_tokens, told)
+        conversation: tuple[dict[str, Any], ...] = read_only(tuple(map(_plain, messages)))  # a caller may go on with its own
+        told: tuple[dict[str, Any], ...] = read_only(tuple(tools if tools is not None else self._task.tools))
+        before = None if chat_template is not None else self._before(conversation, prompt_tokens, told)
         return GenerateRequest(
-            messages=messages,
+            messages=conversation,
             tools=told,
             prompt_tokens=tuple(prompt_tokens),
             prefix_tokens=None if before is None else _tokens(before.completion),
-            prefix_messages=0 if before is None or not messages else len(before.messages) + 1,
+            prefix_messages=0 if before is None or not conversation else len(before.messages) + 1,
             chat_template=chat_template if chat_template is not None else self._task.chat_template,
             chat_template_args={**self._task.chat_template_args, **(chat_template_args or {})},
             strict_template_args=tuple(strict_template_args),
