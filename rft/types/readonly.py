@@ -75,8 +75,8 @@ def freeze(record: Struct, *fields: str) -> None:
     """Make these fields of a record read-only."""
     for name in fields:
         value = getattr(record, name)
-        if value is not None and (made := read_only(value)) is not value:
-            force_setattr(record, name, made)
+        if type(value) not in _UNCHANGEABLE:
+            force_setattr(record, name, read_only(value))
 
 
 def hint(error: BaseException) -> str:

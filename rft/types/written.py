@@ -6,6 +6,7 @@ that a template which trims, escapes or moves a text still shows it.
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ def behind_answer(messages: Sequence[Message], at: int, render: Render) -> Tail:
 
     Raises MessageLeftOut where that is not each message after it, or an earlier one again.
     """
-    mark = _new_mark()
+    mark = str(uuid.uuid4().int)
     for answer in _stand_ins(messages[at], mark):
         _, found, text = render([*map(dict, messages[:at]), answer, *map(dict, messages[at + 1 :])]).rpartition(mark)
         if found:
@@ -77,18 +78,20 @@ def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[lis
     """The messages with marks, and the marks of each: that of its text, and those of its calls, where it has them."""
     marked: list[dict[str, Any]] = []
     marks: list[list[Marks]] = []
-    for given in messages:
-        message = dict(given)
+    stem = uuid.uuid4().int
+    new = (f"{stem}{number:06}" for number in itertools.count())
+    for original in messages:
+        message = dict(original)
         found: list[Marks] = []
         text = message.get("content")
         if isinstance(text, str) and text.strip():
-            end = _new_mark()
+            end = next(new)
             # templates leave out the thought before an answer, and the blanks around any text
-            begin = "" if message.get("role") == "assistant" else _new_mark()
+            begin = "" if message.get("role") == "assistant" else next(new)
             message["content"] = f"{begin}{text.strip()}{end}"
             found.append((begin, end) if begin else (end,))
         if calls := message.get("tool_calls"):
-            found.append(tuple(_new_mark() for _ in calls))
+            found.append(tuple(itertools.islice(new, len(calls))))
             message["tool_calls"] = [_with_mark(call, mark) for call, mark in zip(calls, found[-1], strict=True)]
         marked.append(message)
         marks.append(found)
@@ -129,7 +132,3 @@ def way_out(messages: Sequence[Message]) -> str:
         f"{way}.  Some templates write results behind tool_calls only: set tool_call_parser and enable_auto_tool_choice in "
         "explorer.rollout_model, and append answer.message"
     )
-
-
-def _new_mark() -> str:
-    return str(uuid.uuid4().int)

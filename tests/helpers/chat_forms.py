@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,38 +121,38 @@ class Form:
         return made
 
 
+<<<<<<< HEAD
 LLAMA: dict[str, Any] = {"end": "<|eot_id|>", "bos": "<|begin_of_text|>", "calls": _llama}
 CHATML: dict[str, Any] = {"end": "<|im_end|>", "calls": _hermes}
 DEEPSEEK: dict[str, Any] = {"end": "<｜end▁of▁sentence｜>", "bos": "<｜begin▁of▁sentence｜>"}
+=======
+CHATML = Form("qwen25", "<|im_end|>", calls=_hermes)
+LLAMA = Form("llama31", "<|eot_id|>", calls=_llama, bos="<|begin_of_text|>")
+DEEPSEEK = Form("deepseek_v3", "<｜end▁of▁sentence｜>", calls=_deepseek, bos="<｜begin▁of▁sentence｜>")
+>>>>>>> h/chat
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
         Form("chatml", "<|im_end|>"),
         Form("smollm2", "<|im_end|>"),
-        Form("smollm3", **CHATML),
-        Form("qwen25", **CHATML),
-        Form("qwen3", **CHATML),
-        Form("qwen3_thinking", **CHATML),
-        Form("qwen3_coder", "<|im_end|>", calls=_coder),
-        Form("hermes3", **CHATML, bos="<|begin_of_text|>"),
-        Form("llama31", **LLAMA),
-        Form("llama32", **LLAMA),
-        Form("r1_distill", **DEEPSEEK, calls=_deepseek),
-        Form("deepseek_v3", **DEEPSEEK, calls=_deepseek),
-        Form("deepseek_v31", **DEEPSEEK, calls=_deepseek_v31),
+        replace(CHATML, name="smollm3"),
+        CHATML,
+        replace(CHATML, name="qwen3"),
+        replace(CHATML, name="qwen3_thinking"),
+        replace(CHATML, name="qwen3_coder", calls=_coder),
+        replace(CHATML, name="hermes3", bos="<|begin_of_text|>"),
+        LLAMA,
+        replace(LLAMA, name="llama32"),
+        replace(DEEPSEEK, name="r1_distill"),
+        DEEPSEEK,
+        replace(DEEPSEEK, name="deepseek_v31", calls=_deepseek_v31),
         Form("gemma2", "<end_of_turn>", bos="<bos>"),
         Form("gemma3", "<end_of_turn>", bos="<bos>"),
         Form("gemma4", "<turn|>", calls=_gemma4, end_of_calls="<|tool_response>", bos="<bos>"),
         Form("phi3", "<|end|>", eos="<|endoftext|>"),
         Form("phi4", "<|im_end|>"),
         Form("phi4_mini", "<|end|>", eos="<|endoftext|>"),
-        Form(
-            "command_r7b",
-            "<|END_OF_TURN_TOKEN|>",
-            "<|START_RESPONSE|>{}<|END_RESPONSE|>",
-            calls=_command,
-            bos="<BOS_TOKEN>",
-        ),
+        Form("command_r7b", "<|END_OF_TURN_TOKEN|>", "<|START_RESPONSE|>{}<|END_RESPONSE|>", calls=_command, bos="<BOS_TOKEN>"),
         Form("mistral", "</s>", " {}", calls=_mistral, bos="<s>"),
         Form("mistral_small3", "</s>", bos="<s>"),
         Form("gpt_oss", "<|return|>", "<|channel|>final<|message|>{}", calls=_gpt_oss, end_of_calls="<|call|>"),
