@@ -59,11 +59,6 @@ FOREIGN = set(
 )
 
 
-<<<<<<< HEAD
-=======
-LINES = "lines of rft/"
-MOST_LINES = 80_830
->>>>>>> h/chat
 NO_VALUE = ("None", "()", "{}", "''", "False", "SEED")  # nothing, empty, off, and the name of a constant
 SAME_NAME_ONLY = {"BufferSettings.max_retry_times", "TaskPipelineSettings.top_k"}  # another key has this name and value by chance
 

@@ -130,13 +130,8 @@ class RunContext:
         number, self._asked = self._asked, self._asked + 1
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
-<<<<<<< HEAD
-        conversation = read_only(tuple(map(_plain, messages)))  # a caller may go on with its own
-        told = read_only(tuple(tools if tools is not None else self._task.tools))
-=======
         conversation: tuple[dict[str, Any], ...] = read_only(tuple(map(_plain, messages)))  # a caller may go on with its own
         told: tuple[dict[str, Any], ...] = read_only(tuple(tools if tools is not None else self._task.tools))
->>>>>>> h/chat
         before = None if chat_template is not None else self._before(conversation, prompt_tokens, told)
         return GenerateRequest(
             messages=conversation,

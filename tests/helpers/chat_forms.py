@@ -121,15 +121,9 @@ class Form:
         return made
 
 
-<<<<<<< HEAD
-LLAMA: dict[str, Any] = {"end": "<|eot_id|>", "bos": "<|begin_of_text|>", "calls": _llama}
-CHATML: dict[str, Any] = {"end": "<|im_end|>", "calls": _hermes}
-DEEPSEEK: dict[str, Any] = {"end": "<｜end▁of▁sentence｜>", "bos": "<｜begin▁of▁sentence｜>"}
-=======
 CHATML = Form("qwen25", "<|im_end|>", calls=_hermes)
 LLAMA = Form("llama31", "<|eot_id|>", calls=_llama, bos="<|begin_of_text|>")
 DEEPSEEK = Form("deepseek_v3", "<｜end▁of▁sentence｜>", calls=_deepseek, bos="<｜begin▁of▁sentence｜>")
->>>>>>> h/chat
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
