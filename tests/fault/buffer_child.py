@@ -53,7 +53,7 @@ def newest(run: Path) -> tuple[Version, Consumption] | None:
 def commit(run: Path, version: Version, parent: Version | None, consumption: Consumption) -> None:
     folder = run / f"checkpoints/global_step_{version.step}"
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = {"format": 1, "version": version, "parent": parent, "consumption": consumption, "files": {}}
+    manifest = {"format": 5, "version": version, "parent": parent, "consumption": consumption, "files": {}}
     aside = folder / "manifest.tmp"
     aside.write_bytes(msgspec.json.encode(manifest))
     aside.rename(folder / "manifest.json")

@@ -141,7 +141,7 @@ async def test_the_server_goes_and_comes(postgres: PostgresServer, tmp_path: Pat
     await buffer.close()
     folder = tmp_path / "checkpoints/global_step_7"
     folder.mkdir(parents=True)
-    manifest = {"format": 1, "version": Version(1, 7), "parent": None, "consumption": consumption}
+    manifest = {"format": 5, "version": Version(1, 7), "parent": None, "consumption": consumption}
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     from_outside = audit_run(tmp_path)
     assert (from_outside.acked, from_outside.used, from_outside.ok) == (56, 56, True), from_outside

@@ -51,7 +51,7 @@ async def play(run_dir: Path, **more: Any) -> None:
     rests_on = msgspec.to_builtins(await buffer.reader(1).consumption(1))
     checkpoint = run_dir / "checkpoints" / "global_step_1"
     checkpoint.mkdir(parents=True)
-    manifest = {"format": 1, "version": [1, 1], "parent": None, "consumption": rests_on}
+    manifest = {"format": 5, "version": [1, 1], "parent": None, "consumption": rests_on}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     await take(buffer, 1, 2)
     await buffer.close()

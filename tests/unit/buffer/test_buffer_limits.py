@@ -438,8 +438,8 @@ async def test_the_audit_names_each_damaged_file(tmp_path: Path) -> None:
     await buffer.close()
     (tmp_path / "checkpoints/global_step_0").mkdir(parents=True)
     (tmp_path / "checkpoints/global_step_0/manifest.json").write_text(
-        '{"format":1,"version":[1,0],"parent":null,"files":{},"consumption":{"num_uses":0,"digest":"'
-        '99aa06d3014798d86001c324468d497f","cursor":0}}'
+        '{"format":5,"version":[1,0],"parent":null,"files":{},"consumption":{"num_uses":0,"digest":"'
+        'sum:00000000000000000000000000000000","cursor":0}}'
     )
     assert audit_run(tmp_path).ok
     dice, files = random.Random(2), segments(tmp_path)

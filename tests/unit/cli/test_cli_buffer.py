@@ -176,7 +176,7 @@ WRONG = [
     ("SELECT * FROM v_experiences WERE reward > 0 ORDER", "syntax error"),
     ("SELECT rewrd FROM v_experiences", "no such column: rewrd. Did you mean reward?"),
     ("SELECT e.xyzzy FROM v_experiences e", "v_experiences has id, "),
-    ("SELECT * FROM experience_buffer", "The views are v_experiences, v_groups, v_tokens, v_lineage"),
+    ("SELECT * FROM experience_buffer", "The views are v_experiences, v_runs, v_groups, v_tokens, v_lineage"),
     ("SELECT unknown(1)", "no such function"),
     ("SELECT 1; SELECT 2", "more than one statement"),
     ("SELECT 1; DELETE FROM experiences", "more than one statement"),

@@ -220,7 +220,7 @@ def test_vllm_gets_its_environment(whose: str, folder: Path, monkeypatch: pytest
     more = ["--engine", "vllm"] if whose == "policy" else ["explorer.auxiliary_models[0].engine_type=vllm"]
     assert debug("workflow", *more).code == 4
     ((command, env),) = started
-    assert command[1:] == ["-m", "rft.cli.main", "debug", "workflow", "and", "so", "on"]
+    assert command[1:] == ["-m", "rft", "debug", "workflow", "and", "so", "on"]
     assert env["VLLM_NO_USAGE_STATS"] == "1" and env[leftovers.RUN_ID] and leftovers.RUN_ID not in os.environ
     assert whose == "policy" or debug("workflow", *more, "--judge", "scripted:1").code == 0
 
