@@ -126,7 +126,6 @@ def _from_2(tx: Connection, _: Storage) -> None:
     tx.exec_driver_sql("DROP VIEW v_experiences")
     for column in columns:
         tx.exec_driver_sql(f"ALTER TABLE experiences DROP COLUMN {column}")
-    tx.exec_driver_sql(V_EXPERIENCES)
 
 
 def _from_3(tx: Connection, _: Storage) -> None:
@@ -143,8 +142,8 @@ def _from_4(tx: Connection, _: Storage) -> None:
 def _from_5(tx: Connection, _: Storage) -> None:
     """Whose reward a row has: that of its run, as far as an older ledger knows; views of runs."""
     _add_columns(tx, experiences)
-    for view in ("v_groups", "v_experiences"):
-        tx.exec_driver_sql(f"DROP VIEW {view}")
+    for view in ("v_groups", "v_runs", "v_experiences"):
+        tx.exec_driver_sql(f"DROP VIEW IF EXISTS {view}")
     for view in (V_EXPERIENCES, V_RUNS, V_GROUPS):
         tx.exec_driver_sql(view)
 

@@ -64,7 +64,7 @@ async def opened(folder: Path) -> Buffer:
     return buffer
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 async def test_an_old_ledger_goes_on(tmp_path: Path, number: int) -> None:
     path = old(tmp_path, number)
     before = contents(path)
