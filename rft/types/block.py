@@ -158,7 +158,10 @@ def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
     fields["version_spans"] = [(_short(s.version), s.start, s.end) for s in row.version_spans]
     arrays: list[Buffer] = []
     size = 0
-    experts: np.ndarray | None = fields.pop("routed_experts")  # not written where there are none: a row's hash stays what it was
+    # these are not written where they say nothing: a row's hash stays what it was
+    experts: np.ndarray | None = fields.pop("routed_experts")
+    if row.credit == "run":
+        del fields["credit"]
     given = [(name, fields.pop(name)) for name in _DTYPES]
     for name, value in (*given, *([("routed_experts", experts)] if experts is not None else [])):
         if value is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -202,12 +203,39 @@ def matrix(rows: list[int], mode: str) -> tuple[torch.Tensor, LossInputs]:
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
-    [("token-mean", 2.5), ("seq-mean-token-sum", 5.0), ("seq-mean-token-mean", 3.0), ("seq-mean-token-sum-norm", 1.25)],
+    [
+        ("token-mean", 2.5),
+        ("run-mean", 3.0),
+        ("seq-mean-token-sum", 5.0),
+        ("seq-mean-token-mean", 3.0),
+        ("seq-mean-token-sum-norm", 1.25),
+    ],
 )
 def test_aggregation(mode: str, expected: float) -> None:
     assert aggregate(*matrix([0, 1, 2], mode)).item() == pytest.approx(expected)
     parts = [aggregate(*matrix(rows, mode)).item() for rows in ([2], [1], [0])]  # micro-batches of one row, one of them masked
     assert sum(parts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 2.5),
+        ("run-mean", 2.5),
+        ("seq-mean-token-sum", 10.0),
+        ("seq-mean-token-mean", 3.0),
+        ("seq-mean-token-sum-norm", 2.5),
+    ],
+)
+def test_aggregation_of_one_run_of_two_rows(mode: str, expected: float) -> None:
+    """Losses 1, 2, 3 and 4 of one run: its mean is 2.5, by rows 3; also where its rows are in two micro-batches."""
+
+    def of(rows: list[int]) -> float:
+        values, x = matrix(rows, mode)
+        run = replace(x.denominators, num_runs=1.0)
+        return aggregate(values, replace(x, denominators=run, run_tokens=torch.full_like(values, 4.0))).item()
+
+    assert of([0, 1, 2]) == pytest.approx(expected) == of([2, 1]) + of([0])
 
 
 def test_a_step_without_valid_tokens_has_no_loss() -> None:

@@ -71,6 +71,8 @@ def whole(algorithm: Algorithm, name: str, seed: int, lengths: list[int], weight
     theta = torch.randn(n, generator=rng, dtype=torch.float64).mul(0.5).sub(1).requires_grad_()
     old, a, ref = (torch.randn(n, generator=rng, dtype=torch.float64) * 0.5 for _ in range(3))
     old, ref = theta.detach() + old, theta.detach() + ref
+    run = 2 * (row // 2) + expert.long()  # two rows each, but where one is an expert's
+    counts = torch.bincount(run, weights=mask.double())
     tensors = {
         "logprobs": theta * 1.0,
         "entropy": theta.exp(),
@@ -80,6 +82,7 @@ def whole(algorithm: Algorithm, name: str, seed: int, lengths: list[int], weight
         "mask": mask,
         "is_expert": expert,
         "row": row,
+        "run_tokens": counts[run],
     }
     if weighted:
         tensors["weights"] = torch.rand(n, generator=rng, dtype=torch.float64) + 0.5
@@ -93,6 +96,8 @@ def whole(algorithm: Algorithm, name: str, seed: int, lengths: list[int], weight
             6,
             expert_tokens=float((mask & expert).sum()),
             expert_rows=float(len(row[mask & expert].unique())),
+            num_runs=float(len(run[mask].unique())),
+            expert_runs=float(len(run[mask & expert].unique())),
         ),
     )
 

@@ -100,7 +100,7 @@ def aggregated(values: list[float], rows: Rows, mode: str) -> float:
             return math.fsum(sums) / sum(map(len, rows))
         case "seq-mean-token-sum":
             return math.fsum(sums) / len(rows)
-        case "seq-mean-token-mean":
+        case "seq-mean-token-mean" | "run-mean":  # each row is a run
             return math.fsum(s / len(r) for s, r in zip(sums, rows, strict=True)) / len(rows)
     return math.fsum(sums) / (K * len(rows))
 
@@ -216,7 +216,7 @@ def rec(mode: str = "none", weight: str = "none", regularizer: str = "none", coe
             ]
             values[t] = -a * w * live[t] * counts
             values[t] += {"none": 0.0, "k2": coef * (live[t] - s.old[t]) ** 2, "forward-kl": -coef * live[t]}[regularizer]
-        return aggregated(values, s.rows, "seq-mean-token-mean" if mode == "gspo-one-side" else agg)
+        return aggregated(values, s.rows, "run-mean" if mode == "gspo-one-side" else agg)
 
     return formula
 

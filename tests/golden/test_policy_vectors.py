@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rft.algorithm.args import AGG_MODES
 from rft.algorithm.base import Denominators, StepInputs, StepRow
 from rft.algorithm.composition import build
 from rft.algorithm.controller import KlController
@@ -244,9 +245,6 @@ def test_diagnostics() -> None:
 
 # ---------------------------------------------------------------- value loss
 
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
 def values(
     v: list[float],
     old: list[float],
@@ -286,7 +284,7 @@ def test_value_loss_vector() -> None:
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGG_MODES)
 def test_value_loss_gradient_cut_and_formula(mode: Any) -> None:
     rng = np.random.default_rng(1)
     v, old, returns = (rng.normal(size=9).tolist() for _ in range(3))
@@ -302,6 +300,7 @@ def test_value_loss_gradient_cut_and_formula(mode: Any) -> None:
         total = sum(map(sum, sums))
         return {
             "token-mean": total / 8,
+            "run-mean": sum(sum(s) / len(s) for s in sums) / 3,
             "seq-mean-token-sum": total / 3,
             "seq-mean-token-mean": sum(sum(s) / len(s) for s in sums) / 3,
             "seq-mean-token-sum-norm": total / (4 * 3),

@@ -395,14 +395,19 @@ class _Running:
             raise RunFailed(
                 f"operator {self.name} {fault}.  Its result cannot be trusted, so the run stops; correct the operator"
             )
-        for run, rewards in parted_runs(scored_members(result.rows)).items():
-            given = ", ".join(f"{r:g}" for r in rewards)
-            raise OperatorFailed(
-                f"operator {self.name} gave the rows of run {run} the rewards {given}; they share the reward of the run.  Change it by what "
-                "is the same for all of them, or let the workflow reward its calls (score_step)"
-            )
+        if self.operator.stage == "reward":
+            self._check_shared(result.rows)
         group.take(self.name, before, result)
         group.metrics.append(Metric(f"time/operator/{self.index}_{self.name}", time.monotonic() - began, "sum"))
+
+    def _check_shared(self, rows: Sequence[Experience]) -> None:
+        """Raises OperatorFailed where rows of a run that share its reward were told apart."""
+        for run, rewards in parted_runs(scored_members(rows)).items():
+            given = ", ".join(f"{r:g}" for r in rewards)
+            raise OperatorFailed(
+                f"operator {self.name} gave the rows of run {run} the rewards {given}, but they share the reward of the run.  Change it by "
+                "what is the same for all of them, or let the workflow reward its calls (score_step)"
+            )
 
     async def _call(self, rows: list[Experience], view: GroupView) -> Any:
         limit = asyncio.timeout(self._deadline_s)

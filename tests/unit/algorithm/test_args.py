@@ -85,7 +85,7 @@ def test_algorithms_pass_their_own_checks() -> None:
 def test_algorithm_names() -> None:
     assert algorithm_defaults("dr_grpo").advantage_fn_args == {"norm_by_std": False}
     assert algorithm_defaults("grpo_verl").name == "grpo"
-    assert algorithm_defaults("gspo").loss_agg_mode == "seq-mean-token-mean"
+    assert algorithm_defaults("gspo").loss_agg_mode == "run-mean"
     assert algorithm_defaults("dapo").repeat_times == 16
     with pytest.raises(ConfigError, match=r"algorithm.algorithm_type: unknown algorithm 'grppo'.*Did you mean grpo"):
         algorithm_defaults("grppo")

@@ -117,7 +117,7 @@ async def test_filters_by_reward(name: str, args: dict[str, Any], rewards: tuple
 async def test_runs_of_several_steps_count_once() -> None:
     """With the reward of their last step, as multi_step_grpo compares them."""
     given = [
-        msgspec.structs.replace(r, id=ExperienceId(1, 0, 0, 7, i // 2, step=i % 2))
+        msgspec.structs.replace(r, id=ExperienceId(1, 0, 0, 7, i // 2, step=i % 2), credit="step")
         for i, r in enumerate(rows(0.0, 1.0, 0.5, 1.0))
     ]
     assert (await after(given, "reward_std_filter")).accepted

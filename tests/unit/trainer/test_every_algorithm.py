@@ -278,7 +278,7 @@ def mean(values: Losses, mode: str = "token-mean") -> float:
     match mode:
         case "token-mean":
             return float(sum(v.sum() for v in values) / sum(map(len, values)))
-        case "seq-mean-token-mean":
+        case "run-mean":  # each row is a run
             return float(np.mean([v.mean() for v in values]))
     assert mode == "seq-mean-token-sum-norm"
     return float(np.mean([v.sum() / K for v in values]))
@@ -386,7 +386,7 @@ LOSSES: dict[str, Callable[[list[Row], list[Array]], Losses | Choice]] = {
     "dpo": dpo,
     "raft": raft,
 }
-MODES = {"dr_grpo": "seq-mean-token-sum-norm"} | dict.fromkeys(("gspo", "sapo", "gmpo"), "seq-mean-token-mean")
+MODES = {"dr_grpo": "seq-mean-token-sum-norm"} | dict.fromkeys(("gspo", "sapo", "gmpo"), "run-mean")
 
 
 def expected(name: str, rows: list[Row]) -> list[float]:
