@@ -110,6 +110,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
+class RayFailed(RunFailed):
+    """A process of Ray has ended, is stopped or does not answer; the message names it."""
+
+
 class DeadlineExceeded(RunFailed):
     """A wait passed its deadline.  The message names who waited for whom and how long."""
 

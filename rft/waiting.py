@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-LOOK_S = 2.0  # for a process to say what it works on
+ACTIVITY_S = 2.0  # for a process to say what it works on
 _MOST = 4  # entries of a line
 Text = str | Callable[[], str]
 

@@ -20,7 +20,7 @@ from rft import __version__
 from rft.blocked import is_ours, name_what_blocks
 from rft.cli.verbs import all_verbs
 from rft.disk import full, is_full
-from rft.errors import DiskFull, Interrupted, PluginStopped, RftError, RunFailed
+from rft.errors import DiskFull, Interrupted, PluginStopped, RayFailed, RftError, RunFailed
 from rft.logs import learn_environment, redact
 from rft.plugins import load_entry
 
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         _tell(f"{type(e).__name__}: {e}")
-        if isinstance(e, Interrupted):
-            # All of ours is closed by now; the exit handlers of a Ray that was stopped half-way would wait a minute for it.
+        if isinstance(e, Interrupted | RayFailed):
+            # All of ours is closed by now; the exit handlers of Ray would wait for one that does not answer.
             sys.stdout.flush()
             os._exit(e.exit_code)
         sys.exit(e.exit_code)

@@ -17,8 +17,10 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,8 @@ from typing import Any
 import psutil
 
 from rft.engine.settings import EngineSettings
-from rft.errors import SetupError
+from rft.errors import RayFailed, SetupError
+from rft.launch.ray_calls import ANSWER_S, LOOK_S, RayProcesses, answer, in_daemon, local_processes
 from rft.logs import learn_secrets
 from rft.trainer.settings import LearnerSettings
 
@@ -50,6 +53,8 @@ _ALWAYS = {
 }
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
+_STOPPED_S = 15.0  # of a process of a Ray that is starting
+_SHUTDOWN_S = 5.0
 _RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
 _ATTEMPT_S = 10.0  # before seats are dealt anew to the GPUs that are free by then
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives every node
@@ -62,6 +67,7 @@ class Cluster:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._processes: list[psutil.Process] = []
+        self.watched = RayProcesses()
 
     @classmethod
     def connect(
@@ -88,12 +94,19 @@ class Cluster:
                 host, _, port = address.rpartition(":")
                 if port.isdecimal():  # where nothing listens, Ray's library would try for a quarter of an hour
                     socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+                joined = in_daemon(ray.init, address=address, log_to_driver=False, logging_level=logging.ERROR)
+                if not wait([joined], ANSWER_S).done:
+                    raise RayFailed(
+                        f"cluster.ray_address {address!r}: Ray does not let this process join within {ANSWER_S:.0f} s"
+                    )
+                info = joined.result().address_info
             except (OSError, ValueError) as e:
                 raise SetupError(
                     f"cluster.ray_address {address!r}: no Ray answers there ({e}). Start it (ray start --head), or remove the key."
                 ) from e
-            return cls(None)
+            cluster = cls(None)
+            cluster.watched.add(local_processes(info["raylet_socket_name"], info["session_dir"]))
+            return cluster
         folder = Path(tempfile.mkdtemp(prefix="rft-"))
         if len(str(folder / _RAYS)) > _SOCKET_PATH_LIMIT:
             folder.rmdir()
@@ -112,6 +125,10 @@ class Cluster:
 
         before = psutil.Process().children(recursive=True)
         for attempts_left in (2, 1, 0):
+            self.watched = RayProcesses()
+            failed: list[str] = []
+            over = threading.Event()
+            in_daemon(self._end_failed, before, failed, over)
             try:
                 with _quiet_sigint(), _without_unused():
                     ray.init(
@@ -126,16 +143,31 @@ class Cluster:
                     )
                 return
             except Exception as e:
-                late = _STARTS_LATE in str(e)  # Ray raises a bare Exception for it
+                late = bool(failed) or _STARTS_LATE in str(e)  # Ray raises a bare Exception for it
                 if not late and not isinstance(e, OSError | RuntimeError | ValueError):
                     raise
                 if not late or not attempts_left:
-                    raise SetupError(f"Ray could not be started on this machine: {e}") from e
+                    why = f"{failed[0]} while Ray starts" if failed else e
+                    raise SetupError(f"Ray could not be started on this machine: {why}") from e
             finally:
+                over.set()
                 self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
-            log.warning("Ray did not start within its limit of 30 s (is the machine busy?); starting it again")
+                self.watched.add(self._processes)
+            why = failed[0] if failed else "Ray did not start within its limit of 30 s (is the machine busy?)"
+            log.warning("%s; starting it again", why)
+            _kill(self._processes)
             ray.shutdown()
-            _end(self._processes)
+
+    def _end_failed(self, before: Sequence[psutil.Process], failed: list[str], over: threading.Event) -> None:
+        """Ends a Ray that starts once one of its processes has ended or hangs: `ray.init` could wait for it for ever."""
+        me = psutil.Process()
+        while not over.wait(LOOK_S):
+            started = [p for p in me.children(recursive=True) if p not in before]
+            self.watched.add(started)
+            if why := self.watched.failed(_STOPPED_S):
+                failed.append(why)
+                _kill(started)
+                return
 
     def timeline(self, path: Path) -> None:
         """Write what every process of Ray did when, in the trace format of Chrome, whole or not at all."""
@@ -146,10 +178,21 @@ class Cluster:
         aside.replace(path)
 
     def close(self) -> None:
+        """Raises RayFailed where a Ray of others does not let go of this process, which cannot end in the usual way then."""
         import ray
 
         started = time.monotonic()
-        ray.shutdown()
+        if self._folder is not None:
+            _kill(self.watched.stopped())
+        ended = in_daemon(ray.shutdown)
+        if not wait([ended], _SHUTDOWN_S).done:
+            why = self.watched.trouble() or "Ray does not answer"
+            log.warning("%s: no end within %.0f s", why, _SHUTDOWN_S)
+            if self._folder is not None:
+                _kill(self._processes)
+            if not wait([ended], _SHUTDOWN_S).done:
+                raise RayFailed(f"{why}, so this process cannot leave it")
+        ended.result()
         if self._folder is None:
             return
         _end(self._processes)
@@ -187,13 +230,19 @@ def _no_dashboard(node: Any, **options: Any) -> None:
     node.get_gcs_client().internal_kv_put(b"dashboard", b"127.0.0.1:0", True, b"dashboard")
 
 
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=5)
+
+
 def _end(processes: list[psutil.Process]) -> None:
     """Wait for processes that should be ending; after five seconds make them."""
     _, alive = psutil.wait_procs(processes, timeout=5)
     for process in alive:
-        log.warning("process %d (%s) did not exit; killing it", process.pid, process.name())
-        process.kill()
-    psutil.wait_procs(alive, timeout=5)
+        log.warning("process %d did not exit; killing it", process.pid)
+    _kill(alive)
 
 
 @contextmanager
@@ -330,7 +379,7 @@ async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float 
 
     deadline = time.monotonic() + timeout_s
     while True:
-        nodes = _gpus_of_nodes()
+        nodes = await answer("list its nodes", _gpus_of_nodes)
         try:
             seats = seats_on([free for _, free in nodes.values()])
         except SetupError:
@@ -339,22 +388,24 @@ async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float 
         if not wanted:
             return Places(seats, None)
         ids = list(nodes)
-        group = placement_group(
-            [{"GPU": s.gpus} for s in wanted], "PACK", bundle_label_selector=[{_NODE_ID: ids[s.node]} for s in wanted]
+        bundles = [{"GPU": s.gpus} for s in wanted]
+        labels = [{_NODE_ID: ids[s.node]} for s in wanted]
+        group = await answer(
+            "reserve GPUs", placement_group, bundles, "PACK", bundle_label_selector=labels
         )
         left_s = deadline - time.monotonic()
         try:
-            await asyncio.wait_for(group.ready(), min(_ATTEMPT_S, left_s))
+            await asyncio.wait_for(await answer("ask for GPUs", group.ready), min(_ATTEMPT_S, left_s))
             break
         except TimeoutError:
-            remove_placement_group(group)  # other GPUs may be free by now
+            await answer("give GPUs back", remove_placement_group, group)  # other GPUs may be free by now
             if left_s <= _ATTEMPT_S:
                 gpus = sum(s.gpus for s in wanted)
                 raise SetupError(
                     f"the cluster did not reserve {gpus} GPUs within {timeout_s:.0f} s; other jobs hold them"
                 ) from None
     hosts = sorted({s.host for s in seats if s.host is not None})
-    return Places(seats, group, {i: await _devices(seats, group, i) for i in hosts})
+    return Places(seats, group, {i: await _devices(seats, group, i, timeout_s) for i in hosts})
 
 
 def _gpus_of_nodes() -> dict[str, tuple[int, ...]]:
@@ -369,13 +420,16 @@ def _gpus_of_nodes() -> dict[str, tuple[int, ...]]:
     return {n["NodeID"]: tuple(int(r.get("GPU", 0)) for r in (n["Resources"], free.get(n["NodeID"], {}))) for n in living}
 
 
-async def _devices(seats: list[Seat], group: Any, engine: int) -> str:
+async def _devices(seats: list[Seat], group: Any, engine: int, timeout_s: float) -> str:
     """The GPUs of an engine's bundle, as CUDA_VISIBLE_DEVICES names them."""
     import ray
 
     seat = next(s for s in seats if (s.role, s.index) == ("engine", engine))
     options = Places(seats, group).options("engine", engine)
     look = ray.remote(max_retries=0)(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")).options(**options)
-    found: str = await look.remote()
+    try:
+        found: str = await asyncio.wait_for(await answer("start a task", look.remote), timeout_s)
+    except TimeoutError:
+        raise RayFailed(f"Ray did not say within {timeout_s:.0f} s which GPUs engine {engine} has") from None
     assert len(found.split(",")) == seat.gpus, found
     return found

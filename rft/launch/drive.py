@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rft.errors import DeadlineExceeded, Interrupted, RftError, RunFailed
 from rft.launch.rundir import INTERRUPTED
 from rft.launch.signals import Signals
-from rft.sync.waits import cancel
+from rft.sync.waits import cancel, race
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 
@@ -73,8 +73,8 @@ async def work(
         await follower.rest()
     except BaseException as e:
         tell = fail or coordinator.fail
-        await quietly(tell(e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}")))
-        raise
+        async with race(quietly(tell(e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}"))), signals.wait(2)):
+            raise
     finally:
         await cancel([*both, *watched, news, stop])
 

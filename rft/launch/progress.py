@@ -25,7 +25,7 @@ from rft.monitor.read import AllSeries, Records
 from rft.sync.waits import cancel
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
-from rft.waiting import LOOK_S, Activity, clock, sentence
+from rft.waiting import ACTIVITY_S, Activity, clock, sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,7 @@ class Progress:
 
     @asynccontextmanager
     async def telling(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> AsyncIterator[None]:
-        """While open, whom the run waits for is said whenever nothing else was for QUIET_S; `look` finds out within LOOK_S."""
+        """While open, whom the run waits for is said whenever nothing else was for QUIET_S; `look` finds out within ACTIVITY_S."""
         timer = asyncio.ensure_future(self._tell(look))
         try:
             yield
@@ -102,8 +102,8 @@ class Progress:
 
     async def _tell(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> None:
         while True:
-            if (left := self._said + self._quiet_s - LOOK_S - clock()) > 0:
-                await asyncio.sleep(min(left, QUIET_S - LOOK_S))  # a line in between makes the next one due earlier
+            if (left := self._said + self._quiet_s - ACTIVITY_S - clock()) > 0:
+                await asyncio.sleep(min(left, QUIET_S - ACTIVITY_S))  # a line in between makes the next one due earlier
                 continue
             before, text = self._said, sentence(await look())
             if self._said == before:

@@ -17,22 +17,25 @@ from typing import Any
 
 from rft.config.plan import ClusterSettings, Plan
 from rft.engine.environment import cpu_environment, host_program
-from rft.errors import DeadlineExceeded, EngineFailed, Interrupted, RunFailed
+from rft.errors import DeadlineExceeded, EngineFailed, Interrupted, RayFailed, RunFailed, SetupError
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster, Places, here, placement, reserve
 from rft.launch.progress import STARTING
+from rft.launch.ray_calls import LOOK_S, answer, in_daemon
 from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec, Runtime
 from rft.launch.signals import Signals
 from rft.logs import learnt_secrets
 from rft.sync.waits import all_of, cancel, race
-from rft.waiting import LOOK_S, Activity, activities, works
+from rft.waiting import ACTIVITY_S, Activity, activities, works
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # of one engine that dies
 LET_UP_S = 30.0  # for a Ray that is starting, once the run is to end
 TIMELINE = "ray_timeline.json"
+KILL_S = 2.0  # for Ray to take an order; its processes end with it in any case
+ASK_GCS_S = 10.0
 
 
 class RayRuntime(Runtime):
@@ -53,13 +56,19 @@ class RayRuntime(Runtime):
             _clean(rundir.run_id)
             raise
         try:
-            self.parts = RayParts(plan, rundir, cluster)
+            self.parts = RayParts(plan, rundir, cluster, signals)
             yield self.parts
+        except (RunFailed, SetupError) as e:
+            if not isinstance(e, RayFailed) and (why := cluster.watched.trouble()):
+                raise RayFailed(f"{why}, and {type(e).__name__}: {e}") from e
+            raise
         finally:
             self.parts = None
-            await asyncio.to_thread(cluster.close)
-            ended.set()
-            _clean(rundir.run_id)
+            try:
+                await asyncio.to_thread(cluster.close)
+            finally:
+                ended.set()
+                _clean(rundir.run_id)
 
 
 async def _let_up(connecting: asyncio.Future[Cluster], signals: Signals) -> bool:
@@ -78,28 +87,8 @@ async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster
 
     The thread stays until `ended`, because Ray's processes ask the kernel to die with the thread that started them.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Cluster] = loop.create_future()
-
-    def give(cluster: Cluster | None, error: BaseException | None) -> None:
-        if answer.cancelled():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        elif cluster is not None:
-            answer.set_result(cluster)
-
-    def connect() -> None:
-        try:
-            cluster = Cluster.connect(settings.ray_address, num_cpus=settings.num_cpus, timeline=settings.timeline)
-            loop.call_soon_threadsafe(give, cluster, None)
-            ended.wait()
-        except BaseException as e:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(give, None, e)
-
-    threading.Thread(target=connect, name="ray-start", daemon=True).start()
-    return await answer
+    how = {"num_cpus": settings.num_cpus, "timeline": settings.timeline}
+    return await asyncio.wrap_future(in_daemon(Cluster.connect, settings.ray_address, until=ended, **how))
 
 
 def _clean(run_id: str) -> None:
@@ -113,9 +102,9 @@ class RayParts(Parts):
 
     restarts = True
 
-    def __init__(self, plan: Plan, rundir: RunDir, cluster: Cluster) -> None:
+    def __init__(self, plan: Plan, rundir: RunDir, cluster: Cluster, signals: Signals) -> None:
         super().__init__(plan, rundir)
-        self.cluster = cluster
+        self.cluster, self._signals = cluster, signals
         self._handles: dict[str, Any] = {}
         self._places = Places([], None)
         self._listening: list[asyncio.Future[None]] = []
@@ -160,7 +149,8 @@ class RayParts(Parts):
         again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
         titled = type(re.sub(r"\W", "_", name), (Host,), again)  # `ps` shows the class: ray::engine_0
         made = (name, str(self.rundir.logs), plan.log_by_node, plan.log_level, learnt_secrets(), spec.factory, spec.args)
-        handle = self._handles[name] = ray.remote(titled).options(**options).remote(*made)
+        create = ray.remote(titled).options(**options).remote
+        handle = self._handles[name] = await answer(f"create {name}", create, *made)
         deadline_s = plan.cluster.actor_start_timeout_s
         with works(f"starting {name}"):
             self.nodes[name], self.pids[name] = await guarded(handle.beat.remote(), name, error, deadline_s)
@@ -170,37 +160,58 @@ class RayParts(Parts):
         log.info("%s is up (pid %d)", name, self.pids[name], extra=STARTING)
 
     async def stop(self, names: Sequence[str]) -> None:
+        await asyncio.gather(*(drive.quietly(self.made.pop(name).close()) for name in names))
+        await self._kill(names)
+
+    async def _kill(self, names: Sequence[str]) -> None:
         import ray
 
-        await asyncio.gather(*(drive.quietly(self.made.pop(name).close()) for name in names))
-        for name in names:
-            ray.kill(self._handles.pop(name), no_restart=True)
+        handles = [(name, self._handles.pop(name)) for name in names]
+        await asyncio.gather(*(drive.quietly(answer(f"end {n}", ray.kill, h, no_restart=True), KILL_S) for n, h in handles))
+
+    async def watch_ray(self) -> None:
+        await all_of(self._processes_live(), *([] if self.plan.cluster.ray_address is None else [self._gcs_answers()]))
+
+    async def _processes_live(self) -> None:
+        while True:
+            if why := self.cluster.watched.failed(self.plan.cluster.stall_timeout_s):
+                raise RayFailed(f"{why}; run the same command again to resume from the last checkpoint")
+            await asyncio.sleep(LOOK_S)
+
+    async def _gcs_answers(self) -> None:
+        """Of a Ray of others, whose GCS may be on another machine."""
+        while True:
+            await answer(f"list its nodes (GCS of {self.plan.cluster.ray_address})", self.cluster.gpus_per_node)
+            await asyncio.sleep(ASK_GCS_S)
 
     async def watch(self) -> None:
         """Raises RunFailed that names the first part which died or hangs, of those that are not restarted."""
         lasting = [proxy for name, proxy in self.made.items() if name not in self._restarted]
-        await all_of(*(proxy.lives(self.plan.cluster.stall_timeout_s) for proxy in lasting))
+        await all_of(self.watch_ray(), *(proxy.lives(self.plan.cluster.stall_timeout_s) for proxy in lasting))
 
     async def end(self, *, graceful: bool) -> None:
-        import ray
-
-        if graceful:  # along the data path
-            await self.stop([name for name in self.made if name not in ("buffer", "explorer")])
-            await self.stop([name for name in self.made if name == "buffer"])
-            if self.plan.cluster.timeline:
-                await asyncio.to_thread(self.cluster.timeline, self.rundir.path / TIMELINE)
+        if graceful:  # a second signal, or a Ray that fails, ends the wait
+            async with race(self._close(), self._signals.wait(2), self.watch_ray()) as (closing, *_):
+                if closing.done():
+                    closing.result()
         await cancel(self._listening)
-        for handle in self._handles.values():
-            ray.kill(handle, no_restart=True)
+        await self._kill(list(self._handles))
         for path in self.rundir.path.glob(".rendezvous-*"):
             path.unlink(missing_ok=True)
+
+    async def _close(self) -> None:
+        """Along the data path."""
+        await self.stop([name for name in self.made if name not in ("buffer", "explorer")])
+        await self.stop([name for name in self.made if name == "buffer"])
+        if self.plan.cluster.timeline:
+            await answer("write its timeline", self.cluster.timeline, self.rundir.path / TIMELINE)
 
 
 async def _activities(name: str, handle: Any) -> list[Activity]:
     try:
-        return list(await guarded(handle.activities.remote(), name, timeout_s=LOOK_S))
+        return list(await guarded(handle.activities.remote(), name, timeout_s=ACTIVITY_S))
     except DeadlineExceeded:
-        return [Activity(f"{name} does not answer", "", False, 1, LOOK_S)]
+        return [Activity(f"{name} does not answer", "", False, 1, ACTIVITY_S)]
     except RunFailed:  # whoever needs the part says so
         return []
 

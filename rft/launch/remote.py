@@ -25,6 +25,7 @@ import psutil
 from rft.engine.watch import Usage, Watch, usage
 from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemory, RftError, RunFailed, is_out_of_memory
 from rft.launch import leftovers
+from rft.launch.ray_calls import answer
 from rft.launch.rundir import PRIVATE
 from rft.logs import ErrorTeller, learn_secrets, node_folder, redact, to_file
 from rft.parent import die_with_parent
@@ -264,7 +265,7 @@ class Proxy:
         """Ends its process for good; one that has ended stays so."""
         import ray
 
-        ray.kill(self._handle, no_restart=True)
+        await answer(f"end {self._name}", ray.kill, self._handle, no_restart=True)
 
     def _beat(self) -> Awaitable[tuple[str, int]]:
         return self._guarded(self._handle.beat.remote())
@@ -275,7 +276,7 @@ class Proxy:
 
         gone = asyncio.ensure_future(self._guarded(self._handle.last.remote(), ANSWER_S))
         await asyncio.sleep(0)  # it is asked before it is ended
-        ray.kill(self._handle, no_restart=False)
+        await answer(f"end {self._name}", ray.kill, self._handle, no_restart=False)
         try:
             await gone
         except DeadlineExceeded:
@@ -302,8 +303,8 @@ class Proxy:
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            answer = self._guarded(self._handle.call.remote(method, *args, **kwargs))
-            return await (answer if self._pulse is None else self._pulse.during(answer))
+            value = self._guarded(self._handle.call.remote(method, *args, **kwargs))
+            return await (value if self._pulse is None else self._pulse.during(value))
 
         return call
 
@@ -319,10 +320,10 @@ async def guarded(ref: Any, name: str, error: type[RunFailed] = RunFailed, timeo
         WorkerCrashedError,
     )
 
-    answer = asyncio.ensure_future(ref)
-    answer.add_done_callback(lambda a: a.cancelled() or a.exception())  # a caller that was cancelled never looks at it
+    value = asyncio.ensure_future(ref)
+    value.add_done_callback(lambda a: a.cancelled() or a.exception())  # a caller that was cancelled never looks at it
     try:
-        return await asyncio.wait_for(asyncio.shield(answer), timeout_s)
+        return await asyncio.wait_for(asyncio.shield(value), timeout_s)
     except TimeoutError:
         raise DeadlineExceeded(f"{name} did not answer within {timeout_s:.0f} s; see its log in the run folder") from None
     except OutOfMemoryError as e:

@@ -13,6 +13,7 @@ from typing import Any
 from rft.config.plan import Plan
 from rft.errors import DeadlineExceeded, RftError, RunFailed, SetupError
 from rft.launch.cluster import here
+from rft.launch.ray_calls import answer
 from rft.launch.remote import ANSWER_S, guarded
 
 log = logging.getLogger(__name__)
@@ -58,18 +59,18 @@ def address(plan: Plan) -> tuple[str, str]:
     return plan.cluster.namespace, f"rft-rendezvous:{plan.buffer.run}"
 
 
-def _rendezvous(plan: Plan) -> Any:
+async def _rendezvous(plan: Plan) -> Any:
     import ray
 
     namespace, name = address(plan)
     options = {**here(), "name": name, "namespace": namespace, "get_if_exists": True, "max_concurrency": 10000}
-    return ray.remote(Rendezvous).options(**options).remote()
+    return await answer("create the rendezvous", ray.remote(Rendezvous).options(**options).remote)
 
 
 async def keep(plan: Plan, run_id: str, parts: dict[str, Any]) -> None:
     """Offers the coordinator of this process as long as that is awaited, also after the process that made the rendezvous has ended."""
     while True:
-        rendezvous = _rendezvous(plan)
+        rendezvous = await _rendezvous(plan)
         try:
             await guarded(rendezvous.offer.remote(run_id, parts), "the rendezvous")
             await guarded(rendezvous.last.remote(), "the rendezvous")
@@ -95,7 +96,7 @@ async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Any]
         async with asyncio.timeout(limit):
             while True:
                 try:
-                    run_id, parts = await guarded(_rendezvous(plan).find.remote(ended), "the rendezvous")
+                    run_id, parts = await guarded((await _rendezvous(plan)).find.remote(ended), "the rendezvous")
                 except RunFailed:
                     await _anew()
                     continue

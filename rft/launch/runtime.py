@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rft.config.plan import Facts, Plan
 from rft.engine.environment import trainer_environment
@@ -23,9 +23,11 @@ from rft.launch import parts as factories
 from rft.launch.rundir import RunDir
 from rft.launch.signals import Signals
 from rft.launch.stalled import watched
+from rft.sync.waits import race
 from rft.waiting import Activity, activities, works
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,20 @@ class Parts(ABC):
         """Close and end these parts."""
 
     @abstractmethod
+    async def watch_ray(self) -> None:
+        """Ends only by raising RayFailed: a process of Ray, which all parts need, has ended or hangs."""
+
+    async def while_ray_lives(self, work: Awaitable[T]) -> T:
+        """The result of `work`.  Raises RayFailed, after cancelling it, when Ray fails first."""
+        async with race(work, self.watch_ray()) as (task, failure):
+            if not task.done():
+                failure.result()
+            result: T = task.result()
+            return result
+
+    @abstractmethod
     async def watch(self) -> None:
-        """Ends only by raising: a part that is not restarted has died, or hangs."""
+        """Ends only by raising: Ray or a part that is not restarted has died, or hangs."""
 
     async def activities(self) -> list[Activity]:
         """What parts and launcher work on and whom they wait for; within LOOK_S."""
@@ -184,6 +198,9 @@ class LocalParts(Parts):
         async with AsyncExitStack() as closing:  # all are closed, also where one of them fails
             for part in [self.made.pop(name) for name in names]:
                 closing.push_async_callback(part.close)
+
+    async def watch_ray(self) -> None:
+        await asyncio.Event().wait()
 
     async def watch(self) -> None:
         await asyncio.Event().wait()

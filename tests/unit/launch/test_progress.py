@@ -13,7 +13,7 @@ from rich.console import Console
 from rft.launch.progress import STARTING, Progress, duration, step_facts, summary
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
-from rft.waiting import LOOK_S, Activity
+from rft.waiting import ACTIVITY_S, Activity
 from tests.helpers import simulated
 
 VALUES = {
@@ -77,7 +77,7 @@ def waited(seconds: float, *records: tuple[float, MetricRecord], total: int | No
     out = Timed()
 
     async def look() -> list[Activity]:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(ACTIVITY_S)
         return [Activity("judge [/bold]", "question", False, 32, simulated.now())]
 
     async def play() -> None:
