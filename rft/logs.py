@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -173,6 +175,39 @@ class ErrorTeller(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         lines = redact(record.getMessage()).strip().splitlines()
         self._tell(safe(lines[0]) if lines else "")
+
+
+class OncePerMinute(logging.Filter):
+    """Of errors of `kinds`, which anybody who reaches a port can cause: one line a minute, without traceback and not as an error."""
+
+    def __init__(self, kinds: tuple[type[BaseException], ...], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._kinds, self._clock = kinds, clock
+        self._next, self._more = -math.inf, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, self._kinds):
+            return True
+        if self._clock() < self._next:
+            self._more += 1
+            return False
+        more = f"; {self._more} more since the line before" if self._more else ""
+        record.msg = f"{record.getMessage()}: {safe(str(error))[:200]}{more}"
+        record.args = record.exc_info = None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        self._next, self._more = self._clock() + 60.0, 0
+        return True
+
+
+def http_log(name: str) -> logging.Logger:
+    """The log of a server of aiohttp: what is no HTTP takes a line a minute."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    made = logging.getLogger(name)
+    if not made.filters:
+        made.addFilter(OncePerMinute((HttpProcessingError,)))
+    return made
 
 
 def to_file(path: Path, level: str = "INFO") -> logging.Handler:

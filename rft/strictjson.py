@@ -16,7 +16,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 def parse_json(text: str) -> Any:
     """The value of a JSON text.  Raises ValueError (JSONDecodeError with its place, where the text is no JSON)."""
     try:
-        value = json.loads(text, object_pairs_hook=_once)
+        value = json.loads(text, object_pairs_hook=no_key_twice)
     except RecursionError:
         raise ValueError(f"nested too deeply; at most {MAX_DEPTH} levels are allowed") from None
     except json.JSONDecodeError:
@@ -42,7 +42,8 @@ def _refuse_depth(value: Any) -> None:
     raise ValueError(f"nested too deeply; at most {MAX_DEPTH} levels are allowed")
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The hook of `json.loads` for objects.  Raises ValueError where a key is written twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()

@@ -5,6 +5,7 @@ The second stage loads plugins, reads the model's files and opens the tasksets. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,10 +103,12 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         def num_batches(tasksets: Tasksets, batch_size: int, epochs: int) -> int:
             from rft.taskset.task_order import num_batches as count
 
-            lengths = counts | {name: len(taskset) for name, taskset in opened.items()}
             return count([lengths[t.name] for t in tasksets], batch_size, epochs)
 
         known = all(t.name in opened for t in plan.explorer.tasksets)
+        trained = [plan.trainer.offline_data.rows.name] if plan.trainer.offline_data else [t.name for t in plan.explorer.tasksets]
+        lengths = counts | {name: len(taskset) for name, taskset in opened.items()}
+        _say_repeats([lengths[name] for name in trained if name in lengths], plan, problems)
         with problems.taking():
             plan = resolve(config, facts, num_batches=num_batches if known else None, name=name)
     plan = plan_checks.settled(plan, rows)
@@ -119,6 +122,18 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
     if rows is not None:
         about |= {"row_layout": rows.layout, "row_layout_why": rows.why}
     return _report(config, plan, problems, tasksets=(*seen.tasksets, *found), model=about, memory=roles)
+
+
+def _say_repeats(lengths: Sequence[int], plan: Plan, problems: Problems) -> None:
+    """Warns where a step has more places than there are rows, so that it has some of them several times."""
+    data, rows = plan.trainer.offline_data, sum(lengths)
+    size = plan.explorer.batch_size if data is None else plan.trainer.batch_groups or 0
+    if lengths and rows < size:
+        what = "the training data has" if data is not None else "the training tasksets have"
+        problems.warn(
+            f"buffer.batch_size {size} is more than the {rows} rows that {what}: each step takes every row about {size / rows:.2g} times; "
+            f"write at most {rows}, or add rows"
+        )
 
 
 def _memory(

@@ -19,7 +19,7 @@ from rft.buffer.audit import audit_run
 from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.plan_serve import ENDLESS
-from rft.config.roles import apart
+from rft.config.roles import apart, serves
 from rft.config.save import refuse_changes, save, start_command
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
@@ -110,7 +110,7 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
             if "tensorboard" in plan.monitor.kinds:
                 notes.append(f"curves: tensorboard --logdir {rundir.path / 'tensorboard'}")
             steps = None if plan.trainer.total_steps == ENDLESS else plan.trainer.total_steps
-            with Progress(rundir.path, total_steps=steps, notes=notes) as progress:
+            with Progress(rundir.path, total_steps=steps, notes=notes, served=serves(loaded)) as progress:
                 ended: list[str] = []
                 try:
                     with leftovers.collected() as ended:

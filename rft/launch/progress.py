@@ -42,7 +42,7 @@ class Progress:
     """`update` takes every record of the run, in any order; steps are those of the trainer.
 
     `total_steps` None means "until it is stopped".  A context manager: the bar is there while it is open.
-    `what`: the run is, where it makes no steps.
+    `what`: the run is, where it makes no steps.  `served`: clients bring its rows, whose pace foretells nothing.
     """
 
     def __init__(
@@ -53,12 +53,13 @@ class Progress:
         notes: Sequence[str] = (),
         console: Console | None = None,
         what: str = "",
+        served: bool = False,
     ) -> None:
         from rich.console import Console
 
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._total = total_steps
-        self._run_dir, self._notes, self._what = run_dir, notes, what
+        self._run_dir, self._notes, self._what, self._served = run_dir, notes, what, served
         self._bar: Bar | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._began = 0.0
@@ -123,7 +124,7 @@ class Progress:
 
     def _wait(self, text: str) -> None:
         log.info("%s", text)
-        quiet_s = QUIET_S if self._total is not None else min(2 * self._quiet_s, SERVICE_QUIET_S)
+        quiet_s = QUIET_S if not self._served else min(2 * self._quiet_s, SERVICE_QUIET_S)
         if self._bar is not None:
             self._said = clock()
             self._bar.update(self._bar.task_ids[0], description=redact(text))
@@ -135,7 +136,11 @@ class Progress:
         seconds = record.values["perf/step_s"]
         self._times.append(seconds)
         facts = step_facts(record.values, seconds)
-        left = None if self._total is None else max(self._total - record.step, 0) * sum(self._times) / len(self._times)
+        left = (
+            None
+            if self._total is None or self._served
+            else max(self._total - record.step, 0) * sum(self._times) / len(self._times)
+        )
         eta = "" if left is None else f"  ETA {duration(left)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=record.step, description="training", facts=facts + eta)

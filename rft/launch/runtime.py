@@ -86,7 +86,7 @@ class Parts(ABC):
         """Ends only by raising: Ray or a part that is not restarted has died, or hangs."""
 
     async def activities(self) -> list[Activity]:
-        """What parts and launcher work on and whom they wait for; within LOOK_S."""
+        """What parts and launcher work on and whom they wait for; within ACTIVITY_S."""
         return activities()
 
     @abstractmethod

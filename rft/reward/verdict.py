@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from rft.reward.delimiters import PromptDelimiters
+from rft.strictjson import no_key_twice
 
 _OPENERS = re.compile(
     r"(?:(?:sure|okay|ok|certainly)\W*)?"
@@ -38,7 +39,7 @@ def read(reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
         raise UnreadableVerdict("the reply has more than one verdict")
     last = text.splitlines()[-1].strip()
     try:
-        found = json.loads(last, object_pairs_hook=_once, parse_constant=_no_constant)
+        found = json.loads(last, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise UnreadableVerdict(f"the last line is no verdict ({str(e)[:80]}): {last[:120]!r}") from None
     if not isinstance(found, dict) or found.pop("key", None) != delimit.key:
@@ -57,13 +58,6 @@ def says_nothing(answer: str) -> bool:
     """Whether an answer has no letter and no digit, or is only the opening of one; such texts can talk a judge into full marks."""
     text = answer.strip()
     return not any(c.isalnum() for c in text) or _OPENERS.fullmatch(text) is not None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a field stands there twice")
-    return found
 
 
 def _no_constant(word: str) -> Any:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rft.errors import DiskFull, EngineFailed, RftError, RunFailed, SetupError
+from rft.logs import http_log
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow import endpoint_wire as wire
@@ -76,6 +77,7 @@ class Endpoint:
         self._runner = web.AppRunner(
             app,
             access_log=None,
+            logger=http_log("rft.endpoint.http"),
             shutdown_timeout=_CLOSE_S,
             handler_cancellation=True,
             keepalive_timeout=HEAD_S,  # closes a connection without a whole head, however often a byte comes

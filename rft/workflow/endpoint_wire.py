@@ -18,6 +18,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from rft.strictjson import no_key_twice
 from rft.types.completion import Completion
 from rft.types.task import plain_text
 
@@ -93,7 +94,7 @@ def parse(body: bytes) -> Any:
     if opened > MAX_DEPTH or opened + body.count(b",") > MAX_VALUES:  # else it cannot be too large or too deep
         _check_size(_TEXTS.sub(b"", body))
     try:
-        value = json.loads(body.decode(), parse_constant=_no_number)
+        value = json.loads(body.decode(), parse_constant=_no_number, object_pairs_hook=no_key_twice)
         msgspec.msgpack.encode(value)  # halves of characters and numbers beyond 64 bits fit into no record
         return value
     except (ValueError, OverflowError, RecursionError) as e:

@@ -20,27 +20,34 @@ Invariant: a tool that fails, and a call that makes no sense, are told to the mo
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TextIO
 
 import msgspec
 import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from rft.errors import ConfigError, SetupError
+from rft.logs import redact
 from rft.plugins import REGISTRY
+from rft.reward.run_folder import run_folder
 from rft.threads import unblocked
 from rft.types.completion import Completion
 from rft.types.task import Task
 from rft.workflow.tools import Format, FunctionTool, Side, Tool, Toolbox, ToolError, as_text, described, find, missing, named
 from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs
 
+log = logging.getLogger(__name__)
 _MCP_KEY = "workflow_args.mcp_config_path"
+_ERROR_BYTES, _ERROR_LINES = 4000, 10  # of a server's standard error in a message
 START_S = 30.0
 _GONE = ("Connection closed", "Session terminated")  # what the library says where a server is not there any more
 _FILE_KEY = "workflow_args.tool_config_path"
@@ -59,7 +66,7 @@ class McpTool:
             result = await self.server.client.call_tool(name, dict(arguments))
         except Exception as e:
             if str(e) in _GONE:
-                self.server.leave()
+                self.server.leave(str(e))
             raise
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
@@ -75,6 +82,7 @@ class _McpServer:
 
     def __init__(self, name: str, where: Any) -> None:
         self._name, self._where = name, where
+        self._errors = _error_file(name)
         self.client: Any = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[list[McpTool]] = self._loop.create_future()
@@ -84,8 +92,9 @@ class _McpServer:
     def usable(self) -> bool:
         return self._loop is asyncio.get_running_loop() and not (self._job.done() or self._job.cancelling())
 
-    def leave(self) -> None:
+    def leave(self, why: str) -> None:
         """It is gone: the next run opens another connection, and so starts the program again."""
+        log.warning("MCP server %r: %s%s", self._name, why, self._last_errors())
         self._job.cancel()
 
     async def tools(self) -> list[McpTool]:
@@ -96,17 +105,43 @@ class _McpServer:
             raise ConfigError(f"MCP server {self._name!r} did not answer within {START_S:g} s", key=_MCP_KEY) from None
 
     async def _hold(self) -> None:
-        from mcp import Client
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
-        try:
-            async with Client(self._where) as client:
-                self.client = client
-                listed = await client.list_tools()
-                self._ready.set_result([McpTool(_schema(t), self) for t in listed.tools])
-                await asyncio.Event().wait()
-        except Exception as e:  # the server is another program; who waits for it is told
-            if not self._ready.done():
-                self._ready.set_exception(ConfigError(f"MCP server {self._name!r} cannot be used: {e}", key=_MCP_KEY))
+        where = self._where
+        with self._errors:
+            if isinstance(where, StdioServerParameters):
+                where = stdio_client(where, errlog=self._errors)
+            try:
+                async with Client(where) as client:
+                    self.client = client
+                    listed = await client.list_tools()
+                    self._ready.set_result([McpTool(_schema(t), self) for t in listed.tools])
+                    await asyncio.Event().wait()
+            except Exception as e:  # the server is another program; who waits for it is told
+                if not self._ready.done():
+                    text = f"MCP server {self._name!r} cannot be used: {_innermost(e)}{self._last_errors()}"
+                    self._ready.set_exception(ConfigError(text, key=_MCP_KEY))
+
+    def _last_errors(self) -> str:
+        """The end of what the program has written to its standard error, on lines of their own."""
+        size = os.fstat(self._errors.fileno()).st_size
+        text = os.pread(self._errors.fileno(), _ERROR_BYTES, max(0, size - _ERROR_BYTES)).decode("utf-8", "replace")
+        return "".join(f"\n  {redact(line)}" for line in text.splitlines()[-_ERROR_LINES:])
+
+
+def _error_file(name: str) -> TextIO:
+    """Takes the standard error of a server: in the logs of the run, where there is one."""
+    if (folder := run_folder.get()) is None:
+        return tempfile.TemporaryFile("w+")
+    return (folder / "logs" / f"mcp-{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.out").open("a+")
+
+
+def _innermost(error: BaseException) -> str:
+    """What a group of errors is about; one of the library's own says nothing."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
 
 
 _SERVERS: dict[tuple[str, str], _McpServer] = {}

@@ -329,7 +329,7 @@ def _left_over() -> list[Finding]:
 
     lines = [f"process {p}" for p in leftovers.orphans()]
     lines += [f"shared memory {leftovers.SHM / name}" for name in leftovers.unused_shm()]
-    return [Finding("left over", "note", line) for line in lines] or [Finding("left over", "ok", "nothing of earlier runs")]
+    return [Finding("leftovers", "note", line) for line in lines] or [Finding("leftovers", "ok", "none")]
 
 
 def _gib(size: int) -> str:

@@ -68,7 +68,7 @@ def run(
                 told(line)
     if "memory" in checks:
         left = "; ".join(leftovers.compare(before))
-        told(_failed("left over", left, CHECKS["memory"]) if left else Line(topic="left over", state="ok", text="nothing"))
+        told(_failed("leftovers", left, CHECKS["memory"]) if left else Line(topic="leftovers", state="ok", text="none"))
     return good
 
 

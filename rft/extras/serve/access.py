@@ -48,7 +48,7 @@ def clients(settings: ServeSettings) -> dict[str, str]:
         found[hashed(key)] = "environment"
     if not found:
         raise SetupError(
-            f"nobody may ask: set {ENVIRONMENT} to a random key, or name explorer.serve.clients_file (`rft serve --new-key NAME` makes a "
+            f"no client key: set {ENVIRONMENT} to a random key, or name explorer.serve.clients_file (`rft serve --new-key NAME` makes a "
             "line for it)"
         )
     return found

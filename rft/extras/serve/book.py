@@ -147,8 +147,9 @@ class SessionBook:
             )
         if call is not None and call not in session.calls:
             raise ApiError(404, f"message {call!r} is none of this session's", param="message", code="unknown_message")
-        if not session.calls:
-            raise ApiError(400, "the session has no answer that could be rewarded", code="no_calls")
+        if not session.calls and (score.value is None or score.value > 0):
+            why = "the session has no answer that could have earned that; one whose first call failed takes a reward of 0 or less"
+            raise ApiError(400, why, code="no_calls")
         if call is not None and session.calls[call].answers > 1:
             raise ApiError(
                 400, "this message has several answers (n); reward the session", param="message", code="several_answers"

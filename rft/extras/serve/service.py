@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from rft.buffer.operators.experience_pipeline import ExperiencePipeline
 from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
 from rft.disk import write_whole
@@ -34,10 +36,12 @@ from rft.extras.serve.book import WORKFLOW, SessionBook, patient, task_of
 from rft.extras.serve.gateway import Gateway
 from rft.extras.serve.live_session import LiveSession
 from rft.extras.serve.session_groups import SessionGroup
+from rft.types.experience import Experience, failed
 from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import AppendResult, Assignment, BufferWriter, ChatModel, MetricSink
 from rft.types.sessions import SessionStore
+from rft.types.task import Task
 from rft.waiting import works
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, judge
@@ -234,13 +238,15 @@ class Service:
         for number, session in enumerate(sessions):
             transcript = session.transcript()
             try:
-                rows = experiences(task, WORKFLOW, transcript, transcript.score, id, number, 0)
+                rows = _unanswered(task, session, id.run(number))
+                rows = rows or experiences(task, WORKFLOW, transcript, transcript.score, id, number, 0)
             except ValueError as e:  # log-probs of an engine that are no numbers, for example
                 raise FrameRejected(f"not_storable: {id.run(number)} {e}") from e
             took = (session.stored.rewarded or session.stored.created) - session.stored.created
             runs.append(PlayedRun(rows, value(transcript, transcript.score), took, 0.0, 1))
-        accepted, reason = judge([x for r in runs for x in r.experiences], len(runs), self.book.groups.needed)
-        return PlayedGroup(id, task, tuple(runs), accepted, reason)
+        needed = 1  # all runs are scored, so that a single one that can be trained is compared with the others
+        accepted, reason = judge([x for r in runs for x in r.experiences], len(runs), needed)
+        return PlayedGroup(id, task, tuple(runs), accepted, reason, needed)
 
     async def _is_whole(self, session: LiveSession) -> bool:
         """Whether all weights that wrote it are verified; else the store says why it is never trained."""
@@ -248,7 +254,7 @@ class Service:
         for version in {s.version for turn in session.transcript().turns for s in turn.completion.version_spans}:
             if (
                 version in self._verified or version.lineage != self._lineage
-            ):  # of an attempt that has ended: nobody verifies it now
+            ):  # nobody verifies those of an attempt that has ended
                 continue
             if not await self._gate.wait_verified(version):
                 await patient(lambda: self.book.explain([session.id], REJECTED_WEIGHTS))
@@ -263,3 +269,14 @@ class Service:
         for engines in self._engines:
             values |= await engines.since()
         await self._sink.log(MetricRecord(role="explorer", step=batch + 1, time=time.time(), values=values))
+
+
+def _unanswered(task: Task, session: LiveSession, id: ExperienceId) -> tuple[Experience, ...]:
+    """The header row of a session whose first call failed: it has nothing to train, and its reward counts for its group."""
+    if session.calls:
+        return ()
+    about = {"session": session.id, "client": session.stored.client}
+    told: dict[str, Any] = {"taskset": task.taskset, "task_index": task.index, "workflow": WORKFLOW, "info": about}
+    row, score = failed(id, **told, reason="the session has no answer"), session.stored.score
+    assert score is not None, "a session without answers is rewarded as a whole"
+    return (msgspec.structs.replace(row, reward=score.value, reward_parts=score.parts),)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rft.errors import RftError, SetupError
+from rft.logs import http_log
 
 if TYPE_CHECKING:
     from rft.extras.view.view_pages import ViewPages
@@ -56,7 +57,7 @@ class ViewServer:
         app = web.Application(middlewares=[self._guarded], client_max_size=1 << 16)
         app.on_response_prepare.append(_with_headers)
         self.pages.routes(app.router, f"/{self.token}")
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, logger=http_log("rft.view.http"), shutdown_timeout=1.0)
         await self._runner.setup()
         wanted = self._port
         for port in range(wanted, wanted + _MORE_PORTS) if wanted else (0,):

@@ -72,7 +72,7 @@ def test_checks_that_are_right(tiny_model: Path, lines: list[Line]) -> None:
 @pytest.mark.slow
 def test_vllm_and_what_is_left(tiny_model: Path, lines: list[Line]) -> None:
     assert machine.run("cpu", tiny_model, 1, lines.append, checks=("versions", "vllm", "memory")), lines
-    assert [line.topic for line in lines] == ["versions", "vllm", "vllm sync", "vllm sync", "vllm sync", "left over"]
+    assert [line.topic for line in lines] == ["versions", "vllm", "vllm sync", "vllm sync", "vllm sync", "leftovers"]
     assert [line.text.partition(":")[0] for line in lines[2:5]] == ["memory", "checkpoint", "nccl over gloo"]
 
 

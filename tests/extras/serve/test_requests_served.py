@@ -148,6 +148,30 @@ async def test_limits_answer_429_and_say_when_to_come_back(tmp_path, monkeypatch
         )
 
 
+@pytest.mark.parametrize(
+    ("address", "body"),
+    [
+        ("/v1/sessions", '{"task_id": "a", "task_id": "b"}'),
+        ("/v1/sessions", '{"metadata": {"app": "a", "app": "b"}}'),
+        ("/v1/sessions/ID/reward", '{"reward": 1.0, "reward": 0.0}'),
+        ("/v1/sessions/ID/reward", '{"reward": {"right": 1.0, "right": 0.0}}'),
+        ("/run/ID/v1/chat/completions", '{"model": "m", "messages": [{"role": "user", "content": "hi", "content": "ho"}]}'),
+        ("/v1/chat/completions", '{"model": "m", "messages": [], "messages": [{"role": "user", "content": "hi"}]}'),
+        ("/feedback", '{"reward": 1.0, "msg_ids": ["a"], "msg_ids": ["b"]}'),
+    ],
+)
+async def test_a_body_with_a_key_twice_is_refused(tmp_path, monkeypatch, address, body):
+    """R16: the last one was taken."""
+    async with serving(tmp_path, monkeypatch) as served:
+        session = await served.open()
+        before = dict(served.service.book.counts)
+        key = session["api_key"] if address.startswith("/run") else KEY
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = await served.client.post(address.replace("ID", session["id"]), content=body, headers=headers)
+        assert answer.status_code == 400 and "is written twice" in answer.json()["error"]["message"], answer.text
+        assert dict(served.service.book.counts) == before and (await served.state(session))["state"] == "open"
+
+
 async def test_what_a_limit_refuses_leaves_nothing_behind(tmp_path, monkeypatch):
     async with serving(tmp_path, monkeypatch, limits=LimitSettings(requests_per_minute=2)) as served:
         gateway = served.service.gateway
@@ -241,7 +265,7 @@ async def test_metrics_are_those_of_all_engines(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "lines", "told"),
     [
-        ("", None, "nobody may ask"),
+        ("", None, "no client key"),
         ("short", None, "5 characters"),
         ("", "me nothash", "line 1"),
         ("", "absent", "cannot be read"),

@@ -170,6 +170,25 @@ async def test_a_client_that_goes_while_its_call_is_stored_leaves_store_and_sess
         assert (await served.buffer.audit()).ok
 
 
+@pytest.mark.parametrize("num_runs", [2, 1])
+async def test_a_session_whose_first_call_failed_takes_the_reward_zero(tmp_path, monkeypatch, num_runs):
+    """N21: 400 no_calls, so that failing early was never compared with the runs that went well."""
+    async with serving(tmp_path, monkeypatch, num_runs=num_runs, batch_size=1) as served:
+        failed = await served.open(task_id="t")
+        refused = await served.reward(failed, 0.5)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_calls")
+        assert (await served.reward(failed, 0.0)).json()["status"] == "ok"
+        assert (await served.reward(failed, 0.0)).json()["status"] == "duplicate"
+        await served.played(1.0, task_id="t")
+        await served.gate.wait_explored(1)
+        lease = await served.buffer.reader(1).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
+        (row,) = decode(lease.frame)
+        assert row.reward == 1.0 and lease.groups[0].rewards == ((0.0, 1.0) if num_runs == 2 else (1.0,))
+        audit = await served.buffer.audit()
+        assert audit.ok and audit.acked == 2 and audit.discarded == {"failed": 1}, audit
+        assert (await served.state(failed))["state"] == "accepted"
+
+
 async def test_what_waited_goes_on_after_a_restart(tmp_path, monkeypatch):
     async with serving(tmp_path, monkeypatch, **RATIO) as served:
         rewarded = await served.played(1.0, task_id="t")

@@ -108,6 +108,22 @@ def test_steps_that_a_crash_would_lose_are_a_warning(given: tuple[str, ...], los
     assert not lost or (lost in found[0] and "write trainer.save_interval: 25" in found[0]), found
 
 
+def test_a_step_with_more_places_than_rows_is_a_warning(tiny_model: Path) -> None:
+    """N19: batch_size 400 with 200 rows was "fine, 0 warning(s)"."""
+    rows = DATA / "rows.jsonl"  # 20 of them
+    given = [f"model.model_path={tiny_model}", f"buffer.explorer_input.taskset.path={rows}"]
+
+    def warned(size: int) -> list[str]:
+        report = check(DATA / "good" / "short.yaml", [*given, f"buffer.batch_size={size}"], facts=Facts(cpus=2, gpus=0))
+        assert report.ok, report.errors
+        return about(report.warnings, "buffer.batch_size")
+
+    assert warned(20) == []
+    (text,) = warned(40)
+    assert text.startswith("buffer.batch_size 40 is more than the 20 rows that the training tasksets have: ")
+    assert "takes every row about 2 times; write at most 20, or add rows" in text
+
+
 SERVICE = """
 mode: serve
 model: {model_path: M, max_prompt_tokens: 8, max_response_tokens: 8}

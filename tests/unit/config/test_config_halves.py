@@ -151,7 +151,7 @@ def test_what_the_start_needs_of_the_environment_is_told(monkeypatch: pytest.Mon
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RFT_SERVE_KEY"):
         monkeypatch.delenv(name, raising=False)
     assert "the environment variable OPENAI_BASE_URL is not set here: the run cannot start" in told(aux)
-    assert "nobody may ask: set RFT_SERVE_KEY" in told("mode=serve", "buffer.explorer_input.taskset=null")
+    assert "no client key: set RFT_SERVE_KEY" in told("mode=serve", "buffer.explorer_input.taskset=null")
     monkeypatch.setenv("OPENAI_BASE_URL", "https://example.org/v1")
     assert "https://example.org/v1 is asked without a key: the environment variable OPENAI_API_KEY is not set here" in told(aux)
     monkeypatch.setenv("OPENAI_API_KEY", "k")

@@ -72,7 +72,7 @@ class Timed(io.StringIO):
         return super().write(text)
 
 
-def waited(seconds: float, *records: tuple[float, MetricRecord], total: int | None = 15, terminal: bool = False) -> Timed:
+def waited(seconds: float, *records: tuple[float, MetricRecord], served: bool = False, terminal: bool = False) -> Timed:
     """What is printed in so many seconds of a virtual clock in which 32 questions wait for a judge; `records` come at their time."""
     out = Timed()
 
@@ -82,7 +82,7 @@ def waited(seconds: float, *records: tuple[float, MetricRecord], total: int | No
 
     async def play() -> None:
         console = Console(file=out, force_terminal=terminal, width=160)
-        with Progress(Path("/runs/a"), total_steps=total, console=console) as p:
+        with Progress(Path("/runs/a"), total_steps=15, console=console, served=served) as p:
             async with p.telling(look):
                 for at, r in records:
                     await asyncio.sleep(at - simulated.now())
@@ -106,8 +106,9 @@ def test_a_wait_is_not_said_while_steps_are() -> None:
 
 
 def test_a_service_says_a_long_wait_ever_later() -> None:
-    found = waited(1000.0, (500.0, record(1, **VALUES)), total=None)
+    found = waited(1000.0, (500.0, record(1, **VALUES)), served=True)
     assert [at for at, _ in found.lines] == [15.0, 45.0, 105.0, 225.0, 465.0, 515.0, 545.0, 605.0, 725.0, 965.0]
+    assert "step 1/15  reward" in found.getvalue() and "ETA" not in found.getvalue(), "N21: of clients who are not there"
 
 
 def test_a_wait_is_in_the_bar_on_a_terminal() -> None:

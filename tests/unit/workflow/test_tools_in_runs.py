@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from pydantic import Field
 
 from rft.errors import ConfigError
 from rft.plugins import load_all
+from rft.reward.run_folder import run_folder
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async
 from rft.types.completion import Completion
 from rft.types.task import SamplingArgs, Task
@@ -477,6 +479,24 @@ async def test_mcp_servers_that_cannot_be_started(folder: Path) -> None:
     (folder / "servers.json").write_text('{"mcpServers": {"none": {"command": "false"}}}')
     with pytest.raises(ConfigError, match="MCP server 'none' cannot be used"):
         await toolrun.mcp_tools(str(folder / "servers.json"))
+
+
+async def test_what_a_server_writes_to_its_standard_error_is_in_the_message(folder: Path) -> None:
+    """N18: it said "unhandled errors in a TaskGroup (1 sub-exception)", and the program's own lines were lost."""
+    pytest.importorskip("mcp")
+    servers = {"mcpServers": {"data base": {"command": "sh", "args": ["-c", "echo no such database: shop >&2; exit 3"]}}}
+    (folder / "servers.json").write_text(json.dumps(servers))
+    (folder / "logs").mkdir()
+    token = run_folder.set(folder)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"MCP server 'data base' cannot be used: MCPError: Connection closed\n  no such data"
+        ) as e:
+            await toolrun.mcp_tools(str(folder / "servers.json"))
+    finally:
+        run_folder.reset(token)
+    assert "TaskGroup" not in str(e.value)
+    assert (folder / "logs" / "mcp-data_base.out").read_text() == "no such database: shop\n"
 
 
 def test_mcp_servers_that_are_not_there_are_named_before_anything_runs(folder: Path) -> None:
