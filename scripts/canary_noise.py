@@ -165,7 +165,7 @@ def summary(settings: LearnerSettings, kind: str, seeds: list[Seed], wrong: dict
         "limit_mean": spread([s.canary.limit.mean for s in seeds]),
         "limit_largest": spread([s.canary.limit.largest for s in seeds]),
         "false_alarms": f"{sum(s.refused for s in seeds)} of {len(seeds)}",
-        "false_alarm_rate": statistics.NormalDist().cdf(-tail),
+        "false_alarm_rate": max(1e-9, statistics.NormalDist().cdf(-tail)),  # of so few seeds no fit says less
         "missed": {band: f"{sum(passed)} of {len(passed)}" for band, passed in bands.items()},
         "wrong": {
             name: {
@@ -189,7 +189,9 @@ def note(text: str) -> None:
 def show(found: dict[str, Any]) -> None:
     for name in ("error_mean", "limit_mean", "error_largest", "limit_largest"):
         print(f"{name:15} {' / '.join(f'{v:g}' for v in found[name])} nats (smallest / median / largest of the seeds)")
-    print(f"false alarms    {found['false_alarms']}; by a log-normal fit of error / limit {found['false_alarm_rate']:.1e}")
+    print(
+        f"false alarms    {found['false_alarms']}; by a log-normal fit of error / limit at most {found['false_alarm_rate']:.0e}"
+    )
     print("\nwrong weights, by their median error / limit: how many passed")
     for band, passed in found["missed"].items():
         print(f"  {band:12} {passed}")
