@@ -17,6 +17,7 @@ from rft.engine.settings import EngineSettings
 from rft.plugins import REGISTRY
 from rft.sync.settings import SyncSettings
 from rft.taskset.settings import TasksetSettings
+from rft.trainer.settings import LearnerSettings
 
 NumBatches = Callable[[Tasksets, int, int], int]
 
@@ -188,8 +189,10 @@ def steps(ctx: Context, train: Tasksets, written: int | None, num_batches: NumBa
     return batches, steps
 
 
-def sync(ctx: Context, engines: tuple[EngineSettings, ...], device: str, train: Tasksets, written: int | None) -> SyncSettings:
-    """`device`: the trainer's; `written`: rows of a step where these are counted."""
+def sync(
+    ctx: Context, engines: tuple[EngineSettings, ...], learner: LearnerSettings, train: Tasksets, written: int | None
+) -> SyncSettings:
+    """`written`: rows of a step where these are counted."""
     s, b = ctx.config.synchronizer, ctx.config.buffer
     group = 1 if written is None else min((t.num_runs for t in train), default=1)
     if s.sync_style == "fully_async" and s.sync_interval % s.require_batches:
@@ -197,7 +200,7 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], device: str, train: 
             "synchronizer.require_batches",
             f"{s.require_batches} must divide sync_interval {s.sync_interval}: weights move between two takes of the trainer",
         )
-    gpus = device == "cuda" and all(e.device == "cuda" for e in engines)
+    gpus = learner.device == "cuda" and all(e.device == "cuda" for e in engines)
     settings = filled(
         SyncSettings,
         s,
@@ -211,9 +214,10 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], device: str, train: 
         offset=s.sync_offset,
         timeout_s=s.sync_timeout,
         engine_dtype=engines[0].dtype,
+        trainer_dtype=learner.dtype,
         canary_temperature=next((t.sampling.temperature for t in train if t.sampling.temperature > 0), 1.0),
         in_turns=ctx.config.mode == "colocate",
-        shares_cores=device == engines[0].device == "cpu" and (ctx.config.cluster.node_num or 1) == 1,
+        shares_cores=learner.device == engines[0].device == "cpu" and (ctx.config.cluster.node_num or 1) == 1,
         at_a_time=plan_serve.at_a_time(ctx, len(engines)),
         drain_s=ctx.config.explorer.serve.drain_timeout,
         threshold=s.staleness_threshold if s.sync_style == "fully_async" else None,
@@ -221,6 +225,8 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], device: str, train: 
         step_units=written or b.batch_size,
         group_units=group,
     )
+    if settings.canary_dtype == "float32":
+        s.idle("synchronizer", ("canary_tolerance",), "engines and trainer compute in float32", ctx)
     with ctx.taking():
         if schedule(settings).staleness_bound is None:
             ctx.warn(

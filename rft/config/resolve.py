@@ -93,7 +93,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     engines, learner = devices.in_turns(ctx, *lora_plan.published(ctx, engines, learner), shared=cluster.shared)
     plan_trainer.micro_batches(ctx, work.counted, work.rows, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts)))
     plan_trainer.deterministic(ctx, work.train)
-    sync = plan_schedule.sync(ctx, engines, trainer_device, work.counted, work.rows)
+    sync = plan_schedule.sync(ctx, engines, learner, work.counted, work.rows)
     explorer = plan_explorer.explorer(ctx, work.train, work.evals, work.explore_steps, algorithm)
     _inert_keys(ctx, work.read_anyway)
     return filled(

@@ -20,9 +20,10 @@ A partly stale engine is no different from any wrong one: its own tokens are sco
 must be in limits.
 
 Source of the limits: float32 engines and trainers agree to 1e-5..1e-4 nats; 1e-3 is the stop limit of the first
-version.  In shorter types it follows from the noise of this model: engine and trainer compute the same tokens in two
-batch shapes, and the limit is NOISE_MULTIPLE times the largest difference, at least the type's rounding of a logit of
-about 10 (FLOORS), and at most `canary_limit_bf16`.
+version.  In shorter types the mean over the tokens is judged (and the largest, with a wide limit), and the limits are
+multiples of the noise of this model, see `rft.types.noise`: the trainer, whose arithmetic is proven when it loads the
+model, scores the first version's tokens once more with other roundings.  What is said above holds for means as for
+maxima, up to the first token that is drawn otherwise; behind it other tokens of the same weights are compared.
 
 With router replay the trainer scores a probe through the experts that the engine chose: of two experts with equal
 weights either may be taken, which moves a log-prob by whole nats and says nothing of the weights.  That the routers'
@@ -33,24 +34,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rft.errors import ConfigError, WeightSyncFailed
 from rft.sync.settings import SyncSettings
 from rft.types.completion import Completion
 from rft.types.ids import Version
+from rft.types.noise import Difference, allowed
 from rft.types.ports import Engine, GenerateRequest, Scorer, ScoreRow
 from rft.types.task import SamplingArgs
 
 log = logging.getLogger(__name__)
 
 MIN_TOKENS = 64
-MOVED_TOKENS = 16  # at least so many tokens of the previous probe tell how far the version moved it
-NOISE_MULTIPLE = 8
-FLOORS = {"bfloat16": 0.02, "float16": 0.004}  # nats
+MOVED_TOKENS = 16  # in float32 at least so many tokens of the previous probe tell how far the version moved it
+KEY = "synchronizer.canary_tolerance"
+_STALE = ", which is what an engine with the old weights would show"
 _SEED = 20_000  # prompt i is always drawn with seed _SEED + i
 
 
@@ -80,15 +84,15 @@ class Probe(Struct, frozen=True):
 class Verdict(Struct, frozen=True, kw_only=True):
     """A passed canary, nats.  `moved` = how far the version moved the previous probe's log-probs (0 for the first version).
 
-    `noise`: between two batch shapes when the run began; None in float32, where it is not measured.
+    `noise`: what other roundings did to the trainer's when the run began; None in float32, where it is not measured.
     """
 
-    max_abs: float
-    limit: float
+    error: Difference
+    limit: Difference
     moved: float
     below_noise: bool
     num_tokens: int
-    noise: float | None = None
+    noise: Difference | None = None
 
 
 class Canary:
@@ -104,103 +108,92 @@ class Canary:
             )
         self._prompts = tuple(tuple(int(t) for t in p) for p in prompts)
         self._num_tokens, self._temperature = settings.canary_tokens, settings.canary_temperature or 1.0
-        self._dtype, self._ceiling = settings.engine_dtype, settings.canary_limit_bf16
-        self._stated = settings.canary_limit if self._dtype == "float32" else self._ceiling
-        self._noises: dict[str, float] = {}  # of the engines and of the trainer
-        self._later_limit: float | None = None
+        self._settings = settings
+        self._exact = settings.canary_dtype == "float32"
+        self._noise: Difference | None = None
+        self._first: Difference | None = None  # the first version's error
         self._scorer = scorer
 
     @property
-    def noise(self) -> float | None:
-        """The largest difference between two batch shapes; None where it is not measured."""
-        return max(self._noises.values(), default=None)
-
-    @property
-    def limit(self) -> float:
-        """The largest difference in nats that passes: for the first version that of the type; then at least 5 x its error, too."""
-        if self._later_limit is not None:
-            return self._later_limit
-        if self.noise is None:
-            return self._stated
-        return min(self._ceiling, max(FLOORS.get(self._dtype, FLOORS["bfloat16"]), NOISE_MULTIPLE * self.noise))
+    def limit(self) -> Difference:
+        """What passes: for the first version that of the type or of the noise; then its error counts, too."""
+        first = self._first or Difference(0.0, 0.0)
+        if self._exact:
+            largest = max(self._settings.canary_limit, 5 * first.largest)
+            return Difference(largest, largest)
+        assert self._noise is not None, "measured with the first version"
+        noise = Difference(max(self._noise.mean, first.mean), max(self._noise.largest, first.largest))
+        return allowed(noise, self._settings.canary_dtype, self._settings.canary_tolerance)
 
     async def probe(self, engine: Engine, version: Version) -> Probe:
         """Let `engine` generate.  Raises WeightSyncFailed when the answer is unusable or says it is of another version."""
         done = await asyncio.gather(*(engine.generate(self._request(i, version)) for i in range(len(self._prompts))))
-        probe = _probe([answers[0] for answers in done], version)
-        if self._later_limit is None and self._dtype != "float32":
-            alone = [(await engine.generate(self._request(i, version)))[0] for i in range(len(self._prompts))]
-            self._heard("engines", _apart(probe, _probe(alone, version))[1])
-        return probe
-
-    def _heard(self, whose: str, noise: float) -> None:
-        self._noises[whose] = max(noise, self._noises.get(whose, 0.0))
+        return _probe([answers[0] for answers in done], version)
 
     async def check(self, probes: Sequence[Probe], previous: Sequence[Probe], *, names: Sequence[int] | None = None) -> Verdict:
         """One call of the scorer judges all engines' `probes`, and how far the version moved the `previous` ones.
 
         Raises WeightSyncFailed naming the engine by its place in `probes` (or among `names`), the difference and the limit.
         """
-        previous = [p.first(MOVED_TOKENS) for p in previous]
+        if self._exact:
+            previous = [p.first(MOVED_TOKENS) for p in previous]
         scored = await self._score([*probes, *previous])
-        errors = [_max_abs(p.logprobs, s) for p, s in zip(probes, scored, strict=False)]
-        moved = max((_max_abs(p.logprobs, s) for p, s in zip(previous, scored[len(probes) :], strict=True)), default=0.0)
-        worst = int(np.argmax(errors))
-        name = worst if names is None else names[worst]
+        errors = [_difference(p.logprobs, s) for p, s in zip(probes, scored, strict=False)]
+        moves = [_difference(p.logprobs, s) for p, s in zip(previous, scored[len(probes) :], strict=True)]
+        moved = max(map(self._judged, moves), default=0.0)
         limit = self.limit
-        if not errors[worst] <= limit:
-            stale = (
-                ", which is what an engine with the old weights would show"
-                if moved > 3 * limit and errors[worst] >= moved / 2
-                else ""
-            )
+        worst = int(np.argmax([math.inf if not e.within(limit) else self._judged(e) for e in errors]))
+        error, enough = errors[worst], 3 * self._judged(limit)
+        if not error.within(limit):
+            stale = moved > enough and self._judged(error) >= moved / 2
             raise WeightSyncFailed(
-                f"engine {name}: its log-probs of {probes[worst].num_tokens} generated tokens differ from the trainer's by "
-                f"up to {errors[worst]:.2e} nats, allowed are {limit:.2e}; the version moved them by {moved:.2e}{stale}"
+                f"engine {worst if names is None else names[worst]}: its log-probs of {probes[worst].num_tokens} generated tokens "
+                f"differ from the trainer's by {self._said(error)}, allowed are {self._said(limit)}{self._source()}; "
+                f"the version moved them by {moved:.2e}{_STALE if stale else ''}"
             )
-        if self._later_limit is None:
-            self._later_limit = max(limit, 5 * errors[worst])
-            self._say_limits(errors[worst], limit)
+        if self._first is None:
+            self._first = error
+            log.info(
+                "canary: the first version differs by %s, allowed are %s%s; from now on %s",
+                self._said(error), self._said(limit), self._source(), self._said(self.limit),
+            )  # fmt: skip
         return Verdict(
-            max_abs=errors[worst],
+            error=error,
             limit=limit,
             moved=moved,
-            below_noise=bool(previous) and moved <= 3 * limit,
+            below_noise=bool(previous) and moved <= enough,
             num_tokens=sum(p.num_tokens for p in probes),
-            noise=self.noise,
+            noise=self._noise,
         )
 
-    def _say_limits(self, error: float, limit: float) -> None:
-        assert self._later_limit is not None
-        why = "stated for float32"
-        if self.noise is not None:
-            floor = FLOORS.get(self._dtype, FLOORS["bfloat16"])
-            told = ", ".join(f"{whose} {noise:.2e}" for whose, noise in self._noises.items())
-            why = (
-                f"{NOISE_MULTIPLE} x the noise in {self._dtype} between two batch shapes ({told}), {floor:g} to {self._ceiling:g}"
-            )
-        log.info(
-            "canary: the first version differs by %.2e nats, allowed are %.2e (%s); from now on %.2e",
-            error,
-            limit,
-            why,
-            self._later_limit,
-        )
+    def _judged(self, found: Difference) -> float:
+        return found.largest if self._exact else found.mean
+
+    def _said(self, found: Difference) -> str:
+        return f"{found.largest:.2e} nats at most" if self._exact else str(found)
+
+    def _source(self) -> str:
+        """Of the limit in shorter types."""
+        if self._noise is None:
+            return ""
+        s = self._settings
+        return f" ({KEY} {s.canary_tolerance:g} x the noise of this model in {s.canary_dtype}, {self._noise})"
 
     def prove_same(self, now: Probe, before: Probe) -> None:
         """Raises WeightSyncFailed unless `now` is what the weights of `before` say: a roll-back verified without the trainer.
 
-        Same prompts and seeds draw the same tokens; where noise made one differ, the prompt is compared up to there, and at least
-        half of all tokens must be comparable.
+        Same prompts and seeds draw the same tokens; where noise made one differ, the prompt is compared up to there, and of all
+        tokens half must be comparable, in shorter types a quarter.
         """
-        compared, error = _apart(now, before)
-        if 2 * compared < before.num_tokens:
+        compared = _comparable(now, before)
+        if (2 if self._exact else 4) * len(compared) < before.num_tokens:
             raise WeightSyncFailed(
-                f"only {compared} of {before.num_tokens} probe tokens are those that {before.version} generated"
+                f"only {len(compared)} of {before.num_tokens} probe tokens are those that {before.version} generated"
             )
-        if not error <= self.limit:
+        error = Difference.of(compared)
+        if not error.within(self.limit):
             raise WeightSyncFailed(
-                f"log-probs differ from those of {before.version} by {error:.2e} nats, allowed are {self.limit:.2e}"
+                f"log-probs differ from those of {before.version} by {self._said(error)}, allowed are {self._said(self.limit)}"
             )
 
     def _request(self, index: int, version: Version) -> GenerateRequest:
@@ -234,9 +227,9 @@ class Canary:
         for (_, row), score in zip(rows.values(), scores, strict=True):
             if len(score) != len(row.tokens) - row.prompt_length:
                 raise WeightSyncFailed(f"the trainer scored {len(score)} of {len(row.tokens) - row.prompt_length} probe tokens")
-        if self._later_limit is None and self._dtype != "float32":
-            alone = [(await self._scorer.score([row]))[0] for _, row in rows.values()]
-            self._heard("trainer", _max_abs(scores, alone))
+        if self._first is None and not self._exact:
+            otherwise = [replace(row, rounded=self._settings.canary_dtype) for _, row in rows.values()]
+            self._noise = _difference(scores, await self._scorer.score(otherwise))
         return [tuple(scores[i] for i in place) for place in places]
 
 
@@ -252,16 +245,15 @@ def _probe(completions: Sequence[Completion], version: Version) -> Probe:
     )
 
 
-def _apart(now: Probe, before: Probe) -> tuple[int, float]:
-    """How many tokens can be compared, of two probes of the same prompts and seeds, and their largest difference."""
-    compared, error = 0, 0.0
+def _comparable(now: Probe, before: Probe) -> np.ndarray:
+    """Differences of the log-probs of two probes of the same prompts and seeds, of each prompt up to the first token that differs."""
+    found = []
     for ours, theirs, a, b in zip(now.tokens, before.tokens, now.logprobs, before.logprobs, strict=True):
         n = min(len(ours), len(theirs))
         differ = np.flatnonzero(ours[:n] != theirs[:n])
         n = int(differ[0]) if len(differ) else n
-        compared += n
-        error = max(error, float(np.abs(a[:n] - b[:n]).max(initial=0.0)))
-    return compared, error
+        found.append(a[:n].astype(np.float64) - b[:n])
+    return np.concatenate(found)
 
 
 def _check_answer(completion: Completion, version: Version) -> None:
@@ -276,6 +268,5 @@ def _check_answer(completion: Completion, version: Version) -> None:
         raise WeightSyncFailed("its probe answer has log-probs that are not finite")
 
 
-def _max_abs(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
-    """Largest difference; NaN where there is one, so that no comparison with a limit passes."""
-    return float(np.max([np.max(np.abs(a.astype(np.float64) - b)) for a, b in zip(ours, theirs, strict=True)]))
+def _difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> Difference:
+    return Difference.of(np.concatenate([a.astype(np.float64) - b for a, b in zip(ours, theirs, strict=True)]))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rft.sync.schedule import Style
+from rft.types import noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,16 @@ class SyncSettings:
     canary_prompts: int = 8
     canary_tokens: int = 8
     canary_temperature: float = 1.0  # of every other probe prompt: the one that is trained with
-    canary_limit: float = 1e-3  # nats; the float32 limit for the first version, see rulings on later ones
-    canary_limit_bf16: float = 0.25  # the most that measured noise of a shorter type can allow
+    canary_limit: float = 1e-3  # nats; of the first version where both sides compute in float32
+    canary_tolerance: float = noise.MULTIPLE  # in shorter types: times the model's own noise
     retries: int = 1
-    engine_dtype: str = "float32"  # of the rollout engines, "float32" | "bfloat16" | "float16": picks the canary's limits
+    engine_dtype: str = "float32"  # of the rollout engines, "float32" | "bfloat16" | "float16"
+    trainer_dtype: str = "float32"
     batch_units: int = 1  # of one explore batch: groups, or rows where a train step takes a number of them; see sync/schedule.py
     step_units: int = 1  # of one train step
     group_units: int = 1  # of one group of a batch
+
+    @property
+    def canary_dtype(self) -> str:
+        """The shorter type of engines and trainer, whose rounding the canary has to allow."""
+        return self.trainer_dtype if self.engine_dtype == "float32" else self.engine_dtype

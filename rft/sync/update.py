@@ -312,7 +312,7 @@ class WeightUpdates:
 def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
     """The numbers of one update."""
     reports = [r for w in waves for r in w.reports]
-    verdict = max((w.verdict for w in waves), key=lambda v: v.max_abs)
+    verdict = max((w.verdict for w in waves), key=lambda v: v.error.largest)
     seconds = {
         "stage_s": manifest.stage_s,
         "drain_s": sum(w.drained - w.began for w in waves),
@@ -344,12 +344,22 @@ def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
         Metric("sync/moved_bytes", float(max(r.moved_bytes for r in reports)), "max"),
         Metric("sync/probed_layers", float(min(r.probed_layers for r in reports)), "min"),
         Metric("sync/probe_error", max(r.probe_error for r in reports), "max"),
-        Metric("sync/canary_max_abs", verdict.max_abs, "max"),
-        Metric("sync/canary_limit", verdict.limit, "last"),
-        *([] if verdict.noise is None else [Metric("sync/canary_noise", verdict.noise, "max")]),
+        Metric("sync/canary_max_abs", verdict.error.largest, "max"),
+        Metric("sync/canary_limit", verdict.limit.largest, "last"),
+        *_short_type_metrics(verdict),
         Metric("sync/canary_moved", verdict.moved, "max"),
         Metric("sync/canary_tokens", float(sum(w.verdict.num_tokens for w in waves)), "last"),
         Metric("sync/below_noise", float(any(w.verdict.below_noise for w in waves)), "sum"),
+    ]
+
+
+def _short_type_metrics(verdict: Verdict) -> list[Metric]:
+    if verdict.noise is None:
+        return []
+    return [
+        Metric("sync/canary_mean_abs", verdict.error.mean, "max"),
+        Metric("sync/canary_mean_limit", verdict.limit.mean, "last"),
+        Metric("sync/canary_noise", verdict.noise.mean, "max"),
     ]
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from rft.algorithm.args import Computed
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.composition import build
+from rft.engine import rounding
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.faults import fault
 from rft.trainer import attention, optim, products, profiling, row_proof, saving, sharding
@@ -254,15 +255,19 @@ class Learner:
         return apply(self.policy, self.optimizer, self.settings.optim.clip_grad, lr)
 
     def score(
-        self, micro_batches: Sequence[Sequence[TrainRow]], what: Sequence[Computed] = ("old",), proximal: bool = False
+        self,
+        micro_batches: Sequence[Sequence[TrainRow]],
+        what: Sequence[Computed] = ("old",),
+        proximal: bool = False,
+        rounded: str | None = None,
     ) -> list[list[Scored]]:
         """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: under those of `remember`.
 
-        "values" are asked for alone: the critic may be another model.
+        `rounded`: with other roundings, of this type.  "values" are asked for alone: the critic may be another model.
         """
         scored: list[list[Scored]] = []
         critic = self.critic if "values" in what else None
-        with self._memory("scoring"), torch.no_grad(), self._proximal.restored(proximal):
+        with self._memory("scoring"), torch.no_grad(), self._proximal.restored(proximal), self._rounded(rounded):
             for rows in micro_batches:
                 made = self._scores(self._micro_batch(rows, critic), what)
                 parts = {name: _by_row(values, rows) for name, values in made.items()}
@@ -271,6 +276,16 @@ class Learner:
                 if model is not None:
                     model.to_shards()
         return scored
+
+    @contextmanager
+    def _rounded(self, dtype: str | None) -> Iterator[None]:
+        """Let the policy round otherwise, and as `dtype` does where it computes in a longer one."""
+        if dtype is None:
+            yield
+            return
+        short, longer = sharding.DTYPES[dtype], self.settings.dtype == "float32"
+        with rounding.otherwise(self.policy.lm, short), torch.autocast(self.settings.device, short, enabled=longer):
+            yield
 
     def remember(self) -> None:
         """Keep a copy of the weights in host memory: the proximal policy until this is called again.  This rank's part of them."""

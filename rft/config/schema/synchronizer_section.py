@@ -88,6 +88,12 @@ class SynchronizerConfig(Section):
     )
     bucket_size_mb: int = safe_key(1024, "nccl: size of a bucket; a larger tensor is sent alone.", unit="MB", ge=1)
     group_name: str | None = safe_key(None, "Name of the broadcast's process group.")
+    canary_tolerance: float = safe_key(
+        SyncSettings.canary_tolerance,
+        "bfloat16 and float16: how many times the model's own rounding noise the log-probs of engines may be off the trainer's, on "
+        "average over the canary's tokens; the largest may be off by twice that multiple of the largest noise, or by 1 nat.",
+        ge=1,
+    )
     wait_for_checkpoint: bool = safe_key(False, "Wait for the checkpoint to be saved before a version is used.")
 
     def rules(self, at: str, told: Told) -> None:

@@ -262,7 +262,7 @@ async def engine_and_learner(kind: str, settings: LearnerSettings) -> AsyncItera
 
 async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder: Path) -> str:
     """A train step between two versions; what the canary said of both."""
-    sync = SyncSettings(method=method, engine_dtype=ranks.settings.dtype, timeout_s=120.0)
+    sync = SyncSettings(method=method, engine_dtype=ranks.settings.dtype, trainer_dtype=ranks.settings.dtype, timeout_s=120.0)
     tokens = 0
 
     async def train(prompts: Sequence[Sequence[int]]) -> None:

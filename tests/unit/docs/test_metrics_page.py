@@ -136,7 +136,7 @@ def test_most_conditional_names_were_seen(written: dict[str, set[str]]) -> None:
     vllm |= {f"engine/{name}/mean" for name in ("running", "waiting", "kv_cache_usage")}
     separate = {f"engine/{name}" for name in ("lost", "stalled", "asked_again")}  # engines in processes of their own
     experts = {"actor/router_aux_loss", "actor/router_max_load", "experience/routed_rows", "experience/routed_experts_bytes"}
-    short_types = {"sync/canary_noise"}  # engines in bfloat16 or float16
+    short_types = {f"sync/canary_{name}" for name in ("noise", "mean_abs", "mean_limit")}  # engines in bfloat16 or float16
     assert unseen <= vllm | separate | experts | short_types | {
         "auxiliary/<name>/<what>/mean",
         "alarm/monitor_failed",

@@ -17,6 +17,7 @@ from rft.engine.rowbatch import RowBatch
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine
 from rft.errors import SetupError
+from rft.testing import tiny
 from rft.testing.engine_contract import Subject, ask, clean, shaken
 from rft.types.completion import Completion
 from rft.types.ids import Version
@@ -28,12 +29,15 @@ REFUSED = {"minimax": "MiniMax", "deepseek_v4": "DeepseekV4"}  # their caches do
 
 
 def loaded(family: str, folder: Path) -> Any:
+    return of_folder(families.make(family, folder, words=True), torch.float32)
+
+
+def of_folder(made: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kvcache.register()
-    made = families.make(family, folder, words=True)
     how = forwards.attention_for(AutoConfig.from_pretrained(made))
-    return AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32, **how).eval()
+    return AutoModelForCausalLM.from_pretrained(made, dtype=dtype, **how).eval()
 
 
 @pytest.mark.parametrize("family", [f for f in families.FAMILIES if f not in REFUSED])
@@ -55,8 +59,50 @@ def test_rows_that_are_mixed_up_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         Cache, "reorder_cache", lambda self, order: reorder(self, order.flip(0) if len(order) == 2 else order - order)
     )
-    with pytest.raises(SetupError, match=r"differ by .* nats from those without one, allowed are 0\.001"):
+    with pytest.raises(SetupError, match=r"differ by .* at most from those without one, allowed are 1\.00e-03"):
         forwards.prove(model, "engine")
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
+def loud(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A random model in a short type whose logits are as large as a trained one's (standard deviation 3.4)."""
+    return of_folder(tiny.make(tmp_path / "loud", initializer_range=0.3, num_hidden_layers=6), request.param)
+
+
+def test_rounding_of_large_logits_is_no_broken_cache(loud: Any) -> None:
+    """U2: among all tokens of the vocabulary some are always off by more than any fixed limit."""
+
+    def otherwise(module: torch.nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
+        if out.shape[1] > 1:
+            return out
+        signs = 1 - 2 * (torch.arange(out.shape[-1]) % 2)  # every second number gets another last bit
+        return (out.double() * (1 + torch.finfo(out.dtype).eps / 2 * signs)).to(out.dtype)
+
+    loud.get_input_embeddings().register_forward_hook(otherwise)
+    with torch.inference_mode():
+        of_any, _ = forwards._differences(loud, sampled=False)
+        of_sampled, _ = forwards._differences(loud, sampled=True)
+    assert of_any.largest > (0.1 if loud.dtype == torch.bfloat16 else 0.02) > of_sampled.mean > 0
+    forwards.prove(loud, "engine")
+
+
+@pytest.mark.parametrize("broken", ["rows are swapped", "one token is lost", "places are one off"])
+def test_a_broken_cache_is_refused_in_short_types(loud: Any, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """U2: what rounding explains is far less than what a wrong cache does."""
+    decode = forwards.CachedRows.decode
+
+    def wrong(self: Any, tokens: Any, cached: Any, only: int | None = None) -> torch.Tensor:
+        if broken == "rows are swapped":
+            return decode(self, tokens, cached, only).flip(0)
+        if broken == "one token is lost":
+            return decode(self, [0, *tokens[1:]], cached, only)
+        return decode(self, tokens, [place - 1 for place in cached], only)
+
+    monkeypatch.setattr(forwards.CachedRows, "decode", wrong)
+    with pytest.raises(
+        SetupError, match=r"differ by .* on average and .* at most from those without one, allowed are .*Use vllm"
+    ):
+        forwards.prove(loud, "engine")
 
 
 @pytest.mark.parametrize(("family", "windows"), [("deepseek_v3", False), ("qwen3_5_text", False), ("gpt_oss", True)])
