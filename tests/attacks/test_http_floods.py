@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from rft.testing.scripted import ScriptedEngine
-from rft.view.view_pages import ViewPages
-from rft.view.view_server import ViewServer
+from rft.engine.scripted import ScriptedEngine
+from rft.extras.view.view_pages import ViewPages
+from rft.extras.view.view_server import ViewServer
 
 from rft.logs import OncePerMinute
 from rft.workflow.endpoint import public
