@@ -10,12 +10,11 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any
 
 from rft.logs import redact, safe
 from rft.plugins import import_file, shipped_workflows
-from rft.reward import calibration, dapo, exact, extract, gsm8k, search_qa, verdict
+from rft.reward import answer_values, calibration, dapo, extract, gsm8k, measures, search_qa, verdict
 from rft.reward.code import program_of
 from rft.reward.countdown_reward import evaluated
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
@@ -51,7 +50,9 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "fences": lambda t: list(extract.fenced(t)),
     "shape": extract.has_shape,
     "thinks first": extract.thinks_first,
-    "last number": lambda t: exact.last_number(t) == Decimal(4),
+    "last value": answer_values.last_value,
+    "whole value": answer_values.whole_value,
+    "unit": measures.unit_of,
     "gsm8k strict": lambda t: final_number(t, "strict"),
     "gsm8k flexible": lambda t: final_number(t, "flexible"),
     "gsm8k plain": gsm8k._plain,

@@ -22,6 +22,7 @@ ELSEWHERE = {  # files with regular expressions that are not tried here, and why
     "rft/reward/gym_worker.py": "runs in a process that is killed at its deadline",
     "rft/reward/math_worker.py": "the same",
     "rft/reward/delimiters.py": "covered by: delimiters, says nothing",
+    "rft/reward/spelling.py": "covered by: last value",
     "rft/reward/extract.py": "covered by: last_boxed, answer tags, fences",
 }
 
