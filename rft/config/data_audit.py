@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rft.config.context import Problems
+from rft.config.conversation_check import left_out, renderer
 from rft.config.gold import scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
@@ -100,12 +101,7 @@ def _one(plan: Plan, taskset: Taskset, model: ModelFiles | None, most: int, told
 
 def rendered(task: Task, model: ModelFiles, engine: EngineSettings) -> str:
     """The prompt as the engine makes it.  Raises ValueError where the workflow makes its own from the row."""
-    return model.render(
-        task.chat(),
-        list(task.tools),
-        template=task.chat_template or engine.chat_template,
-        **{**engine.chat_template_kwargs, **task.chat_template_args},
-    )
+    return renderer(task, model, engine)(task.chat())
 
 
 def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelFiles | None, told: Told) -> None:
@@ -121,6 +117,9 @@ def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelF
             return
         except ValueError:
             return  # the workflow makes its own prompts from rows
+        if why := left_out(task, model, engine):
+            out.findings.append(AuditFinding(True, why, (f"{out.name}[{task.index}]",)))
+            return
         out.example = out.example or text
         if model.can_count:
             lengths[task.index] = model.count_tokens(text)

@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from rft.config.context import Problems
-from rft.config.data_audit import TaskText, overlap, rendered
+from rft.config.conversation_check import left_out, left_out_later
+from rft.config.data_audit import overlap, rendered
 from rft.config.gold import gold_of, refusal, scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
@@ -113,6 +114,8 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
             problems.note(f"{key}: {taskset.left_out}")
         rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, model, problems, hung)
         _tools_shown(plan, tasks, recipes, model, key, problems)
+        if model is not None and (why := left_out_later(tasks[0], model, plan.engines[0], recipes.of(tasks[0]).keywords)):
+            problems.error(key, why)
         _more_golds(taskset, recipes, key, problems, hung)
         preview = TasksetPreview(
             name=settings.name, key=key, num_rows=len(taskset), is_eval=settings.is_eval, rows=tuple(rows),
@@ -171,7 +174,6 @@ def _rows(
 ) -> tuple[list[RowPreview], tuple[float | None, int | None]]:
     engine, limit, key = plan.engines[0], plan.engines[0].max_prompt_tokens, taskset.settings.key
     lengths: list[int] = []
-    asked: dict[str, str] = {}  # by prompt, without regard to case and white space
     rows = []
     count = min(ROWS_COUNTED, len(taskset)) if model is not None and model.can_count else len(tasks)
     for n in range(count):
@@ -185,12 +187,8 @@ def _rows(
             break
         except ValueError:
             break  # the workflow makes its own prompt from the row
-        if asked.setdefault(text, said := TaskText.of(task).text) != said:
-            problems.error(
-                key,
-                f"rows that say different things become the same prompt {text[:80]!r}: the chat template does not show them.  Correct "
-                "model.custom_chat_template or chat_template_path, or the template of the model",
-            )
+        if model is not None and (why := left_out(task, model, engine)):
+            problems.error(key, f"row {task.index}: {why}")
             break
         lengths += [tokens] if tokens is not None else []
         if n == 0 and task.messages and task.messages[-1]["role"] == "assistant":

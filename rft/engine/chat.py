@@ -1,16 +1,16 @@
 """Messages to tokens, once.  Shared by the engines that have a Hugging Face tokenizer.
 
 A request that goes on from an earlier call has that call's tokens kept as they are: only what the template puts after the answer is
-rendered and tokenised.  It is found by rendering the conversation with a mark in the answer's place, so it does not matter what the
-template does to the history (drops earlier thinking, merges the system message).
+rendered and tokenised.  It is found by rendering the conversation with a mark in the answer's place (`rft.types.written`), so it does
+not matter what the template does to the history (drops earlier thinking, merges the system message).
 
-Knows no model.  Invariant: what the model sees is exactly `prompt_tokens` of the completion; nothing is tokenised twice.
+Knows no model.  Invariant: what the model sees is exactly `prompt_tokens` of the completion; nothing is tokenised twice, and no message
+is left out.
 """
 
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from rft.errors import ConfigError, SetupError
 from rft.types import modelfiles
 from rft.types.ports import GenerateRequest
 from rft.types.thoughts import TAIL_TOKENS, opens_thought
+from rft.types.written import Tail, behind_answer, check_written, way_out
 
 log = logging.getLogger(__name__)
 RESERVED = frozenset({  # of renderers and tokenizers: they decide what rendering gives, not what the text says
@@ -48,23 +49,27 @@ class Chat:
             self._no_template = (
                 f"the tokenizer of {settings.model_path} has no chat template; set chat_template or send prompt_tokens"
             )
-        self._special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(tokenizer.all_special_ids)
+        special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(tokenizer.all_special_ids)
+        self._added = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in special | set(tokenizer.added_tokens_decoder)}
+        self._special = {i: text for i, text in self._added.items() if i in special}
         self.differing = 0  # prompts that differ from the whole chat tokenised at once
 
     def encode(self, request: GenerateRequest) -> list[int]:
         """Token ids of the prompt.
 
-        Raises PromptTooLong, TokensDiffer (tokenization_check: strict), or ValueError: no prompt, no template, token ids or template
-        arguments that are not allowed, messages that the template or the tokenizer cannot take.
+        Raises PromptTooLong, TokensDiffer (tokenization_check: strict), MessageLeftOut, or ValueError: no prompt, no template, token ids or
+        template arguments that are not allowed, messages that the template or the tokenizer cannot take.
         """
         try:
             return self._encoded(request)
         except (ValueError, MemoryError):
             raise
         except Exception as e:  # templates and tokenizers raise anything
-            raise ValueError(
-                f"the chat template or the tokenizer of {self.settings.model_path} cannot take this request: {type(e).__name__}: {e}"
-            ) from e
+            from jinja2 import TemplateError
+
+            advice = f"; {way_out(request.messages)}" if isinstance(e, TemplateError) else ""
+            what = f"the chat template or the tokenizer of {self.settings.model_path} cannot take this request"
+            raise ValueError(f"{what}: {type(e).__name__}: {e}{advice}") from e
 
     def _encoded(self, request: GenerateRequest) -> list[int]:
         goes_on = False
@@ -77,6 +82,7 @@ class Chat:
         elif request.prefix_tokens is not None and request.prefix_messages:
             ids, goes_on = self._go_on(request, [int(t) for t in request.prefix_tokens]), True
         else:
+            check_written(request.messages, lambda messages: str(self._render(request, messages, tokenize=False)))
             ids = self._render(request, [dict(m) for m in request.messages], tokenize=True)
         ids = cut(ids, prompt_limit(self.settings, goes_on=goes_on), request.prompt_truncation)
         check_prompt(len(ids), self.settings, goes_on=goes_on)
@@ -88,9 +94,16 @@ class Chat:
         if self._no_template:
             raise ValueError(self._no_template)
         template = self.template or self.tokenizer.get_chat_template()
-        given = modelfiles.as_read([dict(m) for m in messages], template)
-        kwargs = self.settings.chat_template_kwargs
-        ids = self.tokenizer.apply_chat_template(given, chat_template=template, tokenize=True, return_dict=False, **kwargs)
+
+        def render(given: list[dict[str, Any]], *, tokenize: bool = False) -> Any:
+            given = modelfiles.as_read(given, template)
+            kwargs = self.settings.chat_template_kwargs
+            return self.tokenizer.apply_chat_template(
+                given, chat_template=template, tokenize=tokenize, return_dict=False, **kwargs
+            )
+
+        check_written(messages, render)
+        ids = render([dict(m) for m in messages], tokenize=True)
         limit = min(self.settings.max_model_len, self.settings.max_prompt_tokens or self.settings.max_model_len)
         if len(ids) > limit:
             raise PromptTooLong(len(ids), limit)
@@ -122,26 +135,30 @@ class Chat:
 
     def _go_on(self, request: GenerateRequest, before: list[int]) -> list[int]:
         """`before`, which ends with an answer, and the tokens of what follows it."""
-        after = self._tokens(self._after(request))
-        ends = next((i for i, token in enumerate(after) if token in self._special), None)
-        if ends is not None and after[ends] == before[-1] and not self.tokenizer.decode(after[:ends]).strip():
-            after = after[ends + 1 :]  # the model has ended its answer itself
-        ids = before + after
+        answer = request.prefix_messages - 1
+        tail = behind_answer(request.messages, answer, lambda messages: str(self._render(request, messages, tokenize=False)))
+        ids = before + self._without_end(tail, before)
         if self.settings.tokenization_check != "off":
             self._compare(request, ids)
         return ids
 
-    def _after(self, request: GenerateRequest) -> str:
-        """Text that the template puts behind the answer: its end, the messages since then, the beginning of the next answer."""
-        mark = f"answer{uuid.uuid4().hex}"
-        messages = [dict(m) for m in request.messages]
-        messages[request.prefix_messages - 1] = {"role": "assistant", "content": mark}
-        _, found, after = str(self._render(request, messages, tokenize=False)).rpartition(mark)
-        if not found:
-            raise ValueError(
-                "the chat template leaves out earlier answers, so a conversation cannot go on from its tokens; set another chat_template"
-            )
-        return after
+    def _without_end(self, tail: Tail, before: list[int]) -> list[int]:
+        """The tokens of `tail` without the end of the answer, where `before` has it already."""
+        last = before[-1]
+        end = tail.text[: tail.ends]
+        ends = self._added if tail.called else self._special
+        if ends.get(last, "\0") in end:  # the model has ended its answer itself
+            after = self._tokens(tail.text)
+            return after[after.index(last) + 1 :]
+        return self._tokens(tail.text[self._end_of_call(end, before) :] if tail.called else tail.text)
+
+    def _end_of_call(self, end: str, before: list[int]) -> int:
+        """How much of `end` is the end of the last call, which the model has written: what both have, else all before a special token."""
+        written = str(self.tokenizer.decode(before[-len(end) - 1 :], skip_special_tokens=False)).removesuffix(
+            self._added.get(before[-1], "")
+        )
+        both = next((n for n in range(len(end), 0, -1) if written.endswith(end[:n])), 0)
+        return both or min((place for text in self._special.values() if (place := end.find(text)) >= 0), default=0)
 
     def _tokens(self, text: str, behind: str = _ANCHOR) -> list[int]:
         """Token ids of a text that stands behind another one."""

@@ -1,7 +1,11 @@
-"""What an engine gives back for one prompt, and the transcript a run makes of it."""
+"""What an engine gives back for one prompt, and the transcript a run makes of it.
+
+Invariant: these records are read-only however deep, as workflows, rewards and judges get the very ones that are trained.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -9,6 +13,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from rft.types.ids import Version
+from rft.types.readonly import freeze
 from rft.types.task import SamplingArgs
 from rft.types.thoughts import split_thought
 
@@ -43,12 +48,15 @@ class Completion(Struct, frozen=True, kw_only=True):
     routed_experts: np.ndarray | None = None  # [P + R - 1, layers, experts], see rft.types.experts; None: it does not tell
     usage: tuple[int, int] | None = None  # tokens of prompt and answer as a server counted them, where the tokens are not known
 
+    def __post_init__(self) -> None:
+        freeze(self, "prompt_tokens", "tokens", "logprobs", "tool_calls", "routed_experts")
+
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message, to continue the chat with: `messages.append(completion.message)`."""
+        """The answer as a message of your own, to continue the chat with: `messages.append(completion.message)`."""
         made: dict[str, Any] = {"role": "assistant", "content": self.text}
         made |= {"reasoning_content": self.reasoning} if self.reasoning else {}
-        return made | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
+        return made | ({"tool_calls": copy.deepcopy([*self.tool_calls])} if self.tool_calls else {})
 
     @property
     def answer(self) -> str:
@@ -76,6 +84,9 @@ class Score(Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = field(default_factory=dict)
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        freeze(self, "parts")
+
 
 class Turn(Struct, frozen=True, kw_only=True):
     """One model call: the messages given and what came back."""
@@ -87,6 +98,9 @@ class Turn(Struct, frozen=True, kw_only=True):
     teacher_logprobs: np.ndarray | None = None  # float32 [R] of another model for the same tokens
     mask: np.ndarray | None = None  # bool [R]: which of its tokens are trained; None = all
     tools: tuple[dict[str, Any], ...] = ()  # that the model was told of
+
+    def __post_init__(self) -> None:
+        freeze(self, "messages", "info", "teacher_logprobs", "mask", "tools")
 
 
 Layout = Literal["joined", "steps", "chains"]
@@ -103,6 +117,9 @@ class Transcript(Struct, frozen=True, kw_only=True):
     info: dict[str, Any] = field(default_factory=dict)
     score: Score | None = None  # set by workflows that score themselves; else the task's reward is called
     limited: bool = False  # a limit of the whole run ended it: its last experience counts as truncated
+
+    def __post_init__(self) -> None:
+        freeze(self, "metrics", "info")
 
     @property
     def answer(self) -> str:

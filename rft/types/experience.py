@@ -202,6 +202,9 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
     sampling: list[SamplingRecord] = []
     clipped = 0
     for n, c in enumerate(completions):
+        _check_array(f"model call {n}: prompt_tokens", c.prompt_tokens, INT32, len(c.prompt_tokens))
+        _check_array(f"model call {n}: tokens", c.tokens, INT32, len(c.tokens))
+        _check_array(f"model call {n}: logprobs", c.logprobs, FLOAT32, len(c.logprobs))
         start = len(c.prompt_tokens)
         if start < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
             raise ValueError(f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it")

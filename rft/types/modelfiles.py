@@ -21,7 +21,7 @@ _PLACES = 4
 _MAX_HEADER = 100 << 20
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _MARKED = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
-_NO_TEXT = re.compile(r"""\bcontent(["']\])? is none""")
+_NO_TEXT = re.compile(r"""\bcontent(["']\])? is (?:not )?[nN]one""")
 
 
 def hub_cache() -> Path:
@@ -64,7 +64,7 @@ class _CallArguments(dict[str, Any]):
 def as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
     """Calls of tools as any template reads them, their arguments given as an object or as its JSON text, which is OpenAI's form.
 
-    DeepSeek's shows them only in messages whose content is none.
+    DeepSeek's show them only in messages whose content is none, or write an empty answer behind them where it is not.
     """
     if _NO_TEXT.search(template):
         messages = [m | {"content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]

@@ -108,5 +108,5 @@ class Task(Struct, frozen=True, kw_only=True):
 
     def own(self) -> Task:
         """A copy for a workflow or a reward, which may change what is in it: nothing is changed for other runs."""
-        held = {"row": self.row, "messages": self.messages, "tools": self.tools, "truth": self.truth}
-        return replace(self, **{name: copy.deepcopy(v) for name, v in held.items() if v and isinstance(v, dict | list | tuple)})
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return replace(self, **{name: copy.deepcopy(v) for name, v in fields.items() if v and isinstance(v, dict | list | tuple)})

@@ -23,6 +23,7 @@ import numpy as np
 from rft.plugins import Provider, kind
 from rft.types.completion import Completion, Layout, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
+from rft.types.readonly import read_only
 from rft.types.task import Task, plain_text
 
 workflow = kind("workflow")
@@ -129,8 +130,8 @@ class RunContext:
         number, self._asked = self._asked, self._asked + 1
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
-        messages = tuple(map(_plain, messages))  # a caller may go on with its own
-        told = tuple(tools if tools is not None else self._task.tools)
+        messages = read_only(tuple(map(_plain, messages)))  # a caller may go on with its own
+        told = read_only(tuple(tools if tools is not None else self._task.tools))
         before = None if chat_template is not None else self._before(messages, prompt_tokens, told)
         return GenerateRequest(
             messages=messages,

@@ -29,6 +29,7 @@ from rft.threads import OutOfTime, contained, in_thread, in_time, last_lines
 from rft.types.completion import Layout, Score, Transcript, Turn
 from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
+from rft.types.readonly import hint
 from rft.types.task import Task
 from rft.workflow.base import RunContext
 from rft.workflow.isolated import IsolatedRunFailed, Place
@@ -481,7 +482,9 @@ async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: 
 
 def reason_of(error: BaseException) -> str:
     """In words; what we say ourselves needs no name of an exception."""
-    return str(error) if isinstance(error, RunError | PluginStopped | OutOfTime) else f"{type(error).__name__}: {error}"
+    if isinstance(error, RunError | PluginStopped | OutOfTime):
+        return str(error)
+    return f"{type(error).__name__}: {error}{hint(error)}"
 
 
 def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:

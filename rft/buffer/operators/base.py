@@ -35,7 +35,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 """The order in which operators run.
 
     reward       sets rewards (also of rows without one); returns every row
-    statistics   reads, and may write `info` and `metrics`; returns every row
+    statistics   reads, and may change `info` and `metrics`; returns every row
     drop         drops rows, or excludes tokens from training
 """
 
@@ -96,7 +96,7 @@ class Operator(Provider):
     def process(self, rows: Sequence[Experience], group: GroupView) -> Result | Awaitable[Result]:
         """`rows`: the members of one group that have a sequence and that no operator before has dropped, in run order.
 
-        What it raises makes the group fail, with the traceback; rows are records, so use `msgspec.structs.replace`.
+        What it raises makes the group fail, with the traceback; rows are read-only, so use `msgspec.structs.replace`.
         """
         raise NotImplementedError
 

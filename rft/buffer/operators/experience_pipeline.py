@@ -36,11 +36,12 @@ from rft.types.block import plain
 from rft.types.experience import Experience, check
 from rft.types.metrics import Metric, Reduction
 from rft.types.ports import ChatModel
+from rft.types.readonly import freeze, hint
 from rft.types.task import Task
 
 KEY = "data_processor.experience_pipeline.input_save_path"
 
-_ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs")
+_ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs", "routed_experts")
 REFUSED = dict.fromkeys(
     ("data-juicer", "datajuicer", "DataJuicerOperator"), "write data_juicer, or data_juicer_filter, which drops rows"
 )
@@ -116,30 +117,13 @@ _MAY_CHANGE: dict[Stage, set[str]] = {
 }
 
 
-def freeze(row: Experience) -> None:
-    """Writing into the row's arrays raises from now on."""
-    for name in _ARRAYS:
-        if (array := getattr(row, name)) is not None:
-            array.setflags(write=False)
-
-
-def mark(row: Experience) -> tuple[Any, ...]:
-    """Changes when what no operator may change in place is changed (a record's own fields cannot be)."""
-    arrays = [getattr(row, name) for name in _ARRAYS]
-    return (*(a is not None and a.flags.writeable for a in arrays), *row.reward_parts.items())
-
-
-def broken(stage: Stage, before: Sequence[Experience], marks: Sequence[tuple[Any, ...]], result: Any) -> str:
+def broken(stage: Stage, before: Sequence[Experience], result: Any) -> str:
     """What is wrong with `result`, as the rest of a sentence about the operator; "" if nothing.
 
-    An operator never makes, copies, renames or rewrites an experience; it only judges those it was given.
-    `before` are the rows it was given, `marks` what `mark` said of them then.
+    An operator never makes, copies, renames or rewrites an experience; it only judges those it was given, `before`.
     """
     if not isinstance(result, Result):
         return f"returned {type(result).__name__}; it must return Result(rows, metrics) of rft.buffer.operators.base"
-    for row, then in zip(before, marks, strict=True):
-        if mark(row) != then:
-            return f"changed {row.id} in place; use msgspec.structs.replace(row, ...)"
     given = {r.id: r for r in before}
     seen = set()
     for row in _listed(result.rows):
@@ -181,7 +165,7 @@ def _changed(stage: Stage, old: Experience, new: Experience) -> str:
 
 
 def _invalid(row: Experience) -> str:
-    """Rows check themselves when they are made; `info` and `metrics` may also be written in place."""
+    """Rows check themselves when they are made; an operator may write into `info` and `metrics` of those that it makes."""
     if not row.info and not row.metrics:
         return ""
     try:
@@ -352,12 +336,15 @@ class _Group:
     """The rows of one group while operators work on them."""
 
     def __init__(self, task: Task, rows: Sequence[Experience]) -> None:
-        self.task = task
+        self.task = task.own()
         self.rows = list(rows)
         self.dropped = 0  # rows that operators left out
         self.metrics: list[Metric] = []
-        for row in rows:
-            freeze(row)
+        self._freeze()
+
+    def _freeze(self) -> None:
+        for row in self.rows:
+            freeze(row, *_ARRAYS, "messages", "tools", "reward_parts", "metrics", "info")
 
     @property
     def members(self) -> tuple[Experience, ...]:
@@ -379,6 +366,7 @@ class _Group:
                 now = msgspec.structs.replace(row if now is None else now, reason=name)
                 self.dropped += 1
             self.rows[i] = now
+        self._freeze()
         self.metrics += result.metrics
 
 
@@ -393,10 +381,9 @@ class _Running:
 
     async def run(self, group: _Group) -> None:
         before, view = group.alive, GroupView(task=group.task, members=group.members)
-        marks = [mark(r) for r in before]
         began = time.monotonic()
         result = await self._call(before, view)
-        if fault := broken(self.operator.stage, before, marks, result):
+        if fault := broken(self.operator.stage, before, result):
             raise RunFailed(
                 f"operator {self.name} {fault}.  Its result cannot be trusted, so the run stops; correct the operator"
             )
@@ -418,7 +405,7 @@ class _Running:
             raise
         except Exception as e:  # user code may raise anything; the group becomes failed records
             late = isinstance(e, TimeoutError) and limit.expired()
-            what = f"took longer than {self._deadline_s:g} s" if late else f"raised {type(e).__name__}: {e}"
+            what = f"took longer than {self._deadline_s:g} s" if late else f"raised {type(e).__name__}: {e}{hint(e)}"
             if isinstance(e, PluginStopped):
                 what = str(e).removeprefix(f"operator {self.name} ")
             raise self._failed(e, what) from e

@@ -588,6 +588,46 @@ def test_tools_that_the_chat_template_does_not_show_are_a_warning(model: Path, t
     assert not warned(f"model.chat_template_path={tmp_path}/tools.jinja")
 
 
+TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
+PARSER = ("explorer.rollout_model.tool_call_parser=hermes", "explorer.rollout_model.enable_auto_tool_choice=true")
+AS_USER = (f"{TASKSET}.workflow_args.result_role=user",)
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "why"),
+    [
+        ("phi3", (), "does not write message 2 .role tool: 'A reply.'.*result_role: user"),
+        ("phi3", AS_USER, ""),
+        ("gemma4", (), "does not write message 2 .*tool_call_parser"),
+        ("gemma4", PARSER, ""),
+        ("gpt_oss", (), "no previous assistant message with a tool call.*tool_call_parser"),
+        ("gpt_oss", PARSER, ""),
+        ("gemma3", (), "roles must alternate.*result_role: user"),
+        ("gemma3", AS_USER, ""),
+        ("qwen3", (), ""),
+        ("mistral", (*AS_USER, f"{TASKSET}.format.system_prompt='Be short.'"), "writes message 0 .* again"),
+        ("gemma2", (f"{TASKSET}.format.system_prompt='Be short.'",), "System role not supported"),
+        ("smollm3", (), ""),
+    ],
+)
+def test_a_template_that_leaves_out_messages_is_refused(
+    model: Path, tmp_path: Path, template: str, more: tuple[str, ...], why: str
+) -> None:
+    """Finding M2: with the way out, before the run."""
+    (tmp_path / "shop.py").write_text("def price(item: str): return 19\n")
+    path = f"model.chat_template_path={TEMPLATES / template}.jinja"
+    tools = (f"{TASKSET}.default_workflow_type=tool_workflow", f"{TASKSET}.workflow_args.tools=[{tmp_path}/shop.py:price]")
+    report = run(model, path, *tools, *more)
+    assert report.ok is not bool(why), errors(report)
+    assert re.search(why, errors(report), re.DOTALL)
+
+
+def test_a_row_that_the_template_leaves_out_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "users.jinja").write_text(TEMPLATE.replace("in messages", "in messages if m.role == 'user'"))
+    report = run(model, f"model.chat_template_path={tmp_path}/users.jinja", f"{TASKSET}.format.system_prompt='Be short.'")
+    assert re.search("row 0: the chat template does not write message 0 .role system: 'Be short.'", errors(report))
+
+
 def test_a_tracker_that_is_not_installed_is_told_with_all_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rft.monitor.trackers.Mlflow.requires", ("no_such_package",))
     report = run(model, "monitor.monitor_type=mlflow", f"{TASKSET}.path=none.jsonl")

@@ -45,6 +45,13 @@ def test_a_template_that_shows_no_task_is_refused(name: str, tmp_path: Path, tin
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m['role'] + (m['" + name + "'] or '') }}{% endfor %}assistant")
     out, _, code = said("check", "-c", str(TINY), f"model.model_path={tiny_model}", f"model.chat_template_path={template}")
-    assert (code, "different things become the same prompt 'userassistant'" in out) == (
+    assert (code, "row 0: the chat template does not write message 0" in " ".join(out.split())) == (
         (0, False) if name == "content" else (2, True)
     )
+
+
+def test_a_template_that_cuts_tasks_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m['role'] + m['content'][:40] }}{% endfor %}assistant")
+    out, _, code = said("check", "-c", str(TINY), f"model.model_path={tiny_model}", f"model.chat_template_path={template}")
+    assert code == 2 and "row 0: the chat template does not write message 0" in " ".join(out.split())

@@ -36,7 +36,7 @@ GEMMA = (  # has no system role: its text begins the first message of the user
     " | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-SILENT = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
+SILENT = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}\n{% endfor %}"
 FIRST = ({"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 1+1?"})
 SMOL = Path("~/.cache/rft/models/SmolLM2-135M-Instruct").expanduser()
 

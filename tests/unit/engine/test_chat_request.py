@@ -30,27 +30,29 @@ def test_template_and_values_of_a_request(tiny_model: Path) -> None:
 
     assert shown() == "hi12"
     assert shown(chat_template_args={"tone": "9"}) == "hi92"
-    assert shown(chat_template="{{ more }}!") == "2!"
+    assert shown(chat_template="{{ more }}!{{ messages[0].content }}") == "2!hi"
 
 
 def test_a_call_of_a_tool_without_text_has_no_content_where_the_template_asks_for_that(tiny_model: Path) -> None:
     """DeepSeek's templates, of which this is a part, leave out the call otherwise."""
     settings = EngineSettings(model_path=str(tiny_model), max_model_len=100)
     chat = Chat(settings, load_tokenizer(settings))
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a":1}'}}]}
 
     def shown(template: str) -> str:
         messages = ({"role": "user", "content": "hi"}, call)
+        template = "{{ messages[0].content }}{% for message in messages[1:] %}" + template + "{% endfor %}"
         return chat.decode(chat.encode(GenerateRequest(messages=messages, chat_template=template)))
 
     for test in ("message['content'] is none", "message.content is none"):
-        name = "{{ message.tool_calls[0].function.name }}"
-        assert shown("{% for message in messages %}{% if " + test + " %}" + name + "{% endif %}{% endfor %}") == "add"
-    assert shown("{% for message in messages %}{{ message.content + '.' }}{% endfor %}") == "hi.."
-    judge = Chat(
-        replace(settings, chat_template="{% if messages[0].content is none %}called{% endif %}"), load_tokenizer(settings)
-    )
-    assert judge.decode(judge.whole([call])) == "called"
+        arguments = "{{ message.tool_calls[0].function.arguments }}"
+        assert shown("{% if " + test + " %}" + arguments + "{% endif %}") == 'hi{"a":1}'
+    both = "{{ message.tool_calls[0].function.arguments }}{% if message.content is not none %}an empty answer{% endif %}"
+    assert shown(both) == 'hi{"a":1}'
+    assert shown("{{ message.tool_calls[0].function.arguments }}{{ message.content + '.' }}") == 'hi{"a":1}.'
+    none = "{% if messages[0].content is none %}{{ messages[0].tool_calls[0].function.arguments }}{% endif %}"
+    judge = Chat(replace(settings, chat_template=none), load_tokenizer(settings))
+    assert judge.decode(judge.whole([call])) == '{"a":1}'
     assert call["content"] == ""
 
 
@@ -72,7 +74,7 @@ def test_arguments_of_a_call_are_written_once(tiny_model: Path) -> None:
     named = "{% set given = c.function.arguments %}"
     assert shown(named + "{% for k, v in given.items() %}{{ k }}:{{ v }}{% endfor %}{% endfor %}") == "a:1", "as GLM's"
     refuses = named + "{% if given is string %}{{ raise_exception('no text') }}{% endif %}"
-    assert shown(refuses + "{{ given is mapping }}{% endfor %}") == "True", "as LFM2's"
+    assert shown(refuses + "{{ given is mapping }}{{ given | tojson }}{% endfor %}") == 'True{"a": 1}', "as LFM2's"
     assert shown("{{ c.function | tojson }}{% endfor %}") == '{"name": "add", "arguments": {"a": 1}}', "as Mistral's"
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from rft import RunContext, Score, Task, Transcript, Workflow
 from rft.engine.base import PromptTooLong, make
 from rft.engine.local_engine import LONG_CHARS
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine, _end_tokens
 from rft.errors import EngineFailed, SetupError
-from rft.testing import tiny
+from rft.testing import run_workflow_async, tiny
 from rft.testing.engine_contract import Subject, ask, clean, shaken
 from rft.types.completion import Completion
 from rft.types.ids import Version
@@ -300,3 +301,34 @@ async def test_a_library_registers_the_models_classes(tmp_path: Path, monkeypatc
     (c,) = await engine.generate(ask(max_tokens=4, ignore_eos=True))
     await engine.close()
     assert len(c.tokens) == 4
+
+
+class AsksATool(Workflow):
+    """Answers a call of a tool, as a workflow of one's own does."""
+
+    async def run(self, task: Task, ctx: RunContext) -> Transcript:
+        messages = task.chat()
+        answer = await ctx.chat(messages, max_tokens=4)
+        await ctx.chat([*messages, answer.message, {"role": "tool", "content": "RESULT42"}], max_tokens=4)
+        return ctx.transcript(score=Score(value=1.0))
+
+
+async def test_a_tool_result_that_the_template_drops_fails_the_run(tiny_model: Path) -> None:
+    """Finding M2: such a run was done, and its row had no RESULT42."""
+    template = (Path(__file__).parents[2] / "data" / "chat_templates" / "phi3.jinja").read_text()
+    whole = template.replace("m.role == 'user'", "m.role in ['user', 'tool']")
+    for text, ok in ((whole, True), (template, False)):
+        settings = EngineSettings(
+            engine_type="transformers", model_path=str(tiny_model), max_model_len=400, fixed_weights=True, chat_template=text
+        )
+        engine = await TransformersEngine.start(settings)
+        try:
+            result = await run_workflow_async(AsksATool, {"prompt": "Which?"}, engine, may_fail=True)
+        finally:
+            await engine.close()
+        (run,) = result.runs
+        if ok:
+            tokens = run.experiences[0].tokens.tolist()
+            assert "RESULT42" in AutoTokenizer.from_pretrained(tiny_model).decode(tokens)
+        else:
+            assert run.reason.startswith("MessageLeftOut: the chat template does not write message 2 (role tool: 'RESULT42')")

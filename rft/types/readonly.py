@@ -1,0 +1,84 @@
+"""Read-only values: what a plugin receives of a record cannot be changed, so nothing but what the engine wrote is trained.
+
+Invariant: a value that `read_only` returns shares no writable memory with the value it was made of; writing into it raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+HINT = "what a plugin receives is read-only; return what you want to change, or change a copy of it"
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError(HINT)
+
+
+class ReadOnlyDict(dict[Any, Any]):
+    """A dict that refuses to be changed.  Copies of it, also pickled ones, are ordinary dicts."""
+
+    __slots__ = ()
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __copy__(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class ReadOnlyList(list[Any]):
+    """A list that refuses to be changed.  Copies of it, also pickled ones, are ordinary lists."""
+
+    __slots__ = ()
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+
+    def __copy__(self) -> list[Any]:
+        return list(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return copy.deepcopy(list(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+_UNCHANGEABLE = frozenset({str, int, float, bool, type(None), ReadOnlyDict, ReadOnlyList})
+
+
+def read_only(value: Any) -> Any:
+    """`value` with its dicts, lists and arrays, however deep, made read-only; values of other types are returned as they are."""
+    if type(value) in _UNCHANGEABLE:
+        return value
+    if isinstance(value, dict):
+        return ReadOnlyDict({key: read_only(item) for key, item in value.items()})
+    if isinstance(value, list):
+        return ReadOnlyList(map(read_only, value))
+    if type(value) is tuple:
+        return tuple(map(read_only, value))
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        # an array over bytes: its flag cannot be set again
+        return np.frombuffer(value.tobytes(), value.dtype).reshape(value.shape)
+    return value
+
+
+def freeze(record: Struct, *fields: str) -> None:
+    """Make these fields of a record read-only."""
+    for name in fields:
+        value = getattr(record, name)
+        if value is not None and (made := read_only(value)) is not value:
+            force_setattr(record, name, made)
+
+
+def hint(error: BaseException) -> str:
+    """What to add to NumPy's message of an array that was written into; "" for other errors."""
+    return f" ({HINT})" if isinstance(error, ValueError) and "is read-only" in str(error) else ""
