@@ -40,7 +40,7 @@ _VALUE = re.compile(
     rf"|(?P<digits>{_DIGITS})"
     r"(?:[eE](?P<exponent>[-+]?\d++)(?!\w)| ?\* ?10\^(?P<ten>[-+]?\d++)|\^(?P<power>[-+]?\d++))?)"
     r"(?: (?P<scale1>thousand|million|billion|trillion|lakh|crore)\b|(?P<scale2>[kKMB])\b| ?(?P<scale3>[万亿]))?"
-    r"(?P<end>)(?: ?(?P<unit>(?:°[CF]?|[^\W\d_]+|[%€£¥₹])(?:\^-?\d)?(?:/[^\W\d_]+(?:\^\d)?)*))?"
+    r"(?P<end>)(?:(?!s\b) ?(?P<unit>(?:°[CF]?|[^\W\d_]+|[%€£¥₹])(?:\^-?\d)?(?:/[^\W\d_]+(?:\^\d)?)*))?"
 )
 
 _JOINTS = re.compile("[ '_]")
@@ -59,7 +59,8 @@ _EQUALS = re.compile(r" ?= ?")
 _LISTED = re.compile(r"\s?[,;](?: and| or)?\s?| and ")
 _LIST_OPENS = re.compile(r"(?:[(\[=:]|\A|\b(?:is|are|between|either)) ?$")
 _LIST_CLOSES = re.compile(r" ?(?:[)\].\n]|$)")
-_NOUN = re.compile(r"(?: [^\W\d_]{3,}(?: [^\W\d_]{2,}){0,3})?(?: ?\([^()\d]*\))?[ .)\]]*")
+_END = re.compile(r"[ .。\"']*")
+_NOUN = re.compile(rf"(?: [^\W\d_]{{3,}}(?: [^\W\d_]{{2,}}){{0,3}})?(?: ?\([^()\d]*\))?{_END.pattern}")
 
 _NOTATIONS = [
     (re.compile(pattern), by)
@@ -77,7 +78,8 @@ _NOTATIONS = [
         (r"\\(?:times|cdot)(?![a-z])|[×·⋅∙∗]|(?<=\d) ?x ?(?=\d)", "*"),
         (r"\\div(?![a-z])|÷", "/"),
         (r"(?<=\d)\*\*(?=\d)", "^"),
-        (r"\*\*|`|(?<!\w)_(?=\S)|(?<=\S)_(?!\w)", ""),
+        (r"\*\*|`|(?<![^\W_])_+(?=\S)|(?<=\S)_+(?![^\W_])", ""),
+        (r"(?<![\w*])\*([^*\s][^*\n]*)\*(?![\w*])", r"\1"),
         (r" ?\^ ?[{(] ?([-+]?\d+) ?[})]| ?\^ ?([-+]?\d+)", r"^\1\2"),
         (r"\\sqrt(?![a-z])", "√"),
         (r"\\pi(?![a-z])", "π"),
@@ -129,26 +131,27 @@ class _Place(NamedTuple):
 
 
 @lru_cache(4096)
-def whole_value(text: str) -> Value | None:
-    """The value that a text is, a noun behind it aside ("72 apples."); None for anything else."""
-    text = _rewritten(text)
+def whole_value(text: str, *, noun: bool = True) -> Value | None:
+    """The value that a text is; None for anything else.  With `noun` words may follow it: "72 apples" is 72."""
+    text = rewritten(text)
     places = _places(text)
-    if len(places) != 1 or text[: places[0].start].strip(" ([\"'"):
+    if len(places) != 1 or text[: places[0].start].strip(" \"'"):
         return None
-    return places[0].value if _NOUN.fullmatch(text, places[0].end) and not _is_part(text, places[0]) else None
+    rest = _NOUN if noun else _END
+    return places[0].value if rest.fullmatch(text, places[0].end) and not _is_part(text, places[0]) else None
 
 
 def last_value(text: str) -> Value | None:
     """The last value in a text; None where it is one of several, a part of something else, or cannot be read."""
-    return _at(_rewritten(text), -1)
+    return _at(rewritten(text), -1)
 
 
 def first_value(text: str) -> Value | None:
     """The first value in a text, in the same way."""
-    return _at(_rewritten(text), 0)
+    return _at(rewritten(text), 0)
 
 
-def _rewritten(text: str) -> str:
+def rewritten(text: str) -> str:
     """In one notation: without LaTeX and Markdown, * for products, ^ for powers."""
     text = normalized(text)
     if _MARKS.search(text) is not None:
@@ -249,17 +252,19 @@ def _fraction(match: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(digits: str) -> Fraction | None:
-    """The number of 1,234.5 or 1.234,5 or 1,00,000; None where the marks between the digits group nothing."""
-    digits = _JOINTS.sub("", digits)
-    if len(digits) > _MOST_DIGITS:
+    """The number of 1,234.5 or 1.234,5 or 1,00,000; None for 12,5, which may be two numbers, and for marks that group nothing."""
+    joined = _JOINTS.sub("", digits)
+    if len(joined) > _MOST_DIGITS:
         return None
-    if digits.isdecimal():
-        return Fraction(int(digits))
-    ones = digits
+    if joined.isdecimal():
+        return Fraction(int(joined))
+    ones = joined
     decimals = ""
-    mark = max(digits.rfind(","), digits.rfind("."))
-    if mark >= 0 and digits.count(digits[mark]) == 1 and not (digits[mark] == "," and _GROUPED.fullmatch(digits)):
-        ones, decimals = digits[:mark], digits[mark + 1 :]
+    mark = max(joined.rfind(","), joined.rfind("."))
+    if joined.count(joined[mark]) == 1 and (joined[mark] == "." or not _GROUPED.fullmatch(joined)):
+        ones, decimals = joined[:mark], joined[mark + 1 :]
+        if joined[mark] == "," and ones.isdecimal() and joined == digits:
+            return None
     if _GROUPED.fullmatch(ones):
         ones = ones.replace(",", "").replace(".", "")
     return Fraction(f"{ones or 0}.{decimals or 0}") if not ones or ones.isdecimal() else None

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.reward.base import Reward, reward
 from rft.reward.extract import fenced
+from rft.reward.readings import UnreadableTruth, note, where
 from rft.reward.sandbox import Calls, Checks, Pairs, ProgramJudge, Sandbox, Tests
 from rft.reward.sandbox_remote import RemoteSandbox
 from rft.sandbox.jobs import BrokenTests, ProgramVerdict
@@ -79,6 +80,7 @@ class CodeReward(Reward):
         checks = checks_of(task, self.args)
         prompt, entry = (checks.prompt, checks.entry_point) if isinstance(checks, Tests) else ("", "")
         program = program_of(transcript.answer, prompt, entry)
+        note("program", program, type(checks).__name__)
         if not program.strip():
             return Score(value=self.args.wrong, parts={"tests_passed": 0.0}, reason="no_code: the answer holds no program")
         try:
@@ -180,8 +182,8 @@ def checks_of(task: Task, args: CodeArgs) -> Checks:
     asserts = [truth] if isinstance(truth, str) else truth
     if isinstance(asserts, list) and asserts and all(isinstance(a, str) and a.strip() for a in asserts):
         return Tests([f"{setup}\n{a}" if setup else a for a in asserts])
-    raise ValueError(
-        f"task {task.taskset}[{task.index}] has no tests: give columns {args.test_key} and {args.entry_point_key}, or a truth "
+    raise UnreadableTruth(
+        f"{where(task)} has no tests: give columns {args.test_key} and {args.entry_point_key}, or a truth "
         "(format.response_key) that is {inputs, outputs} of equal length or a list of asserts"
     )
 

@@ -40,6 +40,14 @@ def split_thought(text: str, *, opened: bool = False) -> SplitAnswer:
     return SplitAnswer(text[:start] + answer[cut:], answer[:cut])
 
 
+def closes(text: str, stop: str, *, opened: bool = False) -> bool:
+    """Whether a stop text closes a tag or a brace that is open in `text`; `opened` as for `split_thought`."""
+    mark = stop.strip()
+    if mark.startswith("</"):
+        return text.count(mark.replace("/", "", 1)) + (opened and mark == THINK_END) > text.count(mark)
+    return mark == "}" and text.count("{") > text.count("}")
+
+
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt, of which the end is enough, ends inside a thought that the answer goes on with."""
     return prompt.rstrip().endswith(THINK)

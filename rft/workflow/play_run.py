@@ -58,7 +58,8 @@ def experiences(
             workflow=workflow, reward=score.value, reward_parts=score.parts, messages=(*last.messages, last.completion.message),
             tools=last.tools, prompt_text=_prompt_text(turns[0]),
             metrics={name: float(value) for name, value in transcript.metrics.items()},
-            info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
+            info={**transcript.info, **last.info, **last.completion.around_text,
+                  **({"reward_reason": redact(score.reason)} if score.reason else {})},
         )  # fmt: skip
         rows.append(_taught(_masked(row, turns), turns))
     if transcript.limited:

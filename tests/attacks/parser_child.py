@@ -14,12 +14,12 @@ from typing import Any
 
 from rft.logs import redact, safe
 from rft.plugins import import_file, shipped_workflows
-from rft.reward import answer_values, calibration, dapo, extract, gsm8k, measures, search_qa, verdict
+from rft.reward import answer_values, calibration, dapo, extract, math, measures, search_qa, verdict
 from rft.reward.code import program_of
 from rft.reward.countdown_reward import evaluated
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
-from rft.reward.gsm8k import final_number
 from rft.reward.sandbox_remote import _compared, _read
+from rft.types import thoughts
 from rft.workflow import endpoint_wire
 from rft.workflow import tools as toolcalls
 from rft.workflow.adapters import chosen
@@ -53,12 +53,12 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "last value": answer_values.last_value,
     "whole value": answer_values.whole_value,
     "unit": measures.unit_of,
-    "gsm8k strict": lambda t: final_number(t, "strict"),
-    "gsm8k flexible": lambda t: final_number(t, "flexible"),
-    "gsm8k plain": gsm8k._plain,
+    "first value": answer_values.first_value,
+    "conclusion": lambda t: (math.result_of(t), math._as_text(t), math._formula(t)),
+    "thought": lambda t: thoughts.split_thought(t, opened=True),
     "stated confidence": lambda t: (calibration._read(t), calibration._confidence(t)),
     "sudoku": sudoku._moves,
-    "dapo": lambda t: dapo.final_answer(t),
+    "dapo": lambda t: dapo.stated_answer(t),
     "search_qa": search_qa.plain,
     "countdown": lambda t: evaluated(t),
     "program": lambda t: program_of(t, "def f():\n", "f"),
@@ -89,7 +89,8 @@ PIECES = (
     "let's solve ", "a", "A.", "a+", "x://", "a://b:", "a://b:c@", "bearer ", "&key=", "eyJ", "sk-",
     "-----BEGIN PRIVATE KEY-----", "<<<end", "<|", "[INST]", "\x00", "\ud800", "\u202e", "İ", "\n", " ", "\t", "\r\n", "[", "]",
     "[[", '{"a":', '"', '"\\"', '\\"', "\\", ",", "[],", '{"key": "KEY", "score": ', "rft-result:", "sk_", "left ", "a.", "-a",
-    "(", "((1)", "1+", "=",
+    "(", "((1)", "1+", "=", "1/", "1 1/", "1 or ", "1, ", "1^", "½", "²", "$1", "$a$ or ", "\\frac{1", "\\text{", "\\(", "\\[",
+    "answer is ", "答案", "~~~", "~~~ \n", "   ```\n", "may 1, 2024 ", "2024-1-", "1 km/", "\\boxed{1} or ", "*a", "_a",
 )  # fmt: skip
 HEADS = (
     "",

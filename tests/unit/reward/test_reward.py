@@ -16,6 +16,7 @@ from rft.plugins import load_all
 from rft.reward.base import hook, score, score_group
 from rft.reward.build_reward import build
 from rft.reward.extract import last_boxed
+from rft.reward.readings import UnreadableTruth
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import TasksetSettings
 from rft.types.completion import Score
@@ -160,9 +161,10 @@ async def test_a_killed_worker_is_replaced_and_asked_again(math_pool):
     assert math_pool.restarts > restarts
 
 
-async def test_a_worker_that_cannot_read_the_truth_raises(math_pool):
-    with pytest.raises(WorkerError, match="cannot read the truth"):
-        await math_pool.call({"answer": "5", "truth": ""}, 30)
+async def test_a_truth_that_math_verify_cannot_read_is_refused(math_pool):
+    for name in ("math_reward", "math_boxed_reward", "accuracy_reward", "math_dapo_reward"):
+        with pytest.raises(UnreadableTruth, match="formula that math-verify can read"):
+            await score(build(name, {}), task("="), make_transcript("Answer: \\boxed{x+1}"))
 
 
 @pytest.fixture
