@@ -21,7 +21,7 @@ from rft.taskset.base import ABSENT, Taskset, lookup
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ports import ChatModel
 from rft.types.task import Task
-from rft.types.thoughts import THINK, THINK_END
+from rft.types.thoughts import was_opened
 from rft.worker import job_pool
 from rft.workflow.base import NO_MODELS
 from rft.workflow.recipes import Recipe, Recipes
@@ -104,10 +104,7 @@ def _answers(task: Task, key: str) -> list[str]:
 
 
 def transcript(task: Task, text: str) -> Transcript:
-    """The answer as if it had been sampled.  It has no tokens: rewards that count tokens see 0.
-
-    A thought that it closes and does not open was opened by its prompt.
-    """
+    """The answer as if it had been sampled.  It has no tokens: rewards that count tokens see 0."""
     empty = np.zeros(0, np.int32)
     completion = Completion(
         prompt_tokens=empty,
@@ -117,7 +114,7 @@ def transcript(task: Task, text: str) -> Transcript:
         finish_reason="stop",
         version_spans=(),
         sampling=task.sampling,
-        in_thought=THINK not in text.partition(THINK_END)[0] and THINK_END in text,
+        in_thought=was_opened(text),
     )
     return Transcript(turns=(Turn(messages=tuple(task.chat()), completion=completion),))
 

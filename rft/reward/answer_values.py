@@ -13,7 +13,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rft.reward.measures import unit_of
+from rft.reward.readings import note, truth_of, unreadable
 from rft.reward.spelling import normalized
+from rft.types.task import Task
 
 _MOST_DIGITS = 400
 _MOST_POWER_DIGITS = 4  # with its sign
@@ -139,6 +141,22 @@ def whole_value(text: str, *, noun: bool = True) -> Value | None:
         return None
     rest = _NOUN if noun else _END
     return places[0].value if rest.fullmatch(text, places[0].end) and not _is_part(text, places[0]) else None
+
+
+def gold_value(task: Task, *, behind: str = "") -> Value:
+    """The value that the truth of a row is, or that stands behind a mark in it.  Raises UnreadableTruth."""
+    truth = str(truth_of(task))
+    gold = whole_value(truth.rpartition(behind)[2] if behind else truth)
+    if gold is None:
+        raise unreadable(task, "one number, fraction, amount or date; else use compare: text, or a reward of mathematics")
+    return gold
+
+
+def agree(part: str, text: str, value: Value | None, gold: Value) -> bool:
+    """Whether a value of an answer is the gold one; noted."""
+    right = value is not None and value.same(gold)
+    note(part, text, value, gold, right)
+    return right
 
 
 def last_value(text: str) -> Value | None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rft.reward.answer_values import whole_value
 from rft.reward.base import reward_function
+from rft.reward.extract import blocks
 from rft.reward.math import accuracy, result_of
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
@@ -42,7 +43,8 @@ async def rlcr_reward(
     Example: a right answer with q = 0.8 has format 1, accuracy 1, brier 0.96: 1.480008 with the default weights.
     """
     found = _read(transcript.with_thought)
-    stated = _confidence(transcript.answer) if found is None else found[1]
+    confidences = blocks(transcript.answer, "confidence")
+    stated = _number(confidences[-1]) if confidences else None
     parts = {
         "format": float(found is not None),
         "accuracy": 0.0,
@@ -70,13 +72,6 @@ def _read(text: str) -> tuple[str, float] | None:
         return None
     q = _number(text[last[6].end() : last[7].start()])
     return None if q is None else (text[last[2].end() : last[3].start()], q)
-
-
-def _confidence(text: str) -> float | None:
-    """The last confidence that is stated, also where the shape is wrong."""
-    _, opened, behind = text.rpartition("<confidence>")
-    q, closed, _ = behind.partition("</confidence>")
-    return _number(q) if opened and closed else None
 
 
 def _number(text: str) -> float | None:

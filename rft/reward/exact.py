@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rft.reward.answer_values import last_value, whole_value
+from rft.reward.answer_values import agree, gold_value, last_value
 from rft.reward.base import reward_function
 from rft.reward.readings import note, truth_of, unreadable
 from rft.reward.spelling import normalized
@@ -26,20 +26,15 @@ def exact_answer(
 
     `compare`: "number" takes the last value of the answer (docs/howto/reward.md, "Values"), "text" the whole answer.
     """
-    truth = str(truth_of(task))
+    answer = transcript.answer
     if compare == "number":
-        gold = whole_value(truth)
-        if gold is None:
-            raise unreadable(task, "one number, fraction, amount or date; else use compare: text, or a reward of mathematics")
-        value = last_value(transcript.answer)
-        equal = value is not None and value.same(gold)
-        note("last value", transcript.answer, value, gold, equal)
+        equal = agree("last value", answer, last_value(answer), gold_value(task))
     else:
-        text, gold_text = (_comparable(t, ignore_case) for t in (transcript.answer, truth))
-        if not gold_text:
+        text, gold = (_comparable(t, ignore_case) for t in (answer, str(truth_of(task))))
+        if not gold:
             raise unreadable(task, "a text")
-        equal = text == gold_text
-        note("text", transcript.answer, text, gold_text, equal)
+        equal = text == gold
+        note("text", answer, text, gold, equal)
     return right if equal else wrong
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rft.reward.answer_values import first_value, last_value, whole_value
+from rft.reward.answer_values import agree, first_value, gold_value, last_value
 from rft.reward.base import reward_function
-from rft.reward.readings import note, truth_of, unreadable
 from rft.types.completion import Transcript
 from rft.types.task import Task
 
@@ -22,15 +21,10 @@ def gsm8k_reward(
 
     `method`: "strict" wants #### in front of the value, "flexible" takes the last value.
     """
-    gold = whole_value(str(truth_of(task)).rpartition(MARK)[2])
-    if gold is None:
-        raise unreadable(task, f"a number, alone or behind {MARK}")
     text = transcript.answer[-TAIL:]
+    value = last_value(text)
     if method == "strict":
         _, marked, text = text.rpartition(MARK)
         value = first_value(text.strip().partition("\n")[0]) if marked else None
-    else:
-        value = last_value(text)
-    equal = value is not None and value.same(gold)
-    note("last value" if method == "flexible" else f"value behind {MARK}", text, value, gold, equal)
-    return 1.0 if equal else 0.0 if value is None else format_score
+    right = agree(f"{method}: {MARK} or last value", text, value, gold_value(task, behind=MARK))
+    return 1.0 if right else 0.0 if value is None else format_score

@@ -52,9 +52,9 @@ def matches(made: Sequence[Call], gold: Sequence[Wanted]) -> str:
     taken: dict[int, int] = {}  # index of a gold call -> of the call that it is matched with
     for i, (name, arguments) in enumerate(made):
         if not _matched(i, made, gold, taken, set()):
-            same = [g for n, g in enumerate(gold) if g[0] == name and n not in taken] or [g for g in gold if g[0] == name]
-            why = _differs(arguments, same[0][1]) if same else "is not wanted"
-            return f"{name}: {why or 'is made once too often'}" if same else f"{name} is not wanted"
+            differences = [_differs(arguments, allowed) for gold_name, allowed in gold if gold_name == name]
+            why = next(filter(None, differences), "made once too often")
+            return f"{name}: {why}" if differences else f"{name} is not wanted"
     return ""
 
 

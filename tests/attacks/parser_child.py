@@ -56,7 +56,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "first value": answer_values.first_value,
     "conclusion": lambda t: (math.result_of(t), math._as_text(t), math._formula(t)),
     "thought": lambda t: thoughts.split_thought(t, opened=True),
-    "stated confidence": lambda t: (calibration._read(t), calibration._confidence(t)),
+    "stated confidence": lambda t: (calibration._read(t), extract.blocks(t, "confidence")),
     "sudoku": sudoku._moves,
     "dapo": lambda t: dapo.stated_answer(t),
     "search_qa": search_qa.plain,

@@ -147,8 +147,8 @@ async def test_math_rewards(math_pool):
     assert (await score(boxed, task(r"\frac{1}{2}"), make_transcript(r"\boxed{0.5}"))).value == 1.0
     assert (await score(boxed, task("2"), make_transcript("2"))).value == 0.0
     hits = math_pool.memo_hits
-    assert (await score(build("accuracy_reward", {}), task("2x+1"), make_transcript("$1+2x$"))).value == 1.0
-    assert (await score(build("accuracy_reward", {}), task("2x+1"), make_transcript("$1+2x$"))).value == 1.0
+    assert (await score(build("accuracy_reward", {}), task("17x+3"), make_transcript("$3+17x$"))).value == 1.0
+    assert (await score(build("accuracy_reward", {}), task("17x+3"), make_transcript("$3+17x$"))).value == 1.0
     assert math_pool.memo_hits == hits + 1 and counts()["math_verify/memo_hits"] == hits + 1
 
 
