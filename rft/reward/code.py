@@ -78,7 +78,10 @@ class CodeReward(Reward):
 
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         checks = checks_of(task, self.args)
-        prompt, entry = (checks.prompt, checks.entry_point) if isinstance(checks, Tests) else ("", "")
+        prompt, entry = "", ""
+        if isinstance(checks, Tests):
+            prompt, entry = checks.prompt, checks.entry_point
+            checks = replace(checks, gold=program_of(self.gold_answer(task) or "", prompt, entry))
         program = program_of(transcript.answer, prompt, entry)
         note("program", program, type(checks).__name__)
         if not program.strip():
@@ -143,7 +146,7 @@ def _first(checks: Checks) -> Checks:
         return Pairs(checks.pairs[:_FIRST_CASES])
     if isinstance(checks, Calls):
         return Calls(checks.function, checks.cases[:_FIRST_CASES])
-    return Tests(checks.tests[:_FIRST_CASES], checks.entry_point, checks.prompt)
+    return replace(checks, tests=checks.tests[:_FIRST_CASES])
 
 
 def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
