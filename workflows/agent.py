@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from rft import AgentWorkflow, Task, Transcript, register
+from rft.reward.readings import note, truth_of
+from rft.reward.search_qa import same_answer
 from rft.types.thoughts import split_thought
 from rft.workflow.agent import CommandAgent, CommandArgs
 
@@ -72,7 +74,9 @@ class ReactAgent(AgentWorkflow):
 def final_answer(task: Task, transcript: Transcript) -> float:
     """1 if the last line `Answer: ...` of the run's last answer, or all of it where it has none, is the truth; else 0."""
     found = _ANSWER.findall(transcript.answer) or [transcript.answer]
-    return float(found[-1].strip() == str(task.truth).strip())
+    right = same_answer(found[-1], str(truth_of(task)))
+    note("last line Answer:", found[-1], found[-1].strip(), task.truth, right)
+    return float(right)
 
 
 def calculate(expression: str) -> str:

@@ -26,7 +26,7 @@ from rft import Reply, Score, Task, ToolArgs, ToolWorkflow, Transcript, register
 from rft.reward.base import RewardResult
 from rft.reward.judge_base import JudgeCase
 from rft.reward.judges import ReferenceArgs, ReferenceJudge
-from rft.reward.search_qa import plain
+from rft.reward.search_qa import same_answer
 from rft.types.completion import Completion
 from rft.types.ports import ChatModel
 
@@ -157,7 +157,7 @@ class EmailSearchReward(ReferenceJudge):
         if answer is None:
             return Score(value=-1.0, parts={"accuracy": 0.0, "format": -1.0}, reason="generate_response was never called")
         if not self.args.llm_as_a_judge:
-            return {"accuracy": float(plain(answer) == plain(str(task.truth)) != ""), "format": 0.0}
+            return {"accuracy": float(same_answer(answer, str(task.truth))), "format": 0.0}
         gold = next(iter(task.row.get("message_ids") or ()), None)
         partial = 0.1 * ((gold in info["seen"]) + (gold in info["read"]) + (gold in info["sources"]))
         if answer.strip().rstrip(".") in ("", NO_ANSWER):

@@ -109,6 +109,9 @@ def reward(
     task: Number = 0,
     taskset: Name = None,
     stage: Stage = "",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="show what the reward reads in the answer and in the truth, and its verdict")
+    ] = False,
     judge: Judges = None,
     timeout: Limit = 3600.0,
     plugin_dir: PluginDirs = None,
@@ -125,7 +128,7 @@ def reward(
             "names no reward, so its workflow scores itself; use `rft debug workflow --say TEXT`", key=f"taskset {one.taskset}"
         )
     policy = ScriptedModel(per_run=[[a] for a in answer])
-    _play(plan, one, policy, len(answer), judge or (), timeout, workflow=OneAnswer)
+    _play(plan, one, policy, len(answer), judge or (), timeout, workflow=OneAnswer, explain=explain)
 
 
 def _task(plan: Plan, name: str | None, number: int, *, counts: bool) -> Task:
@@ -179,6 +182,7 @@ def _play(
     *,
     workflow: Any = None,
     tokens: bool = False,
+    explain: bool = False,
 ) -> None:
     from rft.launch import debug_session
     from rft.testing.play import run_workflow_async
@@ -201,7 +205,7 @@ def _play(
 
     result = asyncio.run(play())
     decoding: Mapping[str, Any] = {"decode": _decoder(policy)} if tokens and isinstance(policy, EngineSettings) else {}
-    show(result, console(), tokens=tokens, **decoding)
+    show(result, console(), tokens=tokens, explain=explain, **decoding)
     if result.failed:
         raise typer.Exit(4)
 

@@ -14,6 +14,7 @@ from rft.config.context import Problems
 from rft.explorer.stored import transcript
 from rft.reward.base import THE_TRUTH, Reward, hook, score_each
 from rft.reward.judges import text_of
+from rft.reward.readings import UnreadableTruth
 from rft.types.completion import Score
 from rft.types.task import Task
 
@@ -32,7 +33,10 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class GoldScore:
-    """What the gold answer of a row gets.  `failed`: what the reward did where it could not be scored, with the `error` that it raised."""
+    """What the gold answer of a row gets.  `failed`: what the reward did where it could not be scored, with the `error` that it raised.
+
+    `unreadable`: no answer to this row can be scored.
+    """
 
     index: int
     gold: str
@@ -41,6 +45,7 @@ class GoldScore:
     failed: str = ""
     error: str = ""
     late: bool = False
+    unreadable: bool = False
 
     def told(self, what: str) -> str:
         """Of one that could not be scored: what the reward did on `what`."""
@@ -57,7 +62,9 @@ def gold_of(task: Task, reward: Reward | None, key: str, problems: Problems, hun
     found = scored([task], [reward], hung=hung)[0]
     if found is None:
         return None
-    if found.failed:
+    if found.unreadable:
+        problems.error(key, refusal(task, found))
+    elif found.failed:
         what = "the gold answer of" if task.truth is not None else "an empty answer to"
         problems.warn(f"{key}: the reward {task.reward} {found.told(f'{what} row {task.index}')}")
     elif not found.full:
@@ -67,6 +74,11 @@ def gold_of(task: Task, reward: Reward | None, key: str, problems: Problems, hun
             "and the reward the right one?"
         )
     return found.best
+
+
+def refusal(task: Task, found: GoldScore) -> str:
+    """The message for a row to which no answer can be scored."""
+    return f"the reward {task.reward} cannot score row {task.index}: {found.error}.  Correct the row, or leave it out"
 
 
 def scored(
@@ -136,6 +148,8 @@ async def _one(
         return GoldScore(task.index, gold, best, _value(empty)), (which, best) if best >= FULL else known
     except TimeoutError:
         return GoldScore(task.index, gold, None, None, f"took longer than {REWARD_TIMEOUT_S:g} s", late=True), known
+    except UnreadableTruth as e:
+        return GoldScore(task.index, gold, None, None, "cannot read the truth", str(e), unreadable=True), known
     except Exception as e:  # plugin code may raise anything; it is reported, not hidden
         return GoldScore(task.index, gold, None, None, "raised", f"{type(e).__name__}: {e}  (answer {said[:60]!r})"), known
 

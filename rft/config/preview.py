@@ -18,7 +18,7 @@ import numpy as np
 from rft.config.compared_prompts import overlap, rendered
 from rft.config.context import Problems
 from rft.config.conversation_check import left_out, left_out_later
-from rft.config.gold import gold_of, scored
+from rft.config.gold import gold_of, refusal, scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.errors import ConfigError, PluginError, SetupError
@@ -255,6 +255,9 @@ def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems
             problems.warn(f"{key}: row {i} cannot be played: {e}")
             return
         checked += found is not None
+        if found is not None and found.unreadable:
+            problems.error(key, refusal(task, found))
+            return
         if found is not None and not found.full:
             low.append(found)
     if low:

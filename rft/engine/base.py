@@ -47,6 +47,15 @@ class RequestFailed(Exception):
     """One request cannot be answered, for a reason that lies in it or in its answer; the engine serves all others."""
 
 
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """`text` up to the first of the stop texts in it, and that one; all of it and "" where it has none."""
+    places = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    if not places:
+        return text, ""
+    place, stop = min(places)
+    return text[:place], stop
+
+
 def prompt_limit(settings: EngineSettings, *, goes_on: bool = False) -> int:
     """The longest prompt, in tokens: one token of the context must stay free for an answer.
 

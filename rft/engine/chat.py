@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
-from rft.engine.base import PromptTooLong, TokensDiffer, check_prompt, check_tokens, prompt_limit
+from rft.engine.base import PromptTooLong, TokensDiffer, check_prompt, check_tokens, cut_at_stop, prompt_limit
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.types import modelfiles
@@ -65,8 +66,6 @@ class Chat:
         except (ValueError, MemoryError):
             raise
         except Exception as e:  # templates and tokenizers raise anything
-            from jinja2 import TemplateError
-
             advice = f"; {way_out(request.messages)}" if isinstance(e, TemplateError) else ""
             what = f"the chat template or the tokenizer of {self.settings.model_path} cannot take this request"
             raise ValueError(f"{what}: {type(e).__name__}: {e}{advice}") from e
@@ -192,8 +191,30 @@ class Chat:
         tail = self.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return opens_thought(str(tail))
 
-    def decode(self, tokens: list[int] | np.ndarray) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Text of written tokens: with special ones, but for BOS, EOS, padding and ends of turns."""
+        ids = [token for token in map(int, tokens) if token not in self._unread]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def decode_stopped(self, tokens: Sequence[int] | np.ndarray, stops: Sequence[str]) -> tuple[str, str]:
+        """Text of an answer that ended by itself, and the stop text behind it; the special token that ended it is no text."""
+        end = self._special.get(int(tokens[-1])) if len(tokens) else None
+        return cut_at_stop(self.decode(tokens if end is None or end in stops else tokens[:-1]), stops)
+
+    @cached_property
+    def _unread(self) -> set[int]:
+        names = self.tokenizer
+        ids = {token for token in (names.bos_token_id, names.eos_token_id, names.pad_token_id) if token is not None}
+        if self._no_template:
+            return ids
+        messages = ({"role": "user", "content": _ANCHOR}, {"role": "assistant", "content": _ANCHOR})
+        request = GenerateRequest(messages=messages)
+        try:
+            tail = behind_answer(messages, 1, lambda marked: str(self._render(request, marked, tokenize=False)))
+        except (ValueError, TemplateError):  # a template of other conversations
+            return ids
+        end = next((token for token in self._tokens(tail.text) if token in self._special), None)
+        return ids if end is None else ids | {end}
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:

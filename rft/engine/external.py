@@ -164,6 +164,7 @@ class ExternalEngine(BaseEngine):
         """`usage` of an answer with several choices counts at the first."""
         message = choice["message"]
         text, logprobs = message.get("content") or "", np.empty(0, np.float32)
+        stop_reason = choice.get("stop_reason")  # vLLM's servers name the stop text, or the token
         if request.choices:
             text, logprobs = _chosen(choice, request.choices)
         return Completion(
@@ -175,6 +176,7 @@ class ExternalEngine(BaseEngine):
             version_spans=(),
             sampling=request.sampling,
             engine=self.settings.name,
+            stop_text=stop_reason if isinstance(stop_reason, str) else "",
             reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
             tool_calls=tuple(message.get("tool_calls") or ()),
             usage=usage,

@@ -93,16 +93,6 @@ class Parsers:
             tool_calls=tuple({"id": f"{name[: 9 - len(str(i))]}{i}", **call} for i, call in enumerate(calls)),
         )
 
-    def _whole(self, c: Completion) -> str:
-        """The answer with its special tokens, which some models write around calls, but for the one that ends it."""
-        tokens = c.tokens.tolist()
-        if c.finish_reason == "stop" and tokens and tokens[-1] in self._tokenizer.all_special_ids:
-            tokens.pop()
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for stop in c.sampling.stop:
-            text = text.split(stop, 1)[0]
-        return text
-
 
 def _call(function: Any) -> dict[str, Any]:
     """In OpenAI's form.  Halves of characters, which parsers make of `\\ud800` and nothing can store, are written as such again."""
@@ -153,12 +143,13 @@ class LocalEngine(BaseEngine):
         tokens: Sequence[int] | np.ndarray,
         logprobs: Sequence[float] | np.ndarray,
         *,
-        text: str,
         reason: FinishReason,
         spans: Sequence[VersionSpan],
         experts: np.ndarray | None = None,
     ) -> Completion:
         """The record of one answer, with reasoning and tool calls read from it.  Raises RequestFailed where that cannot be done."""
+        stopped = reason == "stop"
+        text, stop_text = self._chat.decode_stopped(tokens, request.sampling.stop) if stopped else (self._chat.decode(tokens), "")
         made = Completion(
             prompt_tokens=np.array(prompt, np.int32),
             tokens=np.array(tokens, np.int32),
@@ -168,6 +159,7 @@ class LocalEngine(BaseEngine):
             version_spans=tuple(spans),
             sampling=request.sampling,
             engine=self.settings.name,
+            stop_text=stop_text,
             in_thought=self._chat.opens_thought(prompt),
             routed_experts=experts,
         )

@@ -19,7 +19,7 @@ import xxhash
 from msgspec.structs import replace
 
 import rft.plugins as plugins
-from rft.engine.base import BaseEngine, check_prompt, check_row, check_tokens
+from rft.engine.base import BaseEngine, check_prompt, check_row, check_tokens, cut_at_stop
 from rft.engine.settings import EngineSettings
 from rft.engine.weights import WeightIntake
 from rft.errors import ConfigError, EngineFailed
@@ -221,7 +221,7 @@ class ScriptedEngine(BaseEngine):
     # ------------------------------------------------------------ inside
 
     async def _write(self, request: GenerateRequest, prompt: np.ndarray, text: str) -> Completion:
-        said, reason = _spoken(text, request, self.settings.max_model_len - len(prompt))
+        said, reason, stop_text = _spoken(text, request, self.settings.max_model_len - len(prompt))
         logps = np.empty(len(said), np.float32)
         spans: list[VersionSpan] = []
         hold = self._held
@@ -247,6 +247,7 @@ class ScriptedEngine(BaseEngine):
             version_spans=tuple(spans),
             sampling=request.sampling,
             engine=self.settings.name,
+            stop_text=stop_text,
             in_thought=opens_thought(decode(prompt[-TAIL_TOKENS:])),
         )
 
@@ -285,10 +286,11 @@ def echo(messages: list[dict[str, Any]]) -> str:
     return str(messages[-1]["content"])
 
 
-def _spoken(text: str, request: GenerateRequest, room: int) -> tuple[np.ndarray, FinishReason]:
+def _spoken(text: str, request: GenerateRequest, room: int) -> tuple[np.ndarray, FinishReason, str]:
     s = request.sampling
-    for stop in s.stop:
-        text = text.split(stop, 1)[0]
+    text, stop_text = cut_at_stop(text, s.stop)
     ids = [*text.encode(), END]
     limit = min(s.max_tokens, room)
-    return np.array(ids[:limit], np.int32), "stop" if len(ids) <= limit else "length"
+    if len(ids) > limit:
+        return np.array(ids[:limit], np.int32), "length", ""
+    return np.array(ids, np.int32), "stop", stop_text

@@ -296,16 +296,12 @@ class TransformersEngine(LocalEngine):
         return "length" if len(written) >= row.limit else None
 
     def _finish(self, row: BatchRow, reason: FinishReason) -> None:
-        text = self._chat.decode(row.state.written)
-        for stop in row.state.sampling.stop:
-            text = text.split(stop, 1)[0]
         job = row.job
         job.done[row.index] = self.completion(
             job.request,
             job.prompt,
             row.state.written,
             row.logprobs,
-            text=text,
             reason=reason,
             spans=row.spans,
             experts=row.experts,

@@ -324,8 +324,8 @@ class VllmEngine(LocalEngine):
         computed = len(prompt) + len(tokens) - 1
         if experts is not None and len(experts) < computed:
             raise EngineFailed(f"{self.settings.name}: vLLM told the experts of {len(experts)} of {computed} positions")
-        how: dict[str, Any] = {"text": out.text, "reason": out.finish_reason, "spans": spans}
-        return self.completion(request, prompt, tokens, logprobs, **how, experts=None if experts is None else experts[:computed])
+        reason, routed = out.finish_reason, None if experts is None else experts[:computed]
+        return self.completion(request, prompt, tokens, logprobs, reason=reason, spans=spans, experts=routed)
 
     async def _call(self, what: str, call: Awaitable[T], timeout_s: float | None = None) -> T:
         """Awaits vLLM with a deadline and gives its failures our names."""

@@ -132,4 +132,5 @@ def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:
     limit = min(sampling.max_tokens, room)
     given = msgspec.structs.asdict(sampling)
     given |= {"max_tokens": limit, "min_tokens": min(sampling.min_tokens, limit), "stop": list(sampling.stop)}
+    given |= {"skip_special_tokens": False}  # a stop text may be one
     return SamplingParams(n=n, **given, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -21,6 +21,7 @@ from rft.taskset.base import ABSENT, Taskset, lookup
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ports import ChatModel
 from rft.types.task import Task
+from rft.types.thoughts import was_opened
 from rft.worker import job_pool
 from rft.workflow.base import NO_MODELS
 from rft.workflow.recipes import Recipe, Recipes
@@ -113,6 +114,7 @@ def transcript(task: Task, text: str) -> Transcript:
         finish_reason="stop",
         version_spans=(),
         sampling=task.sampling,
+        in_thought=was_opened(text),
     )
     return Transcript(turns=(Turn(messages=tuple(task.chat()), completion=completion),))
 

@@ -7,8 +7,10 @@ import re
 
 from pydantic import BaseModel, ConfigDict
 
+from rft.reward.answer_values import whole_value
 from rft.reward.base import reward_function
-from rft.reward.math import same
+from rft.reward.extract import blocks
+from rft.reward.math import accuracy, result_of
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -40,8 +42,9 @@ async def rlcr_reward(
 
     Example: a right answer with q = 0.8 has format 1, accuracy 1, brier 0.96: 1.480008 with the default weights.
     """
-    found = _read(transcript.answer)
-    stated = _confidence(transcript.answer) if found is None else found[1]
+    found = _read(transcript.with_thought)
+    confidences = blocks(transcript.answer, "confidence")
+    stated = _number(confidences[-1]) if confidences else None
     parts = {
         "format": float(found is not None),
         "accuracy": 0.0,
@@ -51,7 +54,7 @@ async def rlcr_reward(
     }
     if found is not None:
         answer, stated = found
-        parts["accuracy"] = await same(answer, task, timeout_s)
+        parts["accuracy"] = await accuracy(result_of(answer), task, timeout_s)
         parts["brier"] = 1.0 - (parts["accuracy"] - stated) ** 2
     each = (weights or RlcrWeights()).model_dump()
     return Score(value=math.fsum(each[name] * part for name, part in parts.items()), parts=parts)
@@ -71,19 +74,7 @@ def _read(text: str) -> tuple[str, float] | None:
     return None if q is None else (text[last[2].end() : last[3].start()], q)
 
 
-def _confidence(text: str) -> float | None:
-    """The last confidence that is stated, also where the shape is wrong."""
-    _, opened, behind = text.rpartition("<confidence>")
-    q, closed, _ = behind.partition("</confidence>")
-    return _number(q) if opened and closed else None
-
-
 def _number(text: str) -> float | None:
-    text = text.strip()
-    if len(text) > 40:
-        return None
-    try:
-        q = float(text)
-    except ValueError:
-        return None
-    return q if 0.0 <= q <= 1.0 else None
+    """A probability: 0.8, 80%, 4/5."""
+    value = whole_value(text)
+    return float(value.amount) if value is not None and value.dimension in ("", "%") and 0 <= value.amount <= 1 else None

@@ -11,8 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from rft.reward.answer_values import rewritten
 from rft.reward.base import Reward, reward
 from rft.reward.extract import blocks
+from rft.reward.readings import note, unreadable
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -39,18 +41,12 @@ class CountdownReward(Reward):
 
     def __call__(self, task: Task, transcript: Transcript) -> Score:
         numbers, target = _wanted(task)
-        found = blocks(transcript.answer, "answer")
-        if not found:
+        expressions = blocks(transcript.answer, "answer")
+        if not expressions:
             return Score(value=0.0, reason="no <answer> block")
-        try:
-            value, used = evaluated(found[-1])
-        except ValueError as e:
-            return Score(value=self.format_score, reason=str(e))
-        if Counter(used) != Counter(numbers):
-            return Score(value=self.format_score, reason=f"uses {sorted(used)} instead of {sorted(numbers)}")
-        if value != target:
-            return Score(value=self.format_score, reason=f"gives {value} instead of {target}")
-        return Score(value=self.score)
+        why = _wrong(expressions[-1], numbers, target)
+        note("last <answer> block", expressions[-1], why or target, f"{target} from {numbers}", not why)
+        return Score(value=self.format_score if why else self.score, reason=why)
 
     def gold_answer(self, task: Task) -> str | None:
         """A solution; None where none is looked for (more than four numbers)."""
@@ -59,6 +55,17 @@ class CountdownReward(Reward):
             return None
         found = next((text for value, text in _reached([(Fraction(n), str(n)) for n in numbers]) if value == target), None)
         return None if found is None else f"<answer>{found}</answer>"
+
+
+def _wrong(expression: str, numbers: list[int], target: Fraction) -> str:
+    """What is wrong with a solution; empty for a right one."""
+    try:
+        value, used = evaluated(expression)
+    except ValueError as e:
+        return str(e)
+    if Counter(used) != Counter(numbers):
+        return f"uses {sorted(used)} instead of {sorted(numbers)}"
+    return "" if value == target else f"gives {value} instead of {target}"
 
 
 def _reached(left: list[tuple[Fraction, str]]) -> Iterator[tuple[Fraction, str]]:
@@ -75,10 +82,10 @@ def _reached(left: list[tuple[Fraction, str]]) -> Iterator[tuple[Fraction, str]]
 
 
 def evaluated(text: str) -> tuple[Fraction, list[int]]:
-    """(value, numbers used) of an expression of whole numbers, + - * / and brackets.  Raises ValueError."""
-    text = text.strip().split("=")[0].strip()
+    """(value, numbers used) of an expression of whole numbers, + - * / (also × ÷ \\frac) and brackets.  Raises ValueError."""
     if len(text) > _LONGEST:
         raise ValueError(f"the expression is longer than {_LONGEST} characters")
+    text = rewritten(text).split("=")[0].strip()
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -112,5 +119,5 @@ def _wanted(task: Task) -> tuple[list[int], Fraction]:
     truth: Mapping[str, Any] = task.truth if isinstance(task.truth, Mapping) else task.row
     numbers, target = truth.get("numbers", truth.get("nums")), truth.get("target")
     if numbers is None or target is None:
-        raise ValueError(f"task {task.taskset}[{task.index}]: its gold answer must be {{numbers: [...], target: n}}")
+        raise unreadable(task, "{numbers: [...], target: n}")
     return [int(n) for n in numbers], Fraction(target)

@@ -1,17 +1,15 @@
-"""Rewards by plain comparison: the last number of an answer, or its text, against the truth.  No parsing of formulas."""
+"""Reward by comparison without formulas: the last value of an answer, or its text, against the truth."""
 
 from __future__ import annotations
 
-import re
-from decimal import Decimal
 from typing import Literal
 
+from rft.reward.answer_values import agree, gold_value, last_value
 from rft.reward.base import reward_function
+from rft.reward.readings import note, truth_of, unreadable
+from rft.reward.spelling import normalized
 from rft.types.completion import Transcript
 from rft.types.task import Task
-
-# an optional sign that is not a minus between two operands, digits with or without thousands commas, decimals, an exponent
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d{1,3}\b)?")
 
 
 @reward_function("exact_answer")
@@ -24,25 +22,23 @@ def exact_answer(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> float:
-    """`right` if the answer equals the task's truth, else `wrong`.  Raises ValueError if the truth itself cannot be compared.
+    """`right` if the answer equals the task's truth, else `wrong`.  Raises UnreadableTruth for a truth that is not one value.
 
-    `compare`: "number" takes the last number of the answer, "text" the whole answer without surrounding blanks.
+    `compare`: "number" takes the last value of the answer (docs/howto/reward.md, "Values"), "text" the whole answer.
     """
-    if task.truth is None:
-        raise ValueError(f"task {task.taskset}[{task.index}] has no truth; name its column in format.response_key")
-    answer, truth = transcript.answer, str(task.truth)
+    answer = transcript.answer
     if compare == "number":
-        wanted = last_number(truth)
-        if wanted is None:
-            raise ValueError(f"truth {truth!r} of task {task.taskset}[{task.index}] holds no number; use compare: text")
-        return right if last_number(answer) == wanted else wrong
-    answer, truth = answer.strip(), truth.strip()
-    if ignore_case:
-        answer, truth = answer.casefold(), truth.casefold()
-    return right if answer == truth else wrong
+        equal = agree("last value", answer, last_value(answer), gold_value(task))
+    else:
+        text, gold = (_comparable(t, ignore_case) for t in (answer, str(truth_of(task))))
+        if not gold:
+            raise unreadable(task, "a text")
+        equal = text == gold
+        note("text", answer, text, gold, equal)
+    return right if equal else wrong
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number written in `text`: "3 + 4 = 7." gives 7, "5-3" gives 3, "1,234.50" gives 1234.5."""
-    found = _NUMBER.findall(re.sub(r"[-\u2212]\\?\$|\u2212", "-", text))  # a typeset minus, or one before a dollar sign
-    return Decimal(found[-1].replace(",", "")) if found else None
+def _comparable(text: str, ignore_case: bool) -> str:
+    """In one spelling and without the full stop at the end."""
+    text = normalized(text).rstrip(" .。")
+    return text.casefold() if ignore_case else text

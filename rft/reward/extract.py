@@ -8,12 +8,24 @@ from functools import cache
 from typing import NamedTuple
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\{|[{}]")
-_LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
+_FENCE = re.compile(r"(?<!`)`{3,}+[^\n`]++`{3,}+|(?P<fence>(?<!`)`{3,}+|(?<!~)~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n`]*+\n")
+_STATED = re.compile(r"(?:\banswer\b[^\n:.=]{0,40}?(?:\bis\b|[:=])|答案(?:是|为)?) ?[:：]?([^\n]*)", re.IGNORECASE)
+_ONE_FORMULA = r"(?:\$\$[^$]++\$\$|\$[^$\n]++\$|\\\((?:[^\\\n]|\\(?![()]))++\\\)|\\\[(?:[^\\]|\\(?![\[\]]))++\\\])"
+_FORMULA = r"(?:\$\$[^$]+\$\$|\$[^$\n]+\$|\\\([^\n]+?\\\)|\\\[.+?\\\])"
+_FORMULA = re.compile(rf"({_ONE_FORMULA}(?:(?:,? (?:or|and)|,) {_ONE_FORMULA})*)")
+_OTHER_BOX = re.compile(r"\}\$?(?:,? (?:or|and)|,) \$?\\(?:boxed|fbox)\{$")
+_DIGIT = re.compile(r"\d")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def last_boxed(text: str) -> str | None:
     """Content of the last complete \\boxed{...} or \\fbox{...}; None without one."""
+    place = _last_box(text)
+    return None if place is None else text[slice(*place)]
+
+
+def _last_box(text: str) -> tuple[int, int] | None:
+    """Where its content begins and ends."""
     opened: list[tuple[int, bool]] = []  # behind each brace that is open: where, and whether it is a box's
     begin = end = -1
     for mark in _BOX.finditer(text):
@@ -23,7 +35,17 @@ def last_boxed(text: str) -> str | None:
             inside, boxed = opened.pop()
             if boxed and inside > begin:
                 begin, end = inside, mark.start()
-    return text[begin:end] if begin >= 0 else None
+    return (begin, end) if begin >= 0 else None
+
+
+def boxed_result(text: str) -> str | None:
+    """As `last_boxed`; "1 or 2" where the answer names several: \\boxed{1} or \\boxed{2}."""
+    place = _last_box(text)
+    if place is None:
+        return None
+    begin, end = place
+    several = _OTHER_BOX.search(text, max(0, begin - 30), begin)
+    return text[begin:end] if several is None else f"{last_boxed(text[:begin])} or {text[begin:end]}"
 
 
 def blocks(text: str, tag: str, *, ignore_case: bool = False) -> list[str]:
@@ -44,7 +66,7 @@ def _tag(name: str, ignore_case: bool) -> re.Pattern[str]:
 
 
 class FencedBlock(NamedTuple):
-    """A block between ```; `language` is the first word of its first line, in lower case, `closed` whether it ends before the text does."""
+    """A block between ``` or ~~~; `language`: first word of its first line, in lower case; `closed`: it ends before the text does."""
 
     language: str
     body: str
@@ -54,17 +76,59 @@ class FencedBlock(NamedTuple):
 
 
 def fenced(text: str) -> Iterator[FencedBlock]:
-    """The fenced blocks of a text, in order."""
-    end, line = 0, -1
-    while (start := text.find("```", end)) >= 0 and (line := line if line > start else text.find("\n", start)) >= 0:
-        if (inline := text.find("```", start + 3, line)) >= 0:  # code within a line of words
-            end = inline + 3
+    """The fenced blocks of a text, in order; an indented fence takes its blanks from each line inside."""
+    end = 0
+    while (opened := _FENCE.search(text, end)) is not None:
+        fence = opened["fence"]
+        if fence is None:  # code within a line of words
+            end = opened.end()
             continue
-        language = _LANGUAGE.match(text, start + 3, line)
-        close = text.find("```", line + 1)
-        end = close + 3 if close >= 0 else len(text)
-        body = text[line + 1 : close if close >= 0 else end]
-        yield FencedBlock(language[1].lower() if language is not None else "", body, start, end, close >= 0)
+        close = _closing(fence).search(text, opened.end())
+        body = text[opened.end() : close.start() if close is not None else len(text)]
+        end = close.end() if close is not None else len(text)
+        indent = text[text.rfind("\n", 0, opened.start()) + 1 : opened.start()]
+        if indent and not indent.strip(" "):
+            body = re.sub(f"^ {{1,{len(indent)}}}", "", body, flags=re.MULTILINE)
+        yield FencedBlock(opened["language"].lower(), body, opened.start(), end, close is not None)
+
+
+@cache
+def _closing(fence: str) -> re.Pattern[str]:
+    """The end of a block: at the beginning or the end of a line, the same mark at least as often."""
+    run = f"{fence[0]}{{{len(fence)},}}+"
+    return re.compile(rf"^[ \t]*+{run}|(?<!{fence[0]}){run}[ \t]*+$", re.MULTILINE)
+
+
+def answer_block(text: str) -> str:
+    """Content of the last <answer> block; the whole text without one."""
+    tagged = blocks(text, "answer")
+    return tagged[-1] if tagged else text
+
+
+class Result(NamedTuple):
+    """The part of an answer that states its result; `formula`: it was marked as one, so that no sentence stands around it."""
+
+    text: str
+    formula: bool
+
+
+def conclusion(text: str) -> Result:
+    """The last box, else what stands behind the last "answer is" or "Answer:" of a line, else the last formula if no number follows it,
+    else all of a text."""
+    if (boxed := boxed_result(text)) is not None:
+        return Result(boxed, True)
+    stated = _last(_STATED, text)
+    if stated is not None and stated[1].strip(" *$"):
+        text = stated[1]
+    formula = _last(_FORMULA, text)
+    if formula is None or _DIGIT.search(text, formula.end()):
+        return Result(text, False)
+    return Result(formula[1], True)
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    matches = list(pattern.finditer(text))
+    return matches[-1] if matches else None
 
 
 def has_shape(text: str) -> bool:

@@ -57,7 +57,7 @@ def adapt(fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs,
     async def compute_score(task: Task, transcript: Transcript) -> Score:
         values = {
             "data_source": task.row.get("data_source", task.taskset),
-            "solution_str": transcript.answer,
+            "solution_str": transcript.turns[-1].completion.written,
             "ground_truth": task.truth,
             "extra_info": task.row.get("extra_info") or {},
         }

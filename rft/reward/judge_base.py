@@ -69,7 +69,8 @@ class JudgeCase:
         if answer == self.answer:
             return self
         last: Turn = self.transcript.turns[-1]
-        other = msgspec.structs.replace(last, completion=msgspec.structs.replace(last.completion, text=answer))
+        said = msgspec.structs.replace(last.completion, text=answer, reasoning="", in_thought=False, stop_text="")
+        other = msgspec.structs.replace(last, completion=said)
         transcript = msgspec.structs.replace(self.transcript, turns=(*self.transcript.turns[:-1], other))
         return replace(self, transcript=transcript, answer=answer)
 
@@ -125,7 +126,7 @@ class Judge(Reward):
         """What `read` is given, and what is remembered.  Raises UnreadableVerdict for a reply that was cut."""
         if completion.finish_reason != "stop":
             raise UnreadableVerdict(f"the reply was cut at max_tokens {self.args.max_tokens}")
-        return completion.text
+        return completion.with_thought
 
     def read(self, reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
         """The verdict in a reply.  Raises UnreadableVerdict.  By default: its last line, which has the form of `delimit.ask`."""

@@ -68,7 +68,7 @@ def _batch(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]
     own = [task.own() for _ in transcripts]
     return {
         "data_sources": [task.row.get("data_source", task.taskset)] * len(own),
-        "solution_strs": [t.answer for t in transcripts],
+        "solution_strs": [t.turns[-1].completion.written for t in transcripts],
         "ground_truths": [t.truth for t in own],
         "extra_infos": [t.row.get("extra_info") or {} for t in own],
     }
@@ -78,9 +78,10 @@ def _trl(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
     """Conversational where the task has messages, else texts; every further column of the row as a list."""
     chats = bool(task.messages)
     own = [task.own() for _ in transcripts]
+    texts = [t.turns[-1].completion.written for t in transcripts]
     return {
         **{name: [t.row[name] for t in own] for name in task.row if name not in ("prompt", "completion")},
         "prompts": [list(t.messages) if chats else t.prompt for t in own],
-        "completions": [[{"role": "assistant", "content": t.answer}] if chats else t.answer for t in transcripts],
+        "completions": [[{"role": "assistant", "content": text}] if chats else text for text in texts],
         "completion_ids": [t.turns[-1].completion.tokens.tolist() for t in transcripts],
     }

@@ -1,17 +1,41 @@
-"""Rewards for mathematical answers, compared by math-verify in processes of our own that can be killed.
+"""Rewards for mathematical answers: values are compared exactly, everything else by math-verify in processes that can be killed.
 
-A verdict comes from math-verify or not at all: a worker that hangs or dies makes the reward raise, so the run is not scored.
+A verdict comes from the one or the other or not at all: a worker that hangs or dies makes the reward raise, so the run is not scored.
 """
 
 from __future__ import annotations
 
+import re
+
+from rft.reward.answer_values import last_value, rewritten, whole_value
 from rft.reward.base import reward_function
-from rft.reward.extract import blocks, has_shape, last_boxed, thinks_first
+from rft.reward.extract import Result, answer_block, boxed_result, conclusion, has_shape, thinks_first
+from rft.reward.measures import unit_of
+from rft.reward.readings import note, truth_of, unreadable
+from rft.reward.spelling import normalized
 from rft.types.completion import Transcript
 from rft.types.task import Task
 from rft.worker.job_pool import WorkerPool
 
 POOL = WorkerPool("math_verify", "rft.reward.math_worker")
+LONGEST = 1000  # characters of a result that math-verify is asked about
+_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}")
+_UNIT = re.compile(rf"{_TEXT.pattern}[\s.$]*$")
+_LABEL = re.compile(r"\(([A-Za-z])\)")
+_SIGNS = str.maketrans(
+    {
+        "π": r"\pi ",
+        "√": r"\sqrt ",
+        "∞": r"\infty ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "∪": r"\cup ",
+        "∈": r"\in ",
+        "−": "-",
+    }
+)
+_PROSE = re.compile(r"(?<![\\\w])[^\W\d_]{2,}|[\u0400-\u1fff\u2e80-\uffff]")  # words; of alphabets without blanks, letters
 
 
 @reward_function("math_reward")
@@ -22,17 +46,16 @@ async def math_reward(
 
     The last <answer> block counts, else the whole text.
     """
-    found = blocks(transcript.answer, "answer")
-    parts = {"accuracy": await same(found[-1] if found else transcript.answer, task, timeout_s)}
+    parts = {"accuracy": await accuracy(result_of(answer_block(transcript.answer)), task, timeout_s)}
     if format_score:
-        parts["format"] = format_score if has_shape(transcript.answer) else -format_score
+        parts["format"] = format_score if has_shape(transcript.with_thought) else -format_score
     return parts
 
 
 @reward_function("accuracy_reward")
 async def accuracy_reward(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> dict[str, float]:
-    """1 if math-verify finds the truth in the answer, else 0."""
-    return {"accuracy": await same(transcript.answer, task, timeout_s)}
+    """1 if the answer's conclusion equals the truth, else 0."""
+    return {"accuracy": await accuracy(result_of(answer_block(transcript.answer)), task, timeout_s)}
 
 
 @reward_function("math_boxed_reward")
@@ -43,24 +66,57 @@ async def math_boxed_reward(
 
     `format_score_coef`: taken away, with `with_think`, from an answer that does not begin with <think>...</think>.
     """
-    parts = {"accuracy": await _boxed(task, transcript.answer, timeout_s)}
+    parts = {"accuracy": await accuracy(Result(boxed_result(transcript.answer) or "", True), task, timeout_s)}
     if with_think and format_score_coef:
-        parts["format"] = 0.0 if thinks_first(transcript.answer) else -format_score_coef
+        parts["format"] = 0.0 if thinks_first(transcript.with_thought) else -format_score_coef
     return parts
 
 
-async def _boxed(task: Task, answer: str, timeout_s: float) -> float:
-    boxed = last_boxed(answer)
-    if boxed is None:
-        return 0.0
-    if task.truth is not None and boxed.strip() == str(task.truth).strip():  # also where math-verify could not read the truth
-        return 1.0
-    return await same(f"\\boxed{{{boxed}}}", task, timeout_s)
+def result_of(text: str) -> Result:
+    """The result that a text states: all of it where that is one value."""
+    return conclusion(text) if whole_value(text) is None else Result(text, True)
 
 
-async def same(answer: str, task: Task, timeout_s: float) -> float:
-    """1.0 if `answer` is mathematically equal to the task's truth, else 0.0.  Raises what WorkerPool.call raises."""
-    if task.truth is None:
-        raise ValueError(f"task {task.taskset}[{task.index}] has no truth; name its column in format.response_key")
-    verdict = await POOL.call({"answer": answer, "truth": str(task.truth)}, timeout_s)
-    return 1.0 if verdict is True else 0.0
+async def accuracy(result: Result, task: Task, timeout_s: float) -> float:
+    """1.0 if the result of an answer equals the task's truth, else 0.0.  Raises UnreadableTruth, and what WorkerPool.call raises."""
+    truth = str(truth_of(task))
+    equal = await same_result(result, truth, timeout_s)
+    if equal is None:
+        raise unreadable(task, "a value, a text, or a formula that math-verify can read")
+    value, gold = whole_value(result.text) or last_value(result.text), whole_value(truth)
+    note("result", result.text, value or "read by math-verify", gold or truth, equal)
+    return float(equal)
+
+
+async def same_result(result: Result, truth: str, timeout_s: float) -> bool | None:
+    """Whether two results are equal; None for a truth that cannot be read."""
+    gold = whole_value(truth)
+    text, gold_text = _as_text(result.text), _as_text(truth)
+    if not gold_text:
+        return None
+    if text == gold_text:
+        return True
+    value = whole_value(result.text)
+    prose = not result.formula and _PROSE.search(text) is not None
+    if value is None and prose:
+        value = last_value(result.text)
+    if gold is not None and (value is not None or prose or not text or gold.dimension == "date"):
+        return value is not None and gold.same(value)
+    if _PROSE.search(gold_text) or len(text) > LONGEST:
+        return False
+    formula = "" if prose and value is None else _formula(result.text)
+    equal: bool | None = await POOL.call(
+        {"answer": formula, "truth": _formula(truth) if gold is None else str(gold.number)}, timeout_s
+    )
+    return equal
+
+
+def _as_text(text: str) -> str:
+    return _LABEL.sub(r"\1", _TEXT.sub(r"\1", normalized(text)).strip(" .$*")).casefold()
+
+
+def _formula(text: str) -> str:
+    """As math-verify reads it: in a box, without a unit at its end, with LaTeX's names of signs."""
+    unit = _UNIT.search(text)
+    text = text if unit is None or unit_of(rewritten(unit[1])) is None else text[: unit.start()]
+    return f"\\boxed{{{text.translate(_SIGNS)}}}"

@@ -22,8 +22,8 @@ MEMORY_MB = 2048  # beyond what its imports take
 _TEXT_WITH_NUMBERS = re.compile(r"[^\s$]\s*\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\d[^{}]*\}")
 
 
-def load() -> Callable[[dict[str, str]], bool]:
-    """Imports math-verify (a second) and gives the function that answers requests {answer, truth} with a bool."""
+def load() -> Callable[[dict[str, str]], bool | None]:
+    """Imports math-verify (a second) and gives the function that answers {answer, truth}: a bool, or None if the truth is unreadable."""
     import logging
 
     logging.disable(logging.WARNING)  # math-verify warns that its time limit is off
@@ -40,11 +40,11 @@ def load() -> Callable[[dict[str, str]], bool]:
         numbers = [side for side in sides if side and _is_number(side[0])]
         return len(numbers) < 2 or all(equal(numbers[0], other) for other in numbers[1:])
 
-    def answer(request: dict[str, str]) -> bool:
+    def answer(request: dict[str, str]) -> bool | None:
         truth = request["truth"]
-        gold = parsed(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}") or parsed(truth)
+        gold = [value for value in parsed(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}") if not isinstance(value, str)]
         if not gold:
-            raise ValueError(f"math-verify cannot read the truth {truth!r}")
+            return None
         boxed = last_boxed(request["answer"]) or ""
         if _TEXT_WITH_NUMBERS.search(boxed) and not _TEXT_WITH_NUMBERS.search(truth):
             return False

@@ -50,7 +50,8 @@ class RewardModel(Reward):
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         assert self._model is not None, "prepare comes first"
         last = transcript.turns[-1]
-        numbers = await self._model.classify(without_reasoning([*last.messages, last.completion.message]))
+        answer = {"role": "assistant", "content": last.completion.answer}
+        numbers = await self._model.classify(without_reasoning([*last.messages, answer]))
         if self._label is None and len(numbers) != 1:
             raise ValueError(
                 f"the reward model gives {len(numbers)} numbers; say in reward_fn_args.label which one is the reward"

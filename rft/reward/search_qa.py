@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import re
-import string
+import unicodedata
 from typing import Any
 
+from rft.reward.answer_values import whole_value
 from rft.reward.base import reward
 from rft.reward.extract import blocks
+from rft.reward.readings import note, truth_of, unreadable
+from rft.reward.spelling import normalized
 from rft.types.completion import Transcript
 from rft.types.task import Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_SIGNS = re.compile(r"(?<=\d)[^\w\s](?=\d)|(?<!\w)[-+](?=[\d.])|(?<=\w)[+#]+(?!\w)")  # of 3.14, -5, C++
 
 
 @reward("search_qa_reward")
 def search_qa_reward(task: Task, transcript: Transcript) -> float:
-    """1 if the last <answer> block is one of the gold answers (a text, a list, or {target: ...}), else 0."""
-    found = blocks(transcript.answer, "answer")
-    return float(bool(found) and plain(found[-1]) in {plain(t) for t in targets(task)})
+    """1 if the last <answer> block is one of the gold answers (a text, a number, a list, or {target: ...}), else 0."""
+    tagged = blocks(transcript.answer, "answer")
+    golds = targets(task)
+    right = bool(tagged) and any(same_answer(tagged[-1], gold) for gold in golds)
+    note("last <answer> block", tagged[-1] if tagged else None, plain(tagged[-1]) if tagged else None, golds, right)
+    return float(right)
 
 
 def targets(task: Task) -> list[str]:
-    given: Any = task.truth["target"] if isinstance(task.truth, dict) and "target" in task.truth else task.truth
-    given = [given] if isinstance(given, str) else given
-    if not isinstance(given, list) or not given or not all(isinstance(t, str) for t in given):
-        raise ValueError(
-            f"the truth of task {task.taskset}[{task.index}] is {task.truth!r}; it must be a text or a list of texts"
-        )
-    return given
+    """The gold answers.  Raises UnreadableTruth."""
+    given: Any = truth_of(task)
+    given = given["target"] if isinstance(given, dict) and "target" in given else given
+    golds = given if isinstance(given, list) else [given]
+    if not golds or not all(isinstance(gold, str | int | float) and plain(str(gold)) for gold in golds):
+        raise unreadable(task, "a text, a number or a list of them")
+    return [str(gold) for gold in golds]
+
+
+def same_answer(text: str, gold: str) -> bool:
+    """Whether two short answers are one value, or one text up to case, articles and punctuation."""
+    value, gold_value = whole_value(text, noun=False), whole_value(gold, noun=False)
+    if value is not None and gold_value is not None:
+        return value.same(gold_value)
+    return plain(text) == plain(gold) != ""
 
 
 def plain(text: str) -> str:
-    """Lower case, without punctuation and articles, single blanks."""
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(_ARTICLES.sub(" ", kept).split())
+    """Lower case, without articles and punctuation but for signs of a number or a name (C++); with them where nothing else is left."""
+    text = normalized(text).lower()
+    kept = {place for sign in _SIGNS.finditer(text) for place in range(*sign.span())}
+    words = "".join(c for i, c in enumerate(text) if i in kept or unicodedata.category(c)[0] not in "PS")
+    return " ".join(_ARTICLES.sub(" ", words).split()) or " ".join(words.split()) or text

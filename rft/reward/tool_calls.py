@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rft.reward.spelling import normalized
+
 Call = tuple[str, Mapping[str, Any]]
 Wanted = tuple[str, dict[str, list[Any]]]
 
@@ -61,14 +63,26 @@ def matches(made: Sequence[Call], gold: Sequence[Wanted]) -> str:
     """ "" if `made` are the `gold` calls in any order, else what is wrong."""
     if len(made) != len(gold):
         return f"{len(made)} calls instead of {len(gold)}"
-    left = list(gold)
-    for name, arguments in made:
-        fitting = next((g for g in left if g[0] == name and not _differs(arguments, g[1])), None)
-        if fitting is None:
-            same = next((g for g in left if g[0] == name), None)
-            return f"{name}: {_differs(arguments, same[1])}" if same is not None else f"{name} is not wanted"
-        left.remove(fitting)
+    taken: dict[int, int] = {}  # index of a gold call -> of the call that it is matched with
+    for i, (name, arguments) in enumerate(made):
+        if not _matched(i, made, gold, taken, set()):
+            differences = [_differs(arguments, allowed) for gold_name, allowed in gold if gold_name == name]
+            why = next(filter(None, differences), "made once too often")
+            return f"{name}: {why}" if differences else f"{name} is not wanted"
     return ""
+
+
+def _matched(call: int, made: Sequence[Call], gold: Sequence[Wanted], taken: dict[int, int], tried: set[int]) -> bool:
+    """Whether the call gets a gold call, those before it moving to others where they can: an augmenting path of a bipartite matching."""
+    name, arguments = made[call]
+    for n, (gold_name, allowed) in enumerate(gold):
+        if n in tried or gold_name != name or _differs(arguments, allowed):
+            continue
+        tried.add(n)
+        if n not in taken or _matched(taken[n], made, gold, taken, tried):
+            taken[n] = call
+            return True
+    return False
 
 
 def _differs(arguments: Mapping[str, Any], allowed: Mapping[str, list[Any]]) -> str:
@@ -85,7 +99,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, str) and isinstance(b, str):
-        return a.strip().lower() == b.strip().lower()
+        return normalized(a).casefold() == normalized(b).casefold()
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):

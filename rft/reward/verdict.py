@@ -1,4 +1,4 @@
-"""The verdict in a judge's reply: its own last line, one JSON object, every field on its scale; anything else is unreadable.
+"""The verdict in a judge's reply: one JSON object at its end, on lines of its own, every field on its scale; anything else is unreadable.
 
 Knows no model.  Invariant: a verdict without the key of the call, a second one, or one with a word after it is never read.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from rft.reward.delimiters import PromptDelimiters
 from rft.strictjson import no_key_twice
+from rft.types.thoughts import split_thought
 
 _OPENERS = re.compile(
     r"(?:(?:sure|okay|ok|certainly)\W*)?"
@@ -24,20 +25,24 @@ _OPENERS = re.compile(
 )
 
 
+_OBJECT = re.compile(r"^[ \t]*\{", re.MULTILINE)
+
+
 class UnreadableVerdict(Exception):
     """A reply without a readable verdict; the message says why."""
 
 
 def read(reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
     """The verdict's fields.  Raises UnreadableVerdict."""
-    text = reply.rpartition("</think>")[2].strip()
+    text = split_thought(reply).answer.strip()
     if text.endswith("```"):  # a fenced block at the very end
         text = text[:-3].rstrip()
     if not text:
         raise UnreadableVerdict("the reply is empty")
-    if sum(1 for line in text.splitlines() if delimit.key in line and "{" in line) > 1:
+    if len(re.findall(rf"\bkey\W{{1,8}}{re.escape(delimit.key)}", text)) > 1:
         raise UnreadableVerdict("the reply has more than one verdict")
-    last = text.splitlines()[-1].strip()
+    opened = [line.start() for line in _OBJECT.finditer(text)]
+    last = text[opened[-1] :] if opened and text.endswith("}") else text.splitlines()[-1].strip()
     try:
         found = json.loads(last, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:

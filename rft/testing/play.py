@@ -25,6 +25,7 @@ from rft.errors import RftError
 from rft.plugins import REGISTRY, Plugin
 from rft.reward import build_reward as rewards
 from rft.reward.base import Reward, hook
+from rft.reward.readings import AnswerReading, explained
 from rft.testing.trace import POLICY, Call, RunResult, WorkflowResult
 from rft.types.block import decode, encode
 from rft.types.completion import Completion, Transcript, Turn
@@ -32,6 +33,7 @@ from rft.types.experience import Experience
 from rft.types.ids import GroupId
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
+from rft.types.thoughts import was_opened
 from rft.workflow.base import RunContext, Workflow
 from rft.workflow.group import PlayedGroup, run_group
 from rft.workflow.play_run import PlayedRun, RunError, RunLimits, cut
@@ -46,8 +48,12 @@ class OneAnswer(Workflow):
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         opening = bool(task.messages or task.prompt is not None)
-        await ctx.chat(task.chat() if opening else [{"role": "user", "content": json.dumps(task.row, default=str)}])
-        return ctx.transcript()
+        answer = await ctx.chat(task.chat() if opening else [{"role": "user", "content": json.dumps(task.row, default=str)}])
+        run = ctx.transcript()
+        if not was_opened(answer.text):
+            return run
+        answer = msgspec.structs.replace(answer, in_thought=True)
+        return msgspec.structs.replace(run, turns=(msgspec.structs.replace(run.turns[0], completion=answer),))
 
 
 def task_of(row: Task | Mapping[str, Any] | str, **fields: Any) -> Task:
@@ -186,6 +192,7 @@ class _Eyes:
         self._contexts: dict[int, Any] = {}
         self._transcripts: dict[int, Transcript] = {}
         self._errors: dict[int, BaseException] = {}
+        self._readings: dict[int, list[AnswerReading]] = {}
 
     def on(self, recipe: Recipe) -> Recipe:
         """A recipe that is watched.  An isolated workflow is played in this process, where a debugger reaches it."""
@@ -225,8 +232,12 @@ class _Eyes:
 
     @contextmanager
     def scoring(self, scored: Transcript | Sequence[Transcript]) -> Iterator[None]:
+        number = self.run_of(scored)
+        readings = self._readings.setdefault(0 if number is None else number, [])  # of several together: shown at the first
         try:
-            yield
+            with explained() as new:
+                yield
+            readings += new
         except Exception as e:
             ids = {id(t) for t in ([scored] if isinstance(scored, Transcript) else scored)}
             self._errors.update((run, e) for run, transcript in self._transcripts.items() if id(transcript) in ids)
@@ -238,7 +249,8 @@ class _Eyes:
             so_far = self._contexts[number].transcript()
             transcript = so_far if so_far.turns else None
         calls = tuple(c for c in self.calls if c.run == number)
-        return RunResult(number, played, transcript, calls, self._errors.get(number) if played.failed else None)
+        error = self._errors.get(number) if played.failed else None
+        return RunResult(number, played, transcript, calls, error, tuple(self._readings.get(number, ())))
 
 
 class _Seen:

@@ -20,6 +20,7 @@ import numpy as np
 from rft.engine.scripted import decode as decode_bytes
 from rft.logs import redact, safe
 from rft.reward import exchanges
+from rft.reward.readings import AnswerReading
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.experience import Experience
 from rft.types.ports import GenerateRequest, ScoreRow
@@ -57,6 +58,7 @@ class RunResult:
     transcript: Transcript | None
     calls: tuple[Call, ...]  # of every model, in the order in which they ended
     error: BaseException | None  # what the workflow or the reward raised
+    readings: tuple[AnswerReading, ...] = ()  # what its reward compared
 
     @property
     def experiences(self) -> tuple[Experience, ...]:
@@ -184,10 +186,14 @@ def trace(result: WorkflowResult, *, tokens: bool = False, decode: Decode = deco
     return out.getvalue()
 
 
-def show(result: WorkflowResult, out: Console, *, tokens: bool = False, decode: Decode = decode_bytes) -> None:
-    """Prints the whole result."""
+def show(
+    result: WorkflowResult, out: Console, *, tokens: bool = False, explain: bool = False, decode: Decode = decode_bytes
+) -> None:
+    """Prints the whole result; with `explain` also what rewards read."""
     for run in result.runs:
         _run(result, run, out)
+        if explain:
+            _explain(run, out)
         if tokens:
             for row in run.experiences:
                 if row.num_tokens:
@@ -233,6 +239,23 @@ def traceback_of(run: RunResult) -> str:
     own = [f for f in frames if not Path(f.filename).is_relative_to(_PACKAGE)] or frames
     lines = traceback.format_list(own) + traceback.format_exception_only(run.error)
     return redact("".join(lines)).rstrip()
+
+
+def _explain(run: RunResult, out: Console) -> None:
+    """What the reward read of the last answer."""
+    if run.transcript is not None:
+        completion = run.transcript.turns[-1].completion
+        thought = len(completion.with_thought) - len(completion.answer)
+        _line(out, f"  answer     {_short(completion.answer)}" + (f"  behind {thought} characters of thought" if thought else ""))
+    for reading in run.readings:
+        _line(out, f"  reads      {reading.part}: {'none' if reading.text is None else _short(reading.text)}")
+        _line(out, f"  as         {'nothing that it knows' if reading.value is None else _short(str(reading.value))}")
+        if reading.truth is not None:
+            _line(out, f"  truth as   {_short(str(reading.truth))}")
+        if reading.right is not None:
+            _line(out, f"  verdict    {'right' if reading.right else 'wrong'}")
+    if not run.readings:
+        _line(out, "  reads      in its own way: it notes nothing (rft.reward.readings.note)")
 
 
 def _rewards(run: RunResult, out: Console) -> None:

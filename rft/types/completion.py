@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from rft.types.ids import Version
 from rft.types.readonly import freeze
 from rft.types.task import SamplingArgs
-from rft.types.thoughts import split_thought
+from rft.types.thoughts import THINK, THINK_END, closes, split_thought
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -43,6 +43,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     sampling: SamplingArgs
     engine: str = ""  # which engine, e.g. "vllm-0"
     in_thought: bool = False  # the prompt ended inside a thought, with which `text` goes on
+    stop_text: str = ""  # the one of `sampling.stop` that ended the answer; `text` is without it
     reasoning: str = ""  # what a reasoning parser cut out of `text`
     tool_calls: tuple[dict[str, Any], ...] = ()  # what a tool-call parser found, in OpenAI's form
     routed_experts: np.ndarray | None = None  # [P + R - 1, layers, experts], see rft.types.experts; None: it does not tell
@@ -59,9 +60,27 @@ class Completion(Struct, frozen=True, kw_only=True):
         return made | ({"tool_calls": copy.deepcopy([*self.tool_calls])} if self.tool_calls else {})
 
     @property
+    def around_text(self) -> dict[str, Any]:
+        """What `text` does not say of an answer, kept in an experience's info: it is scored again with them."""
+        return {name: value for name, value in (("in_thought", self.in_thought), ("stop_text", self.stop_text)) if value}
+
+    @property
+    def written(self) -> str:
+        """`text`, and the stop text behind it where that closes a tag or a brace: a reward that reads <answer>7</answer> looks for it."""
+        return self.text + (self.stop_text if closes(self.text, self.stop_text, opened=self.in_thought) else "")
+
+    @property
+    def with_thought(self) -> str:
+        """`written` with the thought that a parser took out of it, or the tag that the prompt opened: for rewards of a format."""
+        if self.reasoning:
+            return f"{THINK}{self.reasoning}{THINK_END}{self.written}"
+        return THINK + self.written if self.in_thought else self.written
+
+    @property
     def answer(self) -> str:
-        """The part of `text` behind the last thought (`split_thought`)."""
-        return split_thought(self.text, opened=self.in_thought).answer
+        """The part of `written` behind the last thought (`split_thought`)."""
+        thought, answer = split_thought(self.written, opened=self.in_thought)
+        return answer.lstrip("\n") if thought else answer
 
     @property
     def version(self) -> Version:
@@ -127,8 +146,13 @@ class Transcript(Struct, frozen=True, kw_only=True):
 
     @property
     def answer(self) -> str:
-        """Text of the last model call."""
-        return self.turns[-1].completion.text
+        """Text of the last model call, behind its thought."""
+        return self.turns[-1].completion.answer
+
+    @property
+    def with_thought(self) -> str:
+        """Text of the last model call and the thought before it."""
+        return self.turns[-1].completion.with_thought
 
     @property
     def truncated(self) -> bool:

@@ -56,6 +56,20 @@ def _is_json(text: str) -> bool:
     return True
 
 
+def closes(text: str, stop: str, *, opened: bool = False) -> bool:
+    """Whether a stop text closes a tag or a brace that is open in `text`; `opened` as for `split_thought`."""
+    mark = stop.strip()
+    if mark.startswith("</"):
+        return text.count(mark.replace("/", "", 1)) + (opened and mark == THINK_END) > text.count(mark)
+    return mark == "}" and text.count("{") > text.count("}")
+
+
+def was_opened(text: str) -> bool:
+    """Whether a text whose prompt is not known goes on with a thought: it closes one that it has not opened."""
+    before, closed, _ = text.partition(THINK_END)
+    return bool(closed) and THINK not in before
+
+
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt, of which the end is enough, ends inside a thought that the answer goes on with."""
     return prompt.rstrip().endswith(THINK)

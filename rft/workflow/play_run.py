@@ -31,7 +31,6 @@ from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
 from rft.types.readonly import hint
 from rft.types.task import Task
-from rft.types.thoughts import KEY as IN_THOUGHT
 from rft.waiting import waits
 from rft.workflow.base import RunContext
 from rft.workflow.isolated import IsolatedRunFailed, Place
@@ -56,13 +55,13 @@ def experiences(
         own = _own_score(turns)
         score = own or verdict or Score(value=None)
         last = turns[-1]
-        thought = {IN_THOUGHT: True} if last.completion.in_thought else {}
         row = from_completions(
             group.run(run, attempt, step), [t.completion for t in turns], taskset=task.taskset, task_index=task.index,
             workflow=workflow, reward=score.value, credit="run" if own is None else "step", reward_parts=score.parts,
             messages=(*last.messages, last.completion.message), tools=last.tools, prompt_text=_prompt_text(turns[0]),
             metrics={name: float(value) for name, value in transcript.metrics.items()},
-            info={**transcript.info, **last.info, **thought, **({"reward_reason": redact(score.reason)} if score.reason else {})},
+            info={**transcript.info, **last.info, **last.completion.around_text,
+                  **({"reward_reason": redact(score.reason)} if score.reason else {})},
         )  # fmt: skip
         rows.append(_taught(_masked(row, turns), turns))
     if transcript.limited:

@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any
 
 from rft.extras.sandbox import repair_workflow as repair
@@ -19,10 +18,10 @@ from rft.extras.sandbox.remote_sandbox import _compared, _read
 from rft.extras.worlds.adapters import chosen
 from rft.logs import redact, safe
 from rft.plugins import import_file, shipped_workflows
-from rft.reward import calibration, dapo, exact, extract, gsm8k, search_qa, verdict
+from rft.reward import answer_values, calibration, dapo, extract, math, measures, search_qa, verdict
 from rft.reward.countdown_reward import evaluated
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
-from rft.reward.gsm8k import final_number
+from rft.types import thoughts
 from rft.workflow import endpoint_wire
 from rft.workflow import tools as toolcalls
 
@@ -51,13 +50,15 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "fences": lambda t: list(extract.fenced(t)),
     "shape": extract.has_shape,
     "thinks first": extract.thinks_first,
-    "last number": lambda t: exact.last_number(t) == Decimal(4),
-    "gsm8k strict": lambda t: final_number(t, "strict"),
-    "gsm8k flexible": lambda t: final_number(t, "flexible"),
-    "gsm8k plain": gsm8k._plain,
-    "stated confidence": lambda t: (calibration._read(t), calibration._confidence(t)),
+    "last value": answer_values.last_value,
+    "whole value": answer_values.whole_value,
+    "unit": measures.unit_of,
+    "first value": answer_values.first_value,
+    "conclusion": lambda t: (math.result_of(t), math._as_text(t), math._formula(t)),
+    "thought": lambda t: thoughts.split_thought(t, opened=True),
+    "stated confidence": lambda t: (calibration._read(t), extract.blocks(t, "confidence")),
     "sudoku": sudoku._moves,
-    "dapo": lambda t: dapo.final_answer(t),
+    "dapo": lambda t: dapo.stated_answer(t),
     "search_qa": search_qa.plain,
     "countdown": lambda t: evaluated(t),
     "program": lambda t: program_of(t, "def f():\n", "f"),
@@ -88,7 +89,8 @@ PIECES = (
     "let's solve ", "a", "A.", "a+", "x://", "a://b:", "a://b:c@", "bearer ", "&key=", "eyJ", "sk-",
     "-----BEGIN PRIVATE KEY-----", "<<<end", "<|", "[INST]", "\x00", "\ud800", "\u202e", "İ", "\n", " ", "\t", "\r\n", "[", "]",
     "[[", '{"a":', '"', '"\\"', '\\"', "\\", ",", "[],", '{"key": "KEY", "score": ', "rft-result:", "sk_", "left ", "a.", "-a",
-    "(", "((1)", "1+", "=",
+    "(", "((1)", "1+", "=", "1/", "1 1/", "1 or ", "1, ", "1^", "½", "²", "$1", "$a$ or ", "\\frac{1", "\\text{", "\\(", "\\[",
+    "answer is ", "答案", "~~~", "~~~ \n", "   ```\n", "may 1, 2024 ", "2024-1-", "1 km/", "\\boxed{1} or ", "*a", "_a",
 )  # fmt: skip
 HEADS = (
     "",

@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 
 import pytest
+
 from rft.engine.scripted import ScriptedEngine
 from rft.extras.view.view_pages import ViewPages
 from rft.extras.view.view_server import ViewServer
-
 from rft.logs import OncePerMinute
 from rft.workflow.endpoint import public
 from tests.attacks.table import attack

@@ -20,7 +20,6 @@ from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpa
 from rft.types.experience import Experience
 from rft.types.ports import ChatModel
 from rft.types.task import Task, plain_text
-from rft.types.thoughts import KEY as IN_THOUGHT
 from rft.worker import job_pool
 
 
@@ -115,7 +114,8 @@ def transcript_of(x: Experience, task: Task) -> Transcript:
             finish_reason="length" if x.status == "truncated" and i == said[-1] else "stop",
             version_spans=(VersionSpan(x.version_spans[0].version, 0, len(where)),) if x.version_spans and len(where) else (),
             sampling=task.sampling,
-            in_thought=bool(x.info.get(IN_THOUGHT)),
+            in_thought=i == said[-1] and bool(x.info.get("in_thought")),
+            stop_text=str(x.info.get("stop_text", "")) if i == said[-1] else "",
             reasoning=str(answer.get("reasoning_content") or ""),
             tool_calls=tuple(answer.get("tool_calls") or ()),
         )

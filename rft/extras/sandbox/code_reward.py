@@ -24,6 +24,7 @@ from rft.extras.sandbox.processes import Level, ProgramLimits, SandboxError, San
 from rft.extras.sandbox.remote_sandbox import RemoteSandbox
 from rft.reward.base import Reward, reward
 from rft.reward.extract import fenced
+from rft.reward.readings import UnreadableTruth, note, where
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -77,8 +78,12 @@ class CodeReward(Reward):
 
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         checks = checks_of(task, self.args)
-        prompt, entry = (checks.prompt, checks.entry_point) if isinstance(checks, Tests) else ("", "")
+        prompt, entry = "", ""
+        if isinstance(checks, Tests):
+            prompt, entry = checks.prompt, checks.entry_point
+            checks = replace(checks, gold=program_of(self.gold_answer(task) or "", prompt, entry))
         program = program_of(transcript.answer, prompt, entry)
+        note("program", program, type(checks).__name__)
         if not program.strip():
             return Score(value=self.args.wrong, parts={"tests_passed": 0.0}, reason="no_code: the answer holds no program")
         try:
@@ -141,7 +146,7 @@ def _first(checks: Checks) -> Checks:
         return Pairs(checks.pairs[:_FIRST_CASES])
     if isinstance(checks, Calls):
         return Calls(checks.function, checks.cases[:_FIRST_CASES])
-    return Tests(checks.tests[:_FIRST_CASES], checks.entry_point, checks.prompt)
+    return replace(checks, tests=checks.tests[:_FIRST_CASES])
 
 
 def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
@@ -180,8 +185,8 @@ def checks_of(task: Task, args: CodeArgs) -> Checks:
     asserts = [truth] if isinstance(truth, str) else truth
     if isinstance(asserts, list) and asserts and all(isinstance(a, str) and a.strip() for a in asserts):
         return Tests([f"{setup}\n{a}" if setup else a for a in asserts])
-    raise ValueError(
-        f"task {task.taskset}[{task.index}] has no tests: give columns {args.test_key} and {args.entry_point_key}, or a truth "
+    raise UnreadableTruth(
+        f"{where(task)} has no tests: give columns {args.test_key} and {args.entry_point_key}, or a truth "
         "(format.response_key) that is {inputs, outputs} of equal length or a list of asserts"
     )
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -75,12 +75,16 @@ class Calls:
 
 @dataclass(frozen=True)
 class Tests:
-    """Code with asserts; `check(candidate)` is called with the function `entry_point`.  `prompt`: code whose helpers they use."""
+    """Code with asserts; `check(candidate)` is called with the function `entry_point`.
+
+    `prompt`: code whose helpers they use.  `gold`: a right program, which tells tests that are wrong from programs that are.
+    """
 
     __test__ = False  # no test class
     tests: Sequence[str]
     entry_point: str = ""
     prompt: str = ""
+    gold: str = field(default="", compare=False)
 
 
 Checks = Pairs | Calls | Tests
@@ -170,7 +174,8 @@ def _judged(server: ForkServer, program: str, checks: Checks, limits: ProgramLim
         return jobs.judge_pairs(server, program, checks.pairs, limits, all=all)
     if isinstance(checks, Calls):
         return jobs.judge_calls(server, program, checks.function, checks.cases, limits, all=all)
-    return jobs.judge_tests(server, program, checks.tests, limits, entry_point=checks.entry_point, prompt=checks.prompt, all=all)
+    named = {"entry_point": checks.entry_point, "prompt": checks.prompt, "gold": checks.gold}
+    return jobs.judge_tests(server, program, checks.tests, limits, **named, all=all)
 
 
 def offered(python: str = sys.executable) -> tuple[Level | None, dict[Level, str]]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from rft.extras.sandbox import wire
 from rft.extras.sandbox.processes import ForkServer, ProgramLimits, SandboxedProcess, SandboxError, remaining
+from rft.extras.sandbox.testrunner import unknown
 from rft.worker.framing import BadMessage
 
 _ERRORS_KEPT = 4096
@@ -114,26 +115,44 @@ def judge_tests(
     *,
     entry_point: str = "",
     prompt: str = "",
+    gold: str = "",
     all: bool = False,
 ) -> ProgramVerdict:
     """Each test is code with asserts; one that defines `check` has it called with the function `entry_point`.
 
-    `prompt`: code whose helpers the tests may use.  The deadline holds for loading and all tests together.  Raises BrokenTests.
+    `prompt`: code whose helpers the tests may use.  The deadline holds for loading and all tests together.  Raises BrokenTests where they
+    cannot be run; an error that a program may cause counts as theirs only if `gold`, or programs that give always the same, meet it too.
     """
+    order = {"tests": list(tests), "entry_point": entry_point, "prompt": prompt, "all": all}
+    verdict, suspect = _run_tests(server, program, order, limits)
+    if suspect:
+        names = sorted(unknown([*tests, entry_point], {}))
+        constant = ["\n".join(f"def {name}(*_, **__): return {value}" for name in names) for value in (None, 1)]
+        if _all_fail_so(server, [gold] if gold else constant, order, limits):
+            raise BrokenTests(f"the tests cannot be run: {suspect}")
+    return verdict
+
+
+def _all_fail_so(server: ForkServer, programs: Sequence[str], order: dict[str, Any], limits: ProgramLimits) -> bool:
+    return all(_run_tests(server, program, order, limits)[1] for program in programs)
+
+
+def _run_tests(server: ForkServer, program: str, order: dict[str, Any], limits: ProgramLimits) -> tuple[ProgramVerdict, str]:
+    """The verdict, and the error that a program or the tests themselves may have caused."""
+    total = len(order["tests"])
     with _two(server, limits) as (process, runner):
         failure, deadline = _load(process, program, limits)
         if failure is not None:
-            return ProgramVerdict(0, len(tests), failure.reason, failure.detail)
-        order = {"tests": list(tests), "entry_point": entry_point, "prompt": prompt, "all": all}
+            return ProgramVerdict(0, total, failure.reason, failure.detail), ""
         try:
             wire.send(runner.channel, order, largest=wire.LARGEST_ORDER, deadline=deadline)
             said = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
         except TimeoutError:
-            return ProgramVerdict(0, len(tests), "timeout", f"no verdict after {limits.timeout_s:g} s")
+            return ProgramVerdict(0, total, "timeout", f"no verdict after {limits.timeout_s:g} s"), ""
         except OSError:
             status = runner.ended()
             if status in (_XCPU, _KILLED):
-                return ProgramVerdict(0, len(tests), "timeout", "the tests used up their processor time")
+                return ProgramVerdict(0, total, "timeout", "the tests used up their processor time"), ""
             raise SandboxError(f"the tests' process ended without a verdict (status {status})") from None
         if "broken" in said:
             raise BrokenTests(f"the tests cannot be run: {said['broken']}")
@@ -142,7 +161,7 @@ def judge_tests(
             ended = how_ended(process.ended(), detail, limits)
             reason, detail = ended.reason, ended.detail
         ran = _memory(reason, detail)
-        return ProgramVerdict(said["passed"], said["total"], ran.reason, ran.detail)
+        return ProgramVerdict(said["passed"], said["total"], ran.reason, ran.detail), said.get("suspect", "")
 
 
 def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -> Ran:

@@ -12,12 +12,14 @@ import builtins
 import os
 import socket
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from rft.extras.sandbox import wire
 from rft.worker.framing import BadMessage
 
 NAME = "<tests>"
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 
 
@@ -88,7 +90,10 @@ class Stand:
 
 
 def run_tests(order: dict[str, Any], channel: socket.socket, link: socket.socket) -> None:
-    """Judges and sends {passed, total, reason, detail} or {broken: why the tests themselves cannot be run}: does not return."""
+    """Judges and sends {passed, total, reason, detail} or {broken: why the tests themselves cannot be run}: does not return.
+
+    `suspect`: an error that wrong tests have, and that a program can cause with what it returns.
+    """
     try:
         verdict = _judge(order, Link(link))
     except Exception as e:
@@ -136,7 +141,7 @@ def _judge(order: dict[str, Any], link: Link) -> dict[str, Any]:
     tests, entry = order["tests"], order["entry_point"]
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     _run_prompt(order["prompt"], names)
-    for name in _unknown(tests, names) | _unknown([entry], {}):
+    for name in unknown(tests, names) | unknown([entry], {}):
         names[name] = Stand(link, name)
     if entry:
         names[entry] = names["candidate"] = Stand(link, entry)
@@ -171,15 +176,21 @@ def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
     """None if the test passed."""
     had = names.pop("check", None)
     try:
-        exec(compile(test, NAME, "exec"), names)  # noqa: S102
+        code = compile(test, NAME, "exec")
+    except SyntaxError as e:
+        return {"broken": _line(e)}
+    try:
+        exec(code, names)  # noqa: S102
         if entry and callable(names.get("check")):
             exec(f"check({entry})", names)  # noqa: S102  also of Solution().name
     except ProgramRaised as e:
         return {"reason": "gone" if isinstance(e, ProgramGone) else "error", "detail": _line(e)}
-    except (NameError, ImportError, SyntaxError) as e:  # plain data cannot cause these: the tests are wrong
-        return {"broken": _line(e)}
     except BaseException as e:
-        return {"reason": "wrong_answer", "detail": f"{_where(e, test)}: {_line(e)}"[:500]}
+        where = _where(e, test)
+        if isinstance(e, ImportError) and where.startswith(("import ", "from ")):  # which no program can cause
+            return {"broken": _line(e)}
+        failure = {"reason": "wrong_answer", "detail": f"{where}: {_line(e)}"[:500]}
+        return failure | ({"suspect": _line(e)} if isinstance(e, NameError | ImportError | SyntaxError) else {})
     finally:
         if had is not None:
             names.setdefault("check", had)
@@ -196,15 +207,32 @@ def _only_define(tests: list[str]) -> bool:
     return all(i or "Name(id='__name__'" in ast.dump(n) for i, n in zip(idle, nodes, strict=True))
 
 
-def _unknown(tests: list[str], names: dict[str, Any]) -> set[str]:
-    """Names that the tests read and that neither Python nor the question has."""
+def unknown(tests: list[str], names: dict[str, Any]) -> set[str]:
+    """Names that the tests read before they bind them, and that neither Python nor the question has."""
     read: set[str] = set()
     for test in tests:
         try:
-            read |= {n.id for n in ast.walk(ast.parse(test)) if isinstance(n, ast.Name)}
+            tree = ast.parse(test)
         except SyntaxError:
             continue  # said when it is run
+        bound: set[str] = set()
+        for name, binds in _names(tree):
+            if binds:
+                bound.add(name)
+            elif name not in bound:
+                read.add(name)
     return read - set(names) - set(dir(builtins))
+
+
+def _names(node: ast.AST, inner: bool = False) -> Iterator[tuple[str, bool]]:
+    """Names in the order in which they are evaluated, and whether each is bound there; bindings of inner scopes are none."""
+    if isinstance(node, ast.Name):
+        yield node.id, isinstance(node.ctx, ast.Store) and not inner
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.For):
+        children.sort(key=lambda child: child is not (node.iter if isinstance(node, ast.For) else node.value))
+    for child in children:
+        yield from _names(child, inner or isinstance(node, _SCOPES))
 
 
 def _exception(mro: Any, message: str) -> ProgramRaised:

@@ -7,6 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from rft.reward.base import reward_function
+from rft.reward.extract import answer_block
+from rft.reward.readings import note
 from rft.types.completion import Transcript
 from rft.types.task import Task
 from rft.worker.job_pool import WorkerPool
@@ -23,7 +25,7 @@ async def reasoning_gym(task: Task, transcript: Transcript, *, timeout_s: Annota
         raise ValueError(
             f"task {task.taskset}[{task.index}] has no metadata.source_dataset; this reward is for reasoning_gym:// tasksets"
         )
-    answer = transcript.answer
-    if "<answer>" in answer:
-        answer = answer.rpartition("<answer>")[2].partition("</answer>")[0]
-    return float(await POOL.call({"name": name, "answer": answer.strip(), "entry": task.row}, timeout_s))
+    answer = answer_block(transcript.answer).strip()
+    score = float(await POOL.call({"name": name, "answer": answer, "entry": task.row}, timeout_s))
+    note("last <answer> block, else all", answer, f"by {name}", task.truth, score == 1.0)
+    return score

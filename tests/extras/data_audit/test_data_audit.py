@@ -122,20 +122,27 @@ def test_a_reward_without_a_score_says_why(tmp_path: Path, tiny_model: Path) -> 
 
 def test_check_looks_at_a_sample(tmp_path: Path, tiny_model: Path) -> None:
     train, held = rows(0, 64), rows(1000, 5)
-    train[32] = {"prompt": sentence(32), "response": ""}
     held[0] = {**train[5], "prompt": train[5]["prompt"].replace("Tell me", "Tell us")}
     audit(tmp_path, tiny_model, train, held)
     out, _, code = said(
         "check", *asked(tmp_path, tiny_model), "buffer.batch_size=8", "--json",
     )  # fmt: skip
     warnings = json.loads(out)["warnings"]
-    assert code == 0 and any("further gold answers do not get full marks, e.g. that of row 32 scores 1" in w for w in warnings), (
-        warnings
-    )
-    assert any(
+    assert code == 0 and any(
         "1 of the prompts of held that were compared are nearly the same as one of copy, e.g. row 0 and row 5" in w
         for w in warnings
     )
+
+
+def test_a_truth_that_cannot_be_read_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    """G1: by the audit of all rows, and by check, which looks at a sample."""
+    train, held = rows(0, 64), rows(1000, 5)
+    train[32] = {"prompt": sentence(32), "response": ""}
+    found, code = audit(tmp_path, tiny_model, train, held)
+    assert code == 4
+    assert "the reward cannot read the truth on 1 rows: the truth of task copy[32] is ''; it must be a text" in whats(found)
+    out, _, code = said("check", *asked(tmp_path, tiny_model), "buffer.batch_size=8", "--json")
+    assert code == 2 and "cannot score row 32: the truth of task copy[32] is ''" in out
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,40 @@ def test_tests_that_are_wrong_say_nothing_about_the_program(server: ForkServer) 
 
 
 @pytest.mark.parametrize(
+    ("test", "attack", "gold"),
+    [
+        ("for v in c(3):\n    last = v\nassert last == 6", "def c(x): return []", "def c(x): return [6]"),
+        ("if c(3):\n    x = 1\nassert x", "def c(x): return 0", "def c(x): return 1"),
+        ("import ast\nassert ast.literal_eval(c(3)) == 6", "def c(x): return '('", "def c(x): return '6'"),
+        ("assert eval(c(3)) == 6", "def c(x): return 'y'", "def c(x): return '6'"),
+        ("assert compile(c(3), 'c', 'eval')", "def c(x): return '('", "def c(x): return '6'"),
+        ("import importlib\nassert importlib.import_module(c(3))", "def c(x): return 'no_such'", "def c(x): return 'ast'"),
+        (
+            "def check(c):\n    for v in c(3):\n        last = v\n    assert last == 6",
+            "def c(x): return ()",
+            "def c(x): return [6]",
+        ),
+    ],
+)
+def test_what_a_program_returns_cannot_make_tests_look_wrong(test: str, attack: str, gold: str, server: ForkServer) -> None:
+    """R3: with a solution beside the row, and without."""
+    entry = "c" if "check" in test else ""
+    for known in (gold, ""):
+        verdict = jobs.judge_tests(server, attack, [test], LIMITS, entry_point=entry, gold=known)
+        assert (verdict.passed, verdict.reason) == (0, "wrong_answer"), verdict
+        assert jobs.judge_tests(server, gold, [test], LIMITS, entry_point=entry, gold=known).right
+
+
+def test_a_solution_shows_that_tests_are_wrong(server: ForkServer) -> None:
+    """R3: behind an assert that constant programs fail."""
+    test = "assert f(2) == 4\nfor v in []:\n    last = v\nassert last"
+    with pytest.raises(BrokenTests, match="NameError"):
+        jobs.judge_tests(server, "def f(x): return x * x", [test], LIMITS, gold="def f(x): return 2 * x")
+    with pytest.raises(BrokenTests, match="no_such"):
+        jobs.judge_tests(server, "def f(x): return x * x", ["assert f(2) == 4\nimport no_such"], LIMITS)
+
+
+@pytest.mark.parametrize(
     ("test", "entry"),
     [
         ("def check(c):\n    assert c(1) == 2", ""),

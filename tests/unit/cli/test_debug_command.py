@@ -120,6 +120,30 @@ def test_answers_are_scored(folder: Path) -> None:
     assert none.code == 2 and "rft debug workflow --say" in none.output
 
 
+def test_a_reward_explains_what_it_reads(folder: Path) -> None:
+    exact = "buffer.explorer_input.default_reward_fn_type=exact_answer"
+    done = debug(
+        "reward", "--explain", "--answer", "<think>it is 9</think>so 8/2", "--answer", "k</think>x", exact, "--task", "3"
+    )
+    assert done.code == 0, done.output
+    lines = [line.strip() for line in done.output.splitlines()]
+    seen = [line for line in lines if line.startswith(("answer ", "reads ", "as ", "truth as ", "verdict "))]
+    assert seen == [
+        "answer     so 8/2  behind 22 characters of thought",
+        "reads      last value: so 8/2",
+        "as         4",
+        "truth as   3",
+        "verdict    wrong",
+        "answer     x  behind 16 characters of thought",
+        "reads      last value: x",
+        "as         nothing that it knows",
+        "truth as   3",
+        "verdict    wrong",
+    ]
+    own = debug("reward", "--explain", "--answer", "3", "--judge", "scripted:1")
+    assert "reads      in its own way" in own.output
+
+
 def test_a_real_model_and_its_judge(folder: Path) -> None:
     """The judge is a model of random weights: what it says is no number, and that is what the reward raises."""
     done = debug("workflow", "--engine", "transformers", "--tokens", "buffer.explorer_input.default_reward_fn_type=exact_answer")

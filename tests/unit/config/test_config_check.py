@@ -489,28 +489,36 @@ def test_an_overlong_penalty_that_ends_a_run_is_refused(model: Path) -> None:
     assert run(model, whole, parts[1]).ok
 
 
-def test_a_gold_answer_that_cannot_be_tried_is_a_warning(model: Path, tmp_path: Path) -> None:
-    """A column that was forgotten, data of another shape, a date."""
+@pytest.mark.parametrize(
+    ("answer", "reward", "why"),
+    [
+        ("1 or 2", "exact_answer", "row 0: the truth of task sums[0] is '1 or 2'; it must be one number"),
+        (None, "exact_answer", "row 0: task sums[0] has no truth; name its column in format.response_key"),
+        ("", "exact_answer, reward_fn_args: {compare: text}", "row 0: the truth of task sums[0] is ''; it must be a text"),
+    ],
+)
+def test_a_truth_that_cannot_be_read_is_an_error(model: Path, tmp_path: Path, answer: str | None, reward: str, why: str) -> None:
+    """G1: a run of such rows would end after its first groups."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": answer}) + "\n")
+    name, _, args = reward.partition(", reward_fn_args: ")
+    more = [f"{TASKSET}.reward_fn_args={args}"] if args else []
+    report = run(
+        model, f"{TASKSET}.path={tmp_path}/rows.jsonl", "buffer.batch_size=1", f"{TASKSET}.default_reward_fn_type={name}", *more
+    )
+    assert not report.ok and why in errors(report) and "Correct the row, or leave it out" in errors(report)
+
+
+def test_a_date_of_a_table_is_compared_as_text(model: Path, tmp_path: Path) -> None:
     import datetime
 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def warned(path: Path, *more: str) -> str:
-        report = run(model, f"{TASKSET}.path={path}", "buffer.batch_size=1", *more)
-        assert report.ok, errors(report)
-        return "\n".join(report.warnings)
-
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1+1?", "answer": "2"}\n')
-    said = warned(rows, f"{TASKSET}.format.response_key=response", f"{TASKSET}.default_reward_fn_type=exact_answer")
-    assert "exact_answer raised on an empty answer to row 0: ValueError" in said and "format.response_key" in said
-    said = warned(rows, f"{TASKSET}.default_reward_fn_type=countdown_reward")
-    assert "raised on the gold answer of row 0: ValueError" in said and "(answer '')" in said
     table = pa.table({"question": ["1?"], "answer": [datetime.datetime(2020, 1, 2)]})
     pq.write_table(table, tmp_path / "dates.parquet")
-    text = f"{TASKSET}.reward_fn_args={{compare: text}}"
-    assert "gold answer" not in warned(tmp_path / "dates.parquet", f"{TASKSET}.default_reward_fn_type=exact_answer", text)
+    text = [f"{TASKSET}.default_reward_fn_type=exact_answer", f"{TASKSET}.reward_fn_args={{compare: text}}"]
+    report = run(model, f"{TASKSET}.path={tmp_path}/dates.parquet", "buffer.batch_size=1", *text)
+    assert report.ok and "gold answer" not in "".join(report.warnings)
 
 
 def test_prompts_that_are_cut_do_not_fail(model: Path, tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from itertools import permutations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rft.reward.countdown_reward import evaluated
 from rft.reward.tool_calls import matches, wanted
@@ -80,6 +83,36 @@ GOLD = [{"weather": {"city": ["Oslo"], "days": [1, ""]}}]
 )
 def test_tool_calls_are_compared(made: list[tuple[str, dict[str, object]]], why: str) -> None:
     assert why in matches(made, wanted(GOLD)) and bool(why) == bool(matches(made, wanted(GOLD)))
+
+
+BOTH = [{"f": {"x": [1, 2]}}, {"f": {"x": [1]}}]
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [((1, 2), ""), ((2, 1), ""), ((1, 1), ""), ((2, 2), "f: x is 2"), ((1, 3), "f: x is 3")],
+)
+def test_equal_calls_are_matched_in_any_order(values: tuple[int, int], why: str) -> None:
+    """R13: the gold call that allows more is left to the call that needs it."""
+    for gold in (BOTH, BOTH[::-1]):
+        assert matches([("f", {"x": value}) for value in values], wanted(gold)) == why
+
+
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5), st.data())
+def test_calls_match_wherever_some_assignment_does(allowed: list[set[int]], data: st.DataObject) -> None:
+    """R13, against all orders."""
+    values = data.draw(st.lists(st.integers(0, 3), min_size=len(allowed), max_size=len(allowed)))
+    possible = any(all(v in a for v, a in zip(order, allowed, strict=True)) for order in permutations(values))
+    gold = wanted([{"f": {"x": sorted(each)}} for each in allowed])
+    assert (matches([("f", {"x": v}) for v in values], gold) == "") is possible
+
+
+@pytest.mark.parametrize(
+    ("made", "gold"), [("Hawai’i", "Hawai'i"), ("cafe\u0301", "café"), ("1914–1918", "1914-1918"), (" NEW\u00a0York", "New York")]
+)
+def test_texts_of_arguments_are_read_in_one_spelling(made: str, gold: str) -> None:
+    """G10."""
+    assert matches([("f", {"x": made})], wanted([{"f": {"x": [gold]}}])) == ""
 
 
 def test_gold_calls_in_several_shapes() -> None:

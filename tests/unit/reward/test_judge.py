@@ -46,12 +46,22 @@ def clear(**args: Any) -> Clear:
 FENCE = PromptDelimiters("abcdefabcdefabcd")
 FENCE.ask(score=Scale(1, 10))
 GOOD = f'{{"key": "{FENCE.key}", "score": 7}}'
+PRETTY = f'{{\n  "key": "{FENCE.key}",\n  "score": 7\n}}'  # G12
 
 
 @pytest.mark.parametrize(
-    "reply", [GOOD, f"It is fine.\n\n{GOOD}\n", f"<think>\n{GOOD}\nno...\n</think>\n{GOOD}", f"So:\n```json\n{GOOD}\n```"]
+    "reply",
+    [
+        GOOD,
+        f"It is fine.\n\n{GOOD}\n",
+        f"<think>\n{GOOD}\nno...\n</think>\n{GOOD}",
+        f"So:\n```json\n{GOOD}\n```",
+        PRETTY,
+        f"It is {{fine}}.\n{PRETTY}\n",
+        f"So:\n```json\n{PRETTY}\n```",
+    ],
 )
-def test_the_last_line_is_the_verdict(reply: str) -> None:
+def test_the_object_at_the_end_is_the_verdict(reply: str) -> None:
     assert read(reply, FENCE) == {"score": 7.0}
 
 
@@ -78,6 +88,11 @@ def test_the_last_line_is_the_verdict(reply: str) -> None:
         GOOD + "\nI am sure.",
         GOOD + GOOD,
         f"{GOOD}\n{GOOD.replace('7', '9')}",
+        f"{PRETTY}\n{PRETTY}",
+        f"{PRETTY}\n{GOOD}",
+        f"{PRETTY}\nI am sure.",
+        f"<think>\n{GOOD}",
+        f"key: {FENCE.key}, score: 9\n{GOOD}",
         GOOD.replace('"score": 7', '"score": 7, "score": 9'),
         GOOD.replace('"score"', '"quality"'),
         GOOD.replace("7", '7, "bonus": 3'),

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,8 +15,8 @@ from rft.errors import ConfigError, PluginError, RunFailed
 from rft.plugins import load_all
 from rft.reward.base import hook, score, score_group
 from rft.reward.build_reward import build
-from rft.reward.exact import last_number
 from rft.reward.extract import last_boxed
+from rft.reward.readings import UnreadableTruth
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import TasksetSettings
 from rft.types.completion import Score
@@ -43,27 +42,6 @@ def math_pool():
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("3 + 4 = 7.", "7"),
-        ("5-3", "3"),
-        ("it is -3", "-3"),
-        ("x = \u22123", "-3"),
-        ("5\u22123", "3"),
-        ("a loss of -$3", "-3"),
-        (r"\(-\$1,200\)", "-1200"),
-        ("1,234.50 dollars", "1234.50"),
-        ("1, 2", "2"),
-        ("x", None),
-        ("7.0", "7"),
-        ("12,34", "34"),
-    ],
-)
-def test_last_number(text, number):
-    assert last_number(text) == (None if number is None else Decimal(number))
-
-
 async def test_exact_answer():
     fn = build("exact_answer", {})
     assert (await score(fn, task("7"), make_transcript("3 + 4 = 7"))).value == 1.0
@@ -76,7 +54,7 @@ async def test_exact_answer():
     ).value == 1.0
     with pytest.raises(ValueError, match="has no truth"):
         await score(fn, task(None), make_transcript("1"))
-    with pytest.raises(ValueError, match="holds no number"):
+    with pytest.raises(ValueError, match="must be one number"):
         await score(fn, task("seven"), make_transcript("1"))
 
 
@@ -169,8 +147,8 @@ async def test_math_rewards(math_pool):
     assert (await score(boxed, task(r"\frac{1}{2}"), make_transcript(r"\boxed{0.5}"))).value == 1.0
     assert (await score(boxed, task("2"), make_transcript("2"))).value == 0.0
     hits = math_pool.memo_hits
-    assert (await score(build("accuracy_reward", {}), task("2x+1"), make_transcript("$1+2x$"))).value == 1.0
-    assert (await score(build("accuracy_reward", {}), task("2x+1"), make_transcript("$1+2x$"))).value == 1.0
+    assert (await score(build("accuracy_reward", {}), task("17x+3"), make_transcript("$3+17x$"))).value == 1.0
+    assert (await score(build("accuracy_reward", {}), task("17x+3"), make_transcript("$3+17x$"))).value == 1.0
     assert math_pool.memo_hits == hits + 1 and counts()["math_verify/memo_hits"] == hits + 1
 
 
@@ -183,9 +161,10 @@ async def test_a_killed_worker_is_replaced_and_asked_again(math_pool):
     assert math_pool.restarts > restarts
 
 
-async def test_a_worker_that_cannot_read_the_truth_raises(math_pool):
-    with pytest.raises(WorkerError, match="cannot read the truth"):
-        await math_pool.call({"answer": "5", "truth": ""}, 30)
+async def test_a_truth_that_math_verify_cannot_read_is_refused(math_pool):
+    for name in ("math_reward", "math_boxed_reward", "accuracy_reward", "math_dapo_reward"):
+        with pytest.raises(UnreadableTruth, match="formula that math-verify can read"):
+            await score(build(name, {}), task("="), make_transcript("Answer: \\boxed{x+1}"))
 
 
 @pytest.fixture
@@ -364,13 +343,6 @@ async def test_numbers_of_numpy_are_numbers(given):
         got = await score(lambda t, x, result=result: result, task("1"), make_transcript("1"))
         assert got.value == float(given) and type(got.value) is float
         assert all(type(part) is float for part in got.parts.values())
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("it is .5", "0.5"), ("-.25", "-0.25"), ("1e-3", "0.001"), ("so x.5", "5"), ("3e", "3")]
-)
-def test_numbers_without_a_leading_digit_and_with_an_exponent(text, number):
-    assert last_number(text) == Decimal(number)
 
 
 def test_a_deadline_that_a_reward_would_not_keep_is_refused():

@@ -37,7 +37,7 @@ async def scored(name: str, truth: Any, text: str, **args: Any) -> Score:
         ("so 70 + 2\n#### 72", {}, 1.0),
         ("#### 1\n#### $1,072", {}, 0.0),
         ("#### 72.", {}, 1.0),
-        ("#### 72.0", {}, 0.0),
+        ("#### 72.0", {}, 1.0),
         ("#### -72", {}, 0.0),
         ("the answer is 72", {}, 0.0),
         ("the answer is 72.", {"method": "flexible"}, 1.0),

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rft.extras.migrate.compat import trinity_home as home
-from rft.reward.extract import last_boxed
-from rft.reward.math import POOL
+from rft.reward.extract import Result, boxed_result, last_boxed
+from rft.reward.math import same_result
+from rft.reward.readings import UnreadableTruth
 
 TIMEOUT_S = 10.0
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d|\{)")
@@ -37,8 +38,10 @@ def math_equal(prediction: Any, reference: Any, *_: Any, timeout_s: float = TIME
     given, truth = str(prediction).strip(), str(reference).strip()
     if not given or not truth:
         return False
-    boxed = given if "\\boxed" in given else f"\\boxed{{{given}}}"
-    return given == truth or home.run(POOL.call({"answer": boxed, "truth": truth}, timeout_s)) is True
+    equal: bool | None = home.run(same_result(Result(boxed_result(given) or given, True), truth, timeout_s))
+    if equal is None:
+        raise UnreadableTruth(f"math-verify cannot read the truth {truth!r}")
+    return equal
 
 
 def _normalized(answer: str | None) -> str | None:

@@ -54,7 +54,7 @@ def _as_ours(cls: type[RewardFn]) -> type:
 
         async def __call__(self, task: ours.Task, transcript: Transcript) -> dict[str, float]:
             last = transcript.turns[-1].completion
-            values = {"response": transcript.answer, "truth": task.truth, "prompt": task.prompt, "response_token": last.tokens}
+            values = {"response": last.written, "truth": task.truth, "prompt": task.prompt, "response_token": last.tokens}
             given = {k: v for k, v in values.items() if self._any or k in self._takes}
             return parts(await in_thread(lambda: self._fn(**given), f"reward {cls.__name__}"), cls.__name__)
 

@@ -1,0 +1,288 @@
+"""Numbers, fractions, percentages, amounts, quantities and dates, as people and models write them.
+
+docs/howto/reward.md has the grammar.  Knows no reward.  Invariants: a text is read in one pass, so that no answer can make it slow; a
+notation that may mean two values is none.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import date
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from rft.reward.measures import unit_of
+from rft.reward.readings import note, truth_of, unreadable
+from rft.reward.spelling import normalized
+from rft.types.task import Task
+
+_MOST_DIGITS = 400
+_MOST_POWER_DIGITS = 4  # with its sign
+_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+_MONTH = (
+    r"(?i:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?"
+    r"|dec(?:ember)?)\.?"
+)
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7} | {
+    "k": 3, "K": 3, "M": 6, "B": 9, "万": 4, "亿": 8
+}  # fmt: skip
+
+_DATE = (
+    r"(?P<y1>\d{4})(?P<gap1>[-/.])(?P<m1>\d{1,2})(?P=gap1)(?P<d1>\d{1,2})(?!\d|[-/.]\d)"
+    r"|(?P<y2>\d{4}) ?年 ?(?P<m2>\d{1,2}) ?月 ?(?P<d2>\d{1,2}) ?日"
+    rf"|(?P<d3>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? (?P<m3>{_MONTH}),? (?P<y3>\d{{4}})(?!\d)"
+    rf"|\b(?P<m4>{_MONTH}) (?P<d4>\d{{1,2}})(?:st|nd|rd|th)?,? (?P<y4>\d{{4}})(?!\d)"
+    r"|(?P<d5>\d{1,2})(?P<gap5>[/.])(?P<m5>\d{1,2})(?P=gap5)(?P<y5>\d{4})(?!\d)"
+)
+_DIGITS = r"\d{1,3}(?:[ ']\d{3})++(?!\d)(?:[.,]\d++)?|\d++(?:[.,_]\d++)*+|(?<![\w.])\.\d++"
+_VALUE = re.compile(
+    rf"{_DATE}|(?P<sign>(?<![\w)\]%])[-+])?(?:(?P<money>\$|[€£¥₹]|(?:USD|EUR|GBP|INR|Rs\.?)(?= ?\d)) ?(?P<sign2>-)?)?"
+    r"(?:(?:(?P<ones>\d++)(?: and)? )?(?P<over>\d++) ?/ ?(?P<under>\d++)(?!/|[.]\d)"
+    rf"|(?P<digits>{_DIGITS})"
+    r"(?:[eE](?P<exponent>[-+]?\d++)(?!\w)| ?\* ?10\^(?P<ten>[-+]?\d++)|\^(?P<power>[-+]?\d++))?)"
+    r"(?: (?P<scale1>thousand|million|billion|trillion|lakh|crore)\b|(?P<scale2>[kKMB])\b| ?(?P<scale3>[万亿]))?"
+    r"(?P<end>)(?:(?!s\b) ?(?P<unit>(?:°[CF]?|[^\W\d_]+|[%€£¥₹])(?:\^-?\d)?(?:/[^\W\d_]+(?:\^\d)?)*))?"
+)
+
+_JOINTS = re.compile("[ '_]")
+_GROUPED = re.compile(r"[1-9]\d{0,2}([,.])\d{3}(?:\1\d{3})*|[1-9]\d?(?:,\d\d)+,\d{3}")
+
+_CHANGES = ("sign", "sign2", "exponent", "ten", "power", "scale1", "scale2", "scale3")
+
+_OPERAND = r"(?:[\d(√π\\]|[b-zB-HJ-Z]\b)"
+_PART_OF = re.compile(  # what stands before a number that is no value of its own: an operation, an index, a time, a function
+    r"(?:[\w)\]π%] ?[+*/^] ?\(?|\w_\(?|[±√] ?\(?|(?:\b[A-Za-z]|[\d%)\]]) ?- ?|\d:|\b(?:[a-zA-Z]|log|ln|sin|cos|tan|exp) ?\()$"
+)
+_GOES_ON = re.compile(rf" ?(?:[+*/^] ?{_OPERAND}|[π√]|- ?{_OPERAND}|:\d)")
+_DENIED = re.compile(r"(?:\bnot|n't) ?$")
+_OR = re.compile(r"(?: [^\W\d_]+){0,2} ?[,(]? ?(?:or|oder|ou|或者?|または|или) ?(?:maybe|perhaps|possibly)? ?")
+_EQUALS = re.compile(r" ?= ?")
+_LISTED = re.compile(r"\s?[,;](?: and| or)?\s?| and ")
+_LIST_OPENS = re.compile(r"(?:[(\[=:]|\A|\b(?:is|are|between|either)) ?$")
+_LIST_CLOSES = re.compile(r" ?(?:[)\].\n]|$)")
+_END = re.compile(r"[ .。\"']*")
+_NOUN = re.compile(rf"(?: [^\W\d_]{{3,}}(?: [^\W\d_]{{2,}}){{0,3}})?(?: ?\([^()\d]*\))?{_END.pattern}")
+
+_NOTATIONS = [
+    (re.compile(pattern), by)
+    for pattern, by in (
+        (r"\\\$|\bUS\$", "USD "),
+        (r"\$([^$\n]*)\$", r" \1 "),
+        (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?|!)(?![a-z])", ""),
+        (r"\{,\}", ","),
+        (r"\\(?:text\w*|math[a-z]+|mbox|boxed|fbox|operatorname)\*? ?\{([^{}]*)\}", r" \1 "),
+        (r"\^ ?\{? ?\\circ ?\}?|\\degree|\^°", "°"),
+        (r"\\%", "%"),
+        (r"\\[,;: ()\[\]]|\\q?quad(?![a-z])|~", " "),
+        (r"(\d) ?\\([dtc]?frac)", r"\1 \\\2"),
+        (r"\\[dtc]?frac ?(?:\{ ?(-?\d+) ?\}|(\d)) ?(?:\{ ?(\d+) ?\}|(\d))", r"\1\2/\3\4"),
+        (r"\\(?:times|cdot)(?![a-z])|[×·⋅∙∗]|(?<=\d) ?x ?(?=\d)", "*"),
+        (r"\\div(?![a-z])|÷", "/"),
+        (r"(?<=\d)\*\*(?=\d)", "^"),
+        (r"\*\*|`|(?<![^\W_])_+(?=\S)|(?<=\S)_+(?![^\W_])", ""),
+        (r"(?<![\w*])\*([^*\s][^*\n]*)\*(?![\w*])", r"\1"),
+        (r" ?\^ ?[{(] ?([-+]?\d+) ?[})]| ?\^ ?([-+]?\d+)", r"^\1\2"),
+        (r"\\sqrt(?![a-z])", "√"),
+        (r"\\pi(?![a-z])", "π"),
+        (r"\\pm(?![a-z])", "±"),
+        (r"\\approx(?![a-z])|[≈≃]", "="),
+        (r"(= ?)- (?=\d)", r"\1-"),
+        (r"\\?\{", " ("),
+        (r"\\?\}", ") "),
+        (r"\b(square|cubic) ([a-z]+)", lambda m: f"{m[2]}^{2 if m[1] == 'square' else 3}"),
+        (r"(?<=[a-z0-9]) per (?=[a-z])", "/"),
+        (r"\(base 10\)", ""),
+        (r" {2,}", " "),
+    )
+]
+_MARKS = re.compile(r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base) ")  # of any of them
+
+
+class Value(NamedTuple):
+    """`number` as it is written, and what that is of `dimension`: 50% is 1/2, 5 km is 5000 m; of a date its day."""
+
+    number: Fraction
+    amount: Fraction
+    dimension: str = ""
+
+    def __str__(self) -> str:
+        if self.dimension == "date":
+            return date.fromordinal(int(self.amount)).isoformat()
+        return f"{self.amount} {self.dimension.strip('%')}".strip()
+
+    def same(self, other: Value) -> bool:
+        """Whether both are one value.  A unit that one of them leaves out is taken to be the other's; 50% is also 1/2."""
+        dimensions = {self.dimension, other.dimension}
+        if self.amount == other.amount and (len(dimensions) == 1 or dimensions == {"", "%"}):
+            return True
+        return len(dimensions) == 2 and "" in dimensions and "date" not in dimensions and self.number == other.number
+
+
+class _Place(NamedTuple):
+    """A place in a text where a value is written."""
+
+    start: int
+    end: int
+    match: re.Match[str]
+
+    @property
+    def value(self) -> Value | None:
+        """None for what looks like a value and cannot be read."""
+        return _dated(self.match) if self.match["over"] is self.match["digits"] is None else _counted(self.match)
+
+
+@lru_cache(4096)
+def whole_value(text: str, *, noun: bool = True) -> Value | None:
+    """The value that a text is; None for anything else.  With `noun` words may follow it: "72 apples" is 72."""
+    text = rewritten(text)
+    places = _places(text)
+    if len(places) != 1 or text[: places[0].start].strip(" \"'"):
+        return None
+    rest = _NOUN if noun else _END
+    return places[0].value if rest.fullmatch(text, places[0].end) and not _is_part(text, places[0]) else None
+
+
+def gold_value(task: Task, *, behind: str = "") -> Value:
+    """The value that the truth of a row is, or that stands behind a mark in it.  Raises UnreadableTruth."""
+    truth = str(truth_of(task))
+    gold = whole_value(truth.rpartition(behind)[2] if behind else truth)
+    if gold is None:
+        raise unreadable(task, "one number, fraction, amount or date; else use compare: text, or a reward of mathematics")
+    return gold
+
+
+def agree(part: str, text: str, value: Value | None, gold: Value) -> bool:
+    """Whether a value of an answer is the gold one; noted."""
+    right = value is not None and value.same(gold)
+    note(part, text, value, gold, right)
+    return right
+
+
+def last_value(text: str) -> Value | None:
+    """The last value in a text; None where it is one of several, a part of something else, or cannot be read."""
+    return _at(rewritten(text), -1)
+
+
+def first_value(text: str) -> Value | None:
+    """The first value in a text, in the same way."""
+    return _at(rewritten(text), 0)
+
+
+def rewritten(text: str) -> str:
+    """In one notation: without LaTeX and Markdown, * for products, ^ for powers."""
+    text = normalized(text)
+    if _MARKS.search(text) is not None:
+        for pattern, by in _NOTATIONS:
+            text = pattern.sub(by, text)
+    return text.strip()
+
+
+def _places(text: str) -> list[_Place]:
+    places: list[_Place] = []
+    end = 0
+    while (match := _VALUE.search(text, end)) is not None:
+        counted = match["unit"] is not None and unit_of(match["unit"]) is None  # a noun, not a unit
+        end = match.end("end" if counted else 0)
+        places.append(_Place(match.start(), end, match))
+    return places
+
+
+def _at(text: str, index: int) -> Value | None:
+    places = [p for p in _places(text) if not _DENIED.search(text[max(0, p.start - 8) : p.start])]
+    if not places or _is_part(text, places[index]):
+        return None
+    value = places[index].value
+    if value is None or len(places) == 1:
+        return value
+    one, two = places[-2:] if index else places[:2]
+    gap = text[one.end : two.start]
+    if _OR.fullmatch(gap) or (_EQUALS.fullmatch(gap) and not _is_part(text, one)) or _is_list(text, places, index):
+        beside = (one if index else two).value
+        return value if beside is not None and value.same(beside) else None
+    return value
+
+
+def _is_part(text: str, place: _Place) -> bool:
+    """Whether the number there belongs to an operation, an index, a time or a function."""
+    before = text[max(0, place.start - 8) : place.start]
+    return _PART_OF.search(before) is not None or _GOES_ON.match(text, place.end) is not None
+
+
+def _is_list(text: str, places: list[_Place], index: int) -> bool:
+    """Whether the value is one of several between brackets, behind = or :, or that are the whole text."""
+    first = last = index % len(places)
+    while first and _LISTED.fullmatch(text, places[first - 1].end, places[first].start):
+        first -= 1
+    while last + 1 < len(places) and _LISTED.fullmatch(text, places[last].end, places[last + 1].start):
+        last += 1
+    before = text[max(0, places[first].start - 9) : places[first].start]
+    return first < last and _LIST_OPENS.search(before) is not None and _LIST_CLOSES.match(text, places[last].end) is not None
+
+
+def _dated(match: re.Match[str]) -> Value | None:
+    """The day that a match of `_DATE` names; None where there is none, and for 5/6/2024, which may be in May or in June."""
+    form = next(n for n in range(1, 6) if match[f"y{n}"] is not None)
+    year = int(match[f"y{form}"])
+    month = match[f"m{form}"]
+    day = int(match[f"d{form}"])
+    number = int(month) if month.isdigit() else 1 + _MONTHS.index(month[:3].lower())
+    if match["gap5"] == "/":
+        day, number = max(day, number), min(day, number)
+        if day <= 12 and day != number:
+            return None
+    try:
+        ordinal = Fraction(date(year, number, day).toordinal())
+    except ValueError:
+        return None
+    return Value(ordinal, ordinal, "date")
+
+
+def _counted(match: re.Match[str]) -> Value | None:
+    """The number of any other match, with its unit."""
+    number = _decimal(match["digits"]) if match["digits"] is not None else _fraction(match)
+    if number is None:
+        return None
+    sign, sign2, exponent, ten, power, *scales = match.group(*_CHANGES)
+    tens = exponent or ten or "0"
+    if max(len(tens), len(power or "")) > _MOST_POWER_DIGITS:
+        return None
+    if power is not None:
+        if int(power) < 1 and not number:
+            return None
+        number **= int(power)
+    for scale in filter(None, scales):
+        tens = str(int(tens) + _SCALES[scale])
+    if tens != "0":
+        number *= Fraction(10) ** int(tens)
+    if "-" in (sign, sign2):
+        number = -number
+    unit = unit_of((match["money"] or match["unit"] or "").strip("."))
+    return Value(number, number) if unit is None else Value(number, number * unit.factor, unit.dimension)
+
+
+def _fraction(match: re.Match[str]) -> Fraction | None:
+    ones, over, under = (match[name] or "0" for name in ("ones", "over", "under"))
+    if max(len(ones), len(over), len(under)) > _MOST_DIGITS or not int(under):
+        return None
+    part = Fraction(int(over), int(under))
+    return part if match["ones"] is None else int(ones) + part if part < 1 else None
+
+
+def _decimal(digits: str) -> Fraction | None:
+    """The number of 1,234.5 or 1.234,5 or 1,00,000; None for 12,5, which may be two numbers, and for marks that group nothing."""
+    joined = _JOINTS.sub("", digits)
+    if len(joined) > _MOST_DIGITS:
+        return None
+    if joined.isdecimal():
+        return Fraction(int(joined))
+    ones = joined
+    decimals = ""
+    mark = max(joined.rfind(","), joined.rfind("."))
+    if joined.count(joined[mark]) == 1 and (joined[mark] == "." or not _GROUPED.fullmatch(joined)):
+        ones, decimals = joined[:mark], joined[mark + 1 :]
+        if joined[mark] == "," and ones.isdecimal() and joined == digits:
+            return None
+    if _GROUPED.fullmatch(ones):
+        ones = ones.replace(",", "").replace(".", "")
+    return Fraction(f"{ones or 0}.{decimals or 0}") if not ones or ones.isdecimal() else None
