@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rft.algorithm.args import Args
     from rft.algorithm.base import LossInputs, LossOutput, StepInputs, define_algorithm
+    from rft.api.stored_run import StoredRun, metrics, open_run, rollouts, run
     from rft.buffer.operators.base import Operator, OperatorArgs
     from rft.errors import ConfigError, RftError
     from rft.monitor.base import Tracker, TrackerArgs
-    from rft.notebook import StoredRun, metrics, open_run, rollouts, run
     from rft.plugins import register
     from rft.reward.base import Reward
     from rft.reward.delimiters import PromptDelimiters, Scale, WordChoice
@@ -43,7 +43,7 @@ _HOMES = {
     "rft.buffer.operators.base": ("Operator", "OperatorArgs"),
     "rft.errors": ("ConfigError", "RftError"),
     "rft.monitor.base": ("Tracker", "TrackerArgs"),
-    "rft.notebook": ("StoredRun", "metrics", "open_run", "rollouts", "run"),
+    "rft.api.stored_run": ("StoredRun", "metrics", "open_run", "rollouts", "run"),
     "rft.plugins": ("register",),
     "rft.reward.base": ("Reward",),
     "rft.reward.judge_base": ("Judge", "JudgeCase"),

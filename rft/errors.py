@@ -8,7 +8,10 @@ A message says what was given, what is allowed, and what to do.  `exit_code` is 
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -173,3 +176,22 @@ class Interrupted(RftError):
 
 class PluginStopped(RuntimeError):
     """Code of a plugin raised what would have ended the program."""
+
+
+_OURS = str(Path(__file__).parent)
+_LIBRARIES = tuple(p for name in ("stdlib", "platstdlib", "purelib", "platlib") if (p := sysconfig.get_paths().get(name)))
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file is part of rft, of Python or of an installed library."""
+    return file.startswith((_OURS, "<frozen", *_LIBRARIES))
+
+
+def own_lines(error: BaseException) -> str:
+    """The traceback for the author of a plugin: from the first line on that is not ours, all of it where every line is."""
+    cause = error.__cause__ if isinstance(error, PluginStopped) else None  # it says what its cause did
+    lines = whole = (cause or error).__traceback__
+    while lines is not None and is_ours(lines.tb_frame.f_code.co_filename):
+        lines = lines.tb_next
+    shown = whole if lines is None and not isinstance(error, SyntaxError) else lines
+    return "".join(traceback.format_exception(type(error), error, shown, chain=cause is None)).rstrip()

@@ -23,8 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
-from rft.blocked import own_lines
-from rft.errors import ConfigError, PluginError, nearest
+from rft.errors import ConfigError, PluginError, nearest, own_lines
 
 GROUP = "rft.plugins"
 T = TypeVar("T")

@@ -39,7 +39,7 @@ if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith
 import hypothesis
 import pytest
 
-from rft import logs
+from rft import secrets as logs
 from tests.helpers.postgres import postgres as postgres
 
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -25,7 +25,7 @@ from rft.algorithm.runs import apart, joined
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, mark_of
-from rft.threads import contained
+from rft.worker.threads import contained
 
 log = logging.getLogger(__name__)
 LONE_RUNS = "experience/lone_runs"

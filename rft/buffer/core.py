@@ -23,8 +23,8 @@ from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger
 from rft.buffer.mixing import Mix
 from rft.buffer.settings import BufferSettings
-from rft.disk import FULL, REMEDY
 from rft.errors import BufferFailed, DiskFull, Fenced
+from rft.files.disk import FULL, REMEDY
 
 log = logging.getLogger(__name__)
 _FULL_DISK_RETRY_S = 0.5

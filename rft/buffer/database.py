@@ -24,9 +24,9 @@ from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from rft.buffer.location import OwnerLock, connect, leave_pointer, ledger_location, make_folder, refuse_foreign, refuse_network
 from rft.buffer.schema import put_meta, tables_size
 from rft.buffer.settings import BufferSettings
-from rft.disk import FULL, REMEDY, sync_path
 from rft.errors import BufferFailed, DiskFull, SetupError
-from rft.logs import redact
+from rft.files.disk import FULL, REMEDY, sync_path
+from rft.secrets import redact
 
 log = logging.getLogger(__name__)
 QUIET_S = 0.5  # without a transaction: the owner has other things to do

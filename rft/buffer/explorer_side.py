@@ -23,10 +23,10 @@ from rft.buffer.intake import IncomingGroup, batch_of, read
 from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
 from rft.buffer.schema import ask, batches, experiences, groups, lineages, meta, parts, put_many, rejections, texts
 from rft.errors import BufferFailed, ConfigError, Fenced, FrameRejected, IdConflict
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.types.credit import Member, run_rewards
 from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
-from rft.waiting import idles
+from rft.worker.waiting import idles
 
 _GROUP_COMMIT = 64  # appends that share a transaction
 _COUNT_GOOD = "SELECT count(*) FROM groups WHERE batch = ? AND explorer = ? AND accepted AND num_eligible > 0 AND held"

@@ -35,7 +35,7 @@ from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts,
 from rft.buffer.settings import BufferSettings
 from rft.buffer.tables import prepare
 from rft.errors import BufferFailed, Fenced, PayloadDamaged
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.types.block import UNREADABLE, contents
 from rft.types.ids import Version
 from rft.types.ports import Consumption

@@ -23,9 +23,9 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import ArgumentError
 
 from rft.buffer.settings import BufferSettings
-from rft.disk import sync_path
 from rft.errors import BufferFailed, ConfigError, SetupError
-from rft.logs import learn_secrets
+from rft.files.disk import sync_path
+from rft.secrets import learn_secrets
 
 NETWORK_FILE_SYSTEMS = frozenset(
     "nfs nfs4 cifs smb smb2 smb3 smbfs afs ncpfs lustre gpfs beegfs panfs pvfs2 orangefs weka wekafs ceph "

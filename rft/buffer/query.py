@@ -27,7 +27,7 @@ from rft.buffer.base import Storage, stored_by
 from rft.buffer.location import Location, connect, find
 from rft.buffer.schema import FORMAT, VIEWS, experiences, groups, meta
 from rft.errors import BufferFailed, ConfigError, PayloadDamaged
-from rft.logs import redact
+from rft.secrets import redact
 from rft.types.block import UNREADABLE, read
 from rft.types.experience import Experience
 from rft.types.token_logprobs import TrainerTokens, of_trainer

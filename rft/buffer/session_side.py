@@ -14,7 +14,7 @@ from sqlalchemy import Connection, func, select
 
 from rft.buffer.core import BufferCore
 from rft.buffer.session_rows import calls, sessions, tables, to_call, to_session, write
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.types.sessions import WAITING, CallStored, Note, StoredCall, StoredSession
 
 _TOGETHER = 64  # notes that share a transaction

@@ -26,13 +26,13 @@ from rft.buffer.mixing import MixedCounts
 from rft.buffer.row_selectors import DAMAGED, DROPPED, LeaseRequest, Selection, WaitingGroup
 from rft.buffer.schema import ask, batches, experiences, explanations, leases, mixed_uses, parts, put_many, uses
 from rft.errors import BufferFailed, DeadlineExceeded, PayloadDamaged, ShortBatch
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.types import token_logprobs
 from rft.types.block import bundle
 from rft.types.credit import Member, group_statistics, parted_runs
 from rft.types.ids import Version
 from rft.types.ports import Consumption, GroupStats, Lease
-from rft.waiting import idles
+from rft.worker.waiting import idles
 
 _HEADERS = (
     "SELECT id, group_id, content_hash, reward, run, step, num_response_tokens, credit FROM experiences WHERE group_id IN (??) "

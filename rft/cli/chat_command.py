@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rft.errors import ConfigError
-from rft.logs import safe
+from rft.secrets import safe
 
 
 def chat(

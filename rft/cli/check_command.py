@@ -13,7 +13,7 @@ from rich.markup import escape
 from rft.cli import show
 from rft.cli.options import Config, Json, Overrides, PluginDirs
 from rft.errors import ConfigError, SetupError
-from rft.logs import learn_environment, redact
+from rft.secrets import learn_environment, redact
 
 if TYPE_CHECKING:
     from rft.config.check_report import Report

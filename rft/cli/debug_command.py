@@ -20,7 +20,7 @@ import typer
 from rft.cli.options import Config, Json, Overrides, PluginDirs, one_of, planned, task_of, tasksets
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
-from rft.logs import learn_environment
+from rft.secrets import learn_environment
 
 if TYPE_CHECKING:
     from rft.config.plan import Plan

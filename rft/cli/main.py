@@ -17,12 +17,12 @@ from typing import Annotated
 import typer
 
 from rft import __version__
-from rft.blocked import is_ours, name_what_blocks
 from rft.cli.verbs import all_verbs
-from rft.disk import full, is_full
-from rft.errors import DiskFull, Interrupted, PluginStopped, RayFailed, RftError, RunFailed
-from rft.logs import learn_environment, redact
+from rft.errors import DiskFull, Interrupted, PluginStopped, RayFailed, RftError, RunFailed, is_ours
+from rft.files.disk import full, is_full
 from rft.plugins import load_entry
+from rft.secrets import learn_environment, redact
+from rft.worker.blocked import name_what_blocks
 
 _OF_THE_MACHINE = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,

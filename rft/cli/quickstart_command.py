@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from rft.logs import safe
+from rft.secrets import safe
 
 
 def quickstart(

@@ -19,7 +19,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rft.logs import safe
+from rft.secrets import safe
 
 if TYPE_CHECKING:
     from rft.buffer.inspect import Shown

@@ -19,8 +19,8 @@ import typer
 
 from rft.cli.options import Json, RunDir
 from rft.errors import CheckpointInvalid, ConfigError
-from rft.logs import safe
 from rft.monitor.changes import FolderChanges
+from rft.secrets import safe
 
 NOTES = 5  # the newest that a run has told
 LEVELS = ("debug", "info", "warning", "error", "critical")

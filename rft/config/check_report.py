@@ -10,7 +10,7 @@ from rft.config.plan import Plan, schedule
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import plain
 from rft.errors import ConfigError
-from rft.logs import redact
+from rft.secrets import redact
 
 if TYPE_CHECKING:
     from rft.config.memory_estimate import RoleMemory

@@ -18,8 +18,8 @@ from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import dotted, is_secret, leaves, undotted
 from rft.errors import ConfigError
-from rft.logs import REDACTED
 from rft.plugins import REGISTRY, may_come
+from rft.secrets import REDACTED
 from rft.taskset.settings import FILES
 from rft.types import modelfiles
 

@@ -18,8 +18,8 @@ from typing import Any
 from rft.config import foreign, yamlfile
 from rft.config.schema.base import NAME
 from rft.config.schema.source import Loc, Source
-from rft.disk import read_regular
 from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
+from rft.files.disk import read_regular
 
 MAX_DEPTH = 8
 MAX_FILES = 64  # a file that two others extend counts twice

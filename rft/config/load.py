@@ -21,7 +21,7 @@ from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, Source, dotted, hidden, is_secret, leaves, plain, undotted
 from rft.config.schema.walk import aliases, all_keys, extra, field_at, fields_at
 from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
-from rft.logs import REDACTED, is_secret_name, learn_secrets, looks_random, url_passwords
+from rft.secrets import REDACTED, is_secret_name, learn_secrets, looks_random, url_passwords
 
 _PATH = re.compile(r"""[^.\[\]"']+(\.?\[-?\d+\]|\.[^.\[\]"']+)*""")
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)")

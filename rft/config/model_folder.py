@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rft.disk import open_regular, read_regular
 from rft.errors import ConfigError, ConfigErrors
-from rft.strictjson import parse_json
+from rft.files.disk import open_regular, read_regular
+from rft.files.strict_json import parse_json
 from rft.taskset.chatfiles import KEY, ChatFiles, find_model
 from rft.types.experts import sizes_of
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rft.buffer.settings import BufferSettings, MixSettings
-from rft.disk import read_regular
 from rft.engine.settings import AuxiliarySettings, EngineSettings
 from rft.explorer.service_settings import ServeSettings
 from rft.explorer.settings import ExplorerSettings
+from rft.files.disk import read_regular
 from rft.monitor.settings import MonitorSettings
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings

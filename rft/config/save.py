@@ -23,10 +23,10 @@ from rft.config import yamlfile
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, dotted, hidden, is_secret, plain, undotted
 from rft.config.schema.walk import extra, field_at
-from rft.disk import read_regular, write_whole
 from rft.errors import ConfigError, ConfigErrors
-from rft.logs import REDACTED, redact
+from rft.files.disk import read_regular, write_whole
 from rft.reward.judge_args import ModelLimits
+from rft.secrets import REDACTED, redact
 
 RESOLVED = "config.resolved.yaml"
 _MOST_BYTES = 16 << 20  # of a config.json

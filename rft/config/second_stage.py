@@ -21,7 +21,7 @@ from rft.config.resolve import build, resolve
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, dotted, hidden, leaves
 from rft.errors import ConfigError
-from rft.logs import REDACTED, redact
+from rft.secrets import REDACTED, redact
 from rft.trainer.manifest import committed
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from rft.config.schema.source import Loc, dotted
 from rft.errors import ConfigError, raise_all
-from rft.logs import is_free_map, is_harmless, is_secret_name
+from rft.secrets import is_free_map, is_harmless, is_secret_name
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 20_000

@@ -21,7 +21,7 @@ import numpy as np
 from rft.engine.base import BaseEngine, engine
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import ConfigError, EngineFailed, SetupError
-from rft.logs import learn_secrets, redact
+from rft.secrets import learn_secrets, redact
 from rft.types.completion import Completion, FinishReason, without_reasoning
 from rft.types.ports import GenerateRequest
 from rft.types.throttled import RESENT, UNPAID, RateLimiter

@@ -26,7 +26,7 @@ from rft.types.completion import Completion
 from rft.types.metrics import Metric
 from rft.types.ports import Engine, GenerateRequest, ScoreRow
 from rft.types.throttled import THROTTLED
-from rft.waiting import waits
+from rft.worker.waiting import waits
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

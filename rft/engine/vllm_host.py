@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from rft.parent import die_with_parent
+from rft.worker.parent import die_with_parent
 
 START = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from rft.engine import vllm_host; vllm_host.main()"
 _IMPORTED = ("vllm.v1.engine.async_llm", "rft.engine.vllm", "rft.engine.vllm_worker", "rft.engine.vllm_cpu")

@@ -20,7 +20,7 @@ import xxhash
 from msgspec.structs import replace
 
 from rft.errors import WeightSyncFailed
-from rft.faults import SYNC_POINTS, fault
+from rft.fault_injection import SYNC_POINTS, fault
 from rft.plugins import REGISTRY
 from rft.types.ids import Version
 from rft.types.ports import LoadReport, TensorSpec, WeightManifest
@@ -28,7 +28,7 @@ from rft.types.ports import LoadReport, TensorSpec, WeightManifest
 if TYPE_CHECKING:
     import torch
 
-    from rft.broadcast import Bucket, Worker
+    from rft.collective.broadcast import Bucket, Worker
     from rft.engine.adapter_layers import AdapterLoader
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -128,7 +128,7 @@ class WeightIntake:
         return TakenWeights(weights, replace(nothing, bad_hash=bad, moved_bytes=manifest.nbytes, **times))
 
     def _receive(self, manifest: WeightManifest, nothing: LoadReport, damage: bool) -> TakenWeights:
-        from rft.broadcast import NONE, Worker
+        from rft.collective.broadcast import NONE, Worker
 
         assert manifest.broadcast is not None
         memory = _room(manifest, self._kept)

@@ -25,7 +25,7 @@ from rft.types.ids import GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import BufferWriter, ChatModel, ExploreGate, MetricSink
 from rft.types.task import Task
-from rft.waiting import waits, works
+from rft.worker.waiting import waits, works
 from rft.workflow.base import seed_for
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, run_group
 from rft.workflow.play_run import RunLimits

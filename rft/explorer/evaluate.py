@@ -28,8 +28,8 @@ from rft.taskset.task_order import evaluation_order
 from rft.types.ids import GroupId, Version
 from rft.types.metrics import MetricRecord, reduce
 from rft.types.ports import ChatModel, Measured, MetricSink
-from rft.waiting import works
 from rft.worker import job_pool
+from rft.worker.waiting import works
 from rft.workflow.base import NO_MODELS, seed_for
 from rft.workflow.group import PlayedGroup, run_group
 from rft.workflow.play_run import RunLimits

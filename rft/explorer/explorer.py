@@ -32,8 +32,8 @@ from rft.taskset.open_source import open_taskset
 from rft.taskset.task_order import TaskOrder, num_batches
 from rft.types.metrics import MetricRecord
 from rft.types.ports import Assignment, BufferWriter, ChatModel, ExploreGate, MetricSink, StoredGroup, TaskOutcome
-from rft.waiting import activities, sentence
 from rft.worker import job_pool
+from rft.worker.waiting import activities, sentence
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import judge
 from rft.workflow.recipes import Recipes, refuse_group_reward

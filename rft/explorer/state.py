@@ -18,7 +18,7 @@ from rft.errors import RunFailed
 from rft.explorer.settings import ExplorerSettings
 from rft.types.metrics import Metric
 from rft.types.ports import StoredGroup
-from rft.waiting import idles
+from rft.worker.waiting import idles
 from rft.workflow.group import REJECTED_WEIGHTS, Ending, PlayedGroup
 
 

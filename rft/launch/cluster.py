@@ -31,7 +31,7 @@ import psutil
 from rft.engine.settings import EngineSettings
 from rft.errors import RayFailed, SetupError
 from rft.launch.ray_calls import ANSWER_S, LOOK_S, RayProcesses, answer, in_daemon, local_processes
-from rft.logs import learn_secrets
+from rft.secrets import learn_secrets
 from rft.trainer.settings import LearnerSettings
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from rft.sync.waits import Waits
 from rft.trainer.checkpoints import Evaluations
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import Assignment, Engine, Scorer, Sender, WeightManifest
-from rft.waiting import idles
+from rft.worker.waiting import idles
 
 log = logging.getLogger(__name__)
 KEPT = 500  # records, for those who follow the run; all of them are in metrics.jsonl

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import rft.logs as logs
+import rft.secrets as logs
 from rft.buffer.audit import audit_run
 from rft.config.load import stage_names
 from rft.config.plan import Plan
@@ -23,8 +23,8 @@ from rft.config.roles import apart, serves
 from rft.config.save import refuse_changes, save, start_command
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
-from rft.disk import full, is_full
 from rft.errors import BufferFailed, ConfigError, Interrupted, OutOfMemory, PluginStopped, RftError, RunFailed, is_out_of_memory
+from rft.files.disk import full, is_full
 from rft.launch import bench, leftovers, modes
 from rft.launch.drive import Outcome
 from rft.launch.progress import Progress
@@ -34,8 +34,8 @@ from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, began_with, refuse_program
 from rft.plugins import extra_entry
 from rft.taskset import task_pipeline as tasks
-from rft.threads import as_failure
 from rft.trainer import manifest as manifests
+from rft.worker.threads import as_failure
 from rft.workflow.endpoint import listening
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ import numpy as np
 import psutil
 
 from rft.config.plan import Plan
-from rft.disk import write_whole
 from rft.engine.settings import AuxiliarySettings, EngineSettings
 from rft.errors import SetupError
+from rft.files.disk import write_whole
 from rft.launch.remote import Proxy
 from rft.launch.start import Start, schedule, windows
 from rft.types.experience import Demonstration

@@ -19,13 +19,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rft.launch.rundir import RunDir
-from rft.logs import redact
 from rft.monitor.curves import is_evaluation, is_main, main_values, sparkline
 from rft.monitor.read import AllSeries, Records
+from rft.secrets import redact
 from rft.sync.waits import cancel
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
-from rft.waiting import ACTIVITY_S, Activity, clock, sentence
+from rft.worker.waiting import ACTIVITY_S, Activity, clock, sentence
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -26,9 +26,9 @@ from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec, Runtime
 from rft.launch.signals import Signals
-from rft.logs import learnt_secrets
+from rft.secrets import learnt_secrets
 from rft.sync.waits import all_of, cancel, race
-from rft.waiting import ACTIVITY_S, Activity, activities, works
+from rft.worker.waiting import ACTIVITY_S, Activity, activities, works
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # of one engine that dies

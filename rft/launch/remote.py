@@ -27,10 +27,10 @@ from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemor
 from rft.launch import leftovers
 from rft.launch.ray_calls import answer
 from rft.launch.rundir import PRIVATE
-from rft.logs import ErrorTeller, learn_secrets, node_folder, redact, to_file
-from rft.parent import die_with_parent
-from rft.threads import contained
-from rft.waiting import Activity, activities
+from rft.secrets import ErrorTeller, learn_secrets, node_folder, redact, to_file
+from rft.worker.parent import die_with_parent
+from rft.worker.threads import contained
+from rft.worker.waiting import Activity, activities
 
 log = logging.getLogger(__name__)
 _WAITS = ".  Where it does no more than wait (a plugin that blocks the event loop), raise cluster.stall_timeout"

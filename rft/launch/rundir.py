@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from rft.disk import full, is_full, read_regular, write_whole
 from rft.errors import ConfigError, Interrupted, SetupError
+from rft.files.disk import full, is_full, read_regular, write_whole
+from rft.files.strict_json import parse_json
 from rft.launch.leftovers import began
-from rft.logs import redact
-from rft.strictjson import parse_json
+from rft.secrets import redact
 
 STATE = "state.json"
 MAX_STATE = 16 << 20

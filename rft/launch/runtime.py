@@ -24,7 +24,7 @@ from rft.launch.rundir import RunDir
 from rft.launch.signals import Signals
 from rft.launch.stalled import watched
 from rft.sync.waits import race
-from rft.waiting import Activity, activities, works
+from rft.worker.waiting import Activity, activities, works
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rft.blocked import held_up_by
 from rft.engine.watch import Watch, usage
 from rft.errors import RunFailed
+from rft.worker.blocked import held_up_by
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
-from rft.disk import write_whole
+from rft.files.disk import write_whole
 from rft.monitor.read import MetricTail
 from rft.monitor.settings import MonitorSettings
 from rft.plugins import kind

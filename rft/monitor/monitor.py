@@ -22,12 +22,12 @@ from typing import Any
 
 import msgspec
 
-from rft.disk import drop_cut_line, full, is_full, write_whole
 from rft.errors import ConfigError, DeadlineExceeded, RunFailed, SetupError
-from rft.logs import redact
+from rft.files.disk import drop_cut_line, full, is_full, write_whole
 from rft.monitor.base import Row, Tracker
 from rft.monitor.settings import MonitorSettings
 from rft.plugins import REGISTRY, Plugin, checked_args
+from rft.secrets import redact
 from rft.types.metrics import MetricRecord
 
 log = logging.getLogger(__name__)

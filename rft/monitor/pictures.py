@@ -12,8 +12,8 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from rft.errors import RunFailed
-from rft.logs import safe
 from rft.monitor.read import Records, begins
+from rft.secrets import safe
 from rft.types.metrics import MetricRecord
 
 GREY = "#858585"  # legible on white and on black

@@ -17,8 +17,8 @@ from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
-from rft.disk import open_regular
 from rft.errors import RunFailed
+from rft.files.disk import open_regular
 from rft.types.metrics import MetricRecord, Role
 
 log = logging.getLogger(__name__)

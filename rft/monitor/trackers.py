@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr
 
-from rft.logs import learn_secrets
 from rft.monitor.base import OneRun, Row, Tracker, TrackerArgs, cell, columns, copied, markdown, monitor, remember, remembered_id
 from rft.monitor.settings import MonitorSettings
+from rft.secrets import learn_secrets
 from rft.types.metrics import MetricRecord
 
 log = logging.getLogger(__name__)

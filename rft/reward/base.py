@@ -22,12 +22,12 @@ from weakref import WeakKeyDictionary
 from pydantic import ConfigDict, create_model
 
 from rft.plugins import kind
-from rft.threads import CLOCK, blamed, guarded, in_thread, in_time, unblocked
 from rft.types.completion import Score, Transcript
 from rft.types.experience import MAX_REWARD
 from rft.types.ports import ChatModel
 from rft.types.task import Task
-from rft.waiting import waits
+from rft.worker.threads import CLOCK, blamed, guarded, in_thread, in_time, unblocked
+from rft.worker.waiting import waits
 
 reward = kind("reward")
 F = TypeVar("F", bound=Callable[..., Any])

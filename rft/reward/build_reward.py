@@ -13,7 +13,7 @@ from rft.errors import ConfigError
 from rft.plugins import REGISTRY, Plugin, check_call, checked_args, derived, hooks
 from rft.reward import data_sources, functions, lists, manager, overlong_penalty
 from rft.reward.base import FunctionReward, Reward
-from rft.threads import blamed, contained
+from rft.worker.threads import blamed, contained
 
 _Shared = TypeVar("_Shared", bound=BaseModel)
 INSTEAD: dict[str, str] = {

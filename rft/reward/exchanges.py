@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from rft.logs import redact
+from rft.secrets import redact
 
 KEY = "judge"  # in an experience's `info`
 MOST_CHARS = 8_000  # of a message, and of a reply

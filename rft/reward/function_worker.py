@@ -18,7 +18,7 @@ def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Gives the function that answers {file or module, name, given} with {value, parts}."""
     from rft.plugins import import_file
     from rft.reward.base import to_score
-    from rft.threads import guarded
+    from rft.worker.threads import guarded
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         home = import_file(Path(request["file"])) if request["file"] else importlib.import_module(request["module"])

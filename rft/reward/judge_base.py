@@ -40,7 +40,7 @@ from rft.reward.verdict import UnreadableVerdict, read, says_nothing
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest
 from rft.types.task import SamplingArgs, Task
-from rft.waiting import waits
+from rft.worker.waiting import waits
 
 log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]

@@ -20,10 +20,10 @@ from rft.reward.judge_cache import Cache
 from rft.reward.judge_costs import CostLedger
 from rft.reward.judge_metrics import JudgeMetrics
 from rft.reward.run_folder import run_folder
-from rft.threads import CLOCK, Clock, guarded, in_time
 from rft.types.completion import Completion
 from rft.types.ports import ChatModel, GenerateRequest, Identified
 from rft.types.throttled import RateLimiter, calling
+from rft.worker.threads import CLOCK, Clock, guarded, in_time
 
 T = TypeVar("T")
 FILE = "judge_cache.db"

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from rft.errors import ConfigError
 from rft.reward.base import Reward
 from rft.reward.wrap import ChangedReward
-from rft.threads import unblocked
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
+from rft.worker.threads import unblocked
 
 PRIME_TIMEOUT_S = 300.0  # veRL's
 

@@ -9,8 +9,8 @@ import json
 import re
 from typing import Any
 
+from rft.files.strict_json import no_key_twice
 from rft.reward.delimiters import PromptDelimiters
-from rft.strictjson import no_key_twice
 from rft.types.thoughts import split_thought
 
 _OPENERS = re.compile(

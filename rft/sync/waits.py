@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from rft.errors import DeadlineExceeded, RftError, WeightSyncFailed
-from rft.waiting import idles
+from rft.worker.waiting import idles
 
 T = TypeVar("T")
 

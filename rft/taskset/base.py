@@ -19,8 +19,8 @@ import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
-from rft.logs import redact
-from rft.strictjson import parse_json
+from rft.files.strict_json import parse_json
+from rft.secrets import redact
 from rft.taskset.chatfiles import LeftOut, find_overlong
 from rft.taskset.settings import FormatSettings, TasksetSettings
 from rft.types.task import Task, plain_text

@@ -18,14 +18,14 @@ from typing import Any
 
 import xxhash
 
-from rft.disk import read_regular
 from rft.errors import ConfigError
-from rft.strictjson import parse_json
+from rft.files.disk import read_regular
+from rft.files.strict_json import parse_json
 from rft.taskset import parallel
 from rft.taskset.settings import PromptLimit, TasksetSettings
-from rft.threads import TooLong, within
 from rft.types import modelfiles
 from rft.types.task import Task
+from rft.worker.threads import TooLong, within
 
 KEY = "model.model_path"
 RENDER_S = 10.0

@@ -17,8 +17,8 @@ from typing import Any
 import xxhash
 
 from rft.errors import ConfigError, SetupError
-from rft.logs import redact
-from rft.strictjson import parse_json
+from rft.files.strict_json import parse_json
+from rft.secrets import redact
 from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, fingerprint_of, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 

@@ -13,7 +13,7 @@ from rft.errors import ConfigError
 from rft.plugins import REGISTRY, checked_args, derived, extra_entries
 from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, fingerprint_of, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
-from rft.threads import blamed, contained
+from rft.worker.threads import blamed, contained
 
 BUILT_IN = ("file", "sql", "python")
 _FACTORY = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")

@@ -21,8 +21,8 @@ from sqlalchemy import URL, Connection, Engine, MetaData, Table, create_engine, 
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from rft.errors import ConfigError
-from rft.logs import learn_secrets, redact, url_passwords
-from rft.strictjson import parse_json
+from rft.files.strict_json import parse_json
+from rft.secrets import learn_secrets, redact, url_passwords
 from rft.taskset.base import FoundRows, Row, Taskset, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 

@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from rft.disk import read_regular
+from rft.files.disk import read_regular
 
 MOST_BYTES = 1 << 20  # of all files of a task's folder
 MOST_FILES = 1000

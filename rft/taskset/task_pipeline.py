@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rft.disk import write_whole
 from rft.errors import ConfigError, PluginError
+from rft.files.disk import write_whole
 from rft.plugins import REGISTRY, Plugin, checked_args, load_all
 from rft.taskset import parallel, row_operators
 from rft.taskset.base import Row, RowSource, Taskset

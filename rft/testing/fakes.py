@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rft.disk import write_whole
 from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed
+from rft.files.disk import write_whole
 from rft.types.completion import Completion
 from rft.types.ids import ExperienceId
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rft.engine.scripted import decode as decode_bytes
-from rft.logs import redact, safe
 from rft.reward import exchanges
 from rft.reward.readings import AnswerReading
+from rft.secrets import redact, safe
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.experience import Experience
 from rft.types.ports import GenerateRequest, ScoreRow

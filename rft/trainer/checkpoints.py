@@ -17,9 +17,9 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from rft.disk import sync_path
 from rft.errors import CheckpointInvalid, RunFailed, nearest
-from rft.faults import fault
+from rft.fault_injection import fault
+from rft.files.disk import sync_path
 from rft.monitor.read import MetricTail, Series, begins
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest

@@ -27,7 +27,7 @@ from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.composition import build
 from rft.engine import rounding
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.trainer import attention, optim, products, profiling, row_proof, saving, sharding
 from rft.trainer import batch as batches
 from rft.trainer import policy as policies

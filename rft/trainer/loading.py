@@ -21,7 +21,7 @@ from torch import nn
 
 from rft.engine.weights import in_checkpoints, saved_buffers
 from rft.errors import CheckpointInvalid, ConfigError, SetupError, is_out_of_memory
-from rft.strictjson import parse_json
+from rft.files.strict_json import parse_json
 from rft.trainer import tensors
 from rft.trainer.settings import LearnerSettings
 from rft.trainer.tensors import Files

@@ -20,9 +20,9 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from rft.disk import read_regular, sync_path, write_whole
 from rft.errors import CheckpointInvalid, ConfigError
-from rft.strictjson import parse_json
+from rft.files.disk import read_regular, sync_path, write_whole
+from rft.files.strict_json import parse_json
 from rft.types.ids import Version
 from rft.types.ports import MANIFEST_FORMAT, Consumption
 

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from rft.errors import CheckpointInvalid
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.trainer import loading, optim, sharding, shards, tensors
 from rft.trainer.lora import Adapter
 from rft.trainer.manifest import hash_of

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rft.errors import RunFailed, WeightSyncFailed
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.monitor.monitor import FILE as METRICS
 from rft.sync.base import Transport
 from rft.trainer import batch_builder, kept_logprobs
@@ -35,7 +35,7 @@ from rft.trainer.window import Window
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import BufferReader, EndOfData, Lease, MetricSink, NeedMore, ScoreRow, WeightSync
-from rft.waiting import works
+from rft.worker.waiting import works
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.errors import CheckpointInvalid, ConfigError
-from rft.strictjson import parse_json
+from rft.files.strict_json import parse_json
 from rft.types.row_layout import text_config
 
 _BLOCK = 16 << 10  # bytes read at each of _PLACES places of a tensor

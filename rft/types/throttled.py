@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from rft.threads import Clock
+from rft.worker.threads import Clock
 
 
 async def _free() -> None:

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from rft.threads import CLOCK
 from rft.worker.process import JSON, Codec, WorkerDied, WorkerError, WorkerProcess
+from rft.worker.threads import CLOCK
 
 T = TypeVar("T")
 _MEMO = 65536

@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rft.parent import die_with_parent
 from rft.worker import framing, limits
+from rft.worker.parent import die_with_parent
 
 START_TIMEOUT_S = 120.0  # importing sympy on a busy machine
 

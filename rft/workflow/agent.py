@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.reward.base import checked
-from rft.threads import unblocked
 from rft.types.completion import Layout, Transcript
 from rft.types.task import Task
 from rft.worker import keeper
+from rft.worker.threads import unblocked
 from rft.workflow.base import RunContext, Workflow
 from rft.workflow.endpoint import serve
 from rft.workflow.endpoint_sessions import Rule

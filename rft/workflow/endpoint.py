@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rft.errors import DiskFull, EngineFailed, RftError, RunFailed, SetupError
-from rft.logs import http_log
+from rft.secrets import http_log
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow import endpoint_wire as wire

@@ -18,7 +18,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from rft.strictjson import no_key_twice
+from rft.files.strict_json import no_key_twice
 from rft.types.completion import Completion
 from rft.types.task import plain_text
 

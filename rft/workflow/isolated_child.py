@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 
 from rft.engine.base import PromptTooLong
-from rft.parent import die_with_parent
 from rft.plugins import import_file
 from rft.reward.base import checked
-from rft.threads import last_lines
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.worker import framing, limits
+from rft.worker.parent import die_with_parent
+from rft.worker.threads import last_lines
 from rft.workflow.base import RunContext
 from rft.workflow.isolated import Answer, Isolation, Order, Played, RunCall, pack, unpack
 from rft.workflow.play_run import check_transcript, play, reason_of

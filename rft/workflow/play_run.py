@@ -22,16 +22,16 @@ import numpy as np
 
 from rft.engine.base import PromptTooLong
 from rft.errors import PluginStopped, RftError
-from rft.logs import redact
 from rft.reward import exchanges
 from rft.reward.base import as_number, called, checked, number, score_group
-from rft.threads import OutOfTime, contained, in_thread, in_time, last_lines
+from rft.secrets import redact
 from rft.types.completion import Layout, Score, Transcript, Turn
 from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
 from rft.types.readonly import hint
 from rft.types.task import Task
-from rft.waiting import waits
+from rft.worker.threads import OutOfTime, contained, in_thread, in_time, last_lines
+from rft.worker.waiting import waits
 from rft.workflow.base import RunContext
 from rft.workflow.isolated import IsolatedRunFailed, Place
 from rft.workflow.recipes import Recipe

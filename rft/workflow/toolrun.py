@@ -36,12 +36,12 @@ import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from rft.errors import ConfigError, SetupError
-from rft.logs import redact
 from rft.plugins import REGISTRY
 from rft.reward.run_folder import run_folder
-from rft.threads import unblocked
+from rft.secrets import redact
 from rft.types.completion import Completion
 from rft.types.task import Task
+from rft.worker.threads import unblocked
 from rft.workflow.tools import Format, FunctionTool, Side, Tool, Toolbox, ToolError, as_text, described, find, missing, named
 from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs
 

@@ -26,10 +26,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from rft.errors import ConfigError, RftError
 from rft.plugins import REGISTRY, kind
 from rft.reward.extract import fenced
-from rft.threads import in_time, unblocked
 from rft.types.completion import Completion
 from rft.types.thoughts import split_thought
-from rft.waiting import waits
+from rft.worker.threads import in_time, unblocked
+from rft.worker.waiting import waits
 
 Format = Literal["auto", "hermes", "json"]
 _TAGGED = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)

@@ -23,9 +23,9 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.engine.base import PromptTooLong
-from rft.threads import unblocked
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.task import Task
+from rft.worker.threads import unblocked
 from rft.workflow.base import RunContext, Workflow
 
 Message = dict[str, Any]

@@ -16,11 +16,11 @@ from rft.extras.sandbox import repair_workflow as repair
 from rft.extras.sandbox.code_reward import program_of
 from rft.extras.sandbox.remote_sandbox import _compared, _read
 from rft.extras.worlds.adapters import chosen
-from rft.logs import redact, safe
 from rft.plugins import import_file, shipped_workflows
 from rft.reward import answer_values, calibration, dapo, extract, math, measures, search_qa, verdict
 from rft.reward.countdown_reward import evaluated
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
+from rft.secrets import redact, safe
 from rft.types import thoughts
 from rft.workflow import endpoint_wire
 from rft.workflow import tools as toolcalls

@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import create_engine
 from yarl import URL
 
+from rft.api.stored_run import open_run
 from rft.buffer.audit import audit_run
 from rft.buffer.base import make_storage
 from rft.buffer.query import open_run as questions_of
@@ -26,7 +27,6 @@ from rft.extras.view.report import comparison
 from rft.extras.view.report.facts import collect
 from rft.extras.view.report.page import page
 from rft.monitor.read import MOST_LINE
-from rft.notebook import open_run
 from tests.attacks.table import attack
 from tests.extras.view.viewed import stored, viewing
 

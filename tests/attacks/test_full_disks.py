@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from rft import logs
+from rft import secrets as logs
 from rft.buffer.settings import BufferSettings
-from rft.disk import full, is_full, write_whole
 from rft.errors import DiskFull
+from rft.files.disk import full, is_full, write_whole
 from rft.launch.remote import MOST_LINES, ErrorLines
 from rft.monitor.monitor import Monitor
 from rft.monitor.settings import MonitorSettings

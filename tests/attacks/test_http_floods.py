@@ -11,7 +11,7 @@ import pytest
 from rft.engine.scripted import ScriptedEngine
 from rft.extras.view.view_pages import ViewPages
 from rft.extras.view.view_server import ViewServer
-from rft.logs import OncePerMinute
+from rft.secrets import OncePerMinute
 from rft.workflow.endpoint import public
 from tests.attacks.table import attack
 from tests.helpers.serving import serving

@@ -17,21 +17,21 @@ import pytest
 
 from rft import Judge, Scale
 from rft.algorithm.composition import _bind
-from rft.blocked import held_up_by, is_ours, name_what_blocks
 from rft.config import gold
 from rft.config.context import Problems
 from rft.config.gold import scored
 from rft.engine.scripted import ScriptedEngine
-from rft.errors import ConfigError, PluginStopped, RunFailed
+from rft.errors import ConfigError, PluginStopped, RunFailed, is_ours
 from rft.plugins import REGISTRY, load_all, unmarked
 from rft.reward.base import FunctionReward, Reward, score, score_group
 from rft.reward.build_reward import of
 from rft.reward.functions import adapt
 from rft.reward.manager import ManagerArgs
 from rft.testing.judge import FakeJudge
-from rft.threads import contained, in_thread, within
 from rft.types.completion import Transcript
 from rft.types.task import Task
+from rft.worker.blocked import held_up_by, name_what_blocks
+from rft.worker.threads import contained, in_thread, within
 from rft.workflow.agent import AgentWorkflow
 from rft.workflow.base import RunContext
 from rft.workflow.recipes import Recipes
@@ -295,7 +295,7 @@ def test_m9_what_blocks_a_check_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
 
     scope: dict[str, Any] = {"OVER": ended}
     exec(compile(file.read_text(), str(file), "exec"), scope)  # noqa: S102
-    monkeypatch.setattr("rft.blocked._IDLE_SHARE", 0.5)
+    monkeypatch.setattr("rft.worker.blocked._IDLE_SHARE", 0.5)
     over = name_what_blocks(told.append, end, after_s=0.3, end_after_s=1.0)
     asyncio.run(_blocked_outside_of_a_check(FunctionReward(scope["slow"]), ended))
     assert told and not any("not returned" in text for text in told)

@@ -18,7 +18,7 @@ from rft.config.save import changes, save
 from rft.config.schema.source import hidden
 from rft.config.verify import check
 from rft.launch.rundir import RunDir
-from rft.logs import is_secret_name, learn_environment, redact, to_file
+from rft.secrets import is_secret_name, learn_environment, redact, to_file
 from tests.attacks.table import attack
 
 CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from rft.logs import safe
+from rft.secrets import safe
 from tests.attacks.table import attack
 from tests.extras.view.viewed import INJECTIONS, TAGS, Page, hostile, viewing
 

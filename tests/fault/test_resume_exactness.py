@@ -1,6 +1,6 @@
 """kill -9 between and inside the phases of a step, the same command again: the final weights are those of a run without faults, bit by bit.
 
-Fault points are those of `rft.faults.TRAINER_POINTS`; one run is killed at ten of them, one after the other, drawn from a seed.
+Fault points are those of `rft.fault_injection.TRAINER_POINTS`; one run is killed at ten of them, one after the other, drawn from a seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rft.faults import TRAINER_POINTS
+from rft.fault_injection import TRAINER_POINTS
 from rft.trainer import manifest as manifests
 from tests.helpers import runs
 from tests.helpers.command import rft

@@ -25,7 +25,7 @@ from rft.errors import RftError
 from rft.explorer.assign import Assignments, BatchAssigner
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.launch import drive
 from rft.launch.signals import Signals
 from rft.sync.schedule import Schedule

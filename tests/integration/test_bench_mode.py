@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rft.api.stored_run import open_run
 from rft.cli.status_command import collect
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
-from rft.notebook import open_run
 
 TINY = Path(__file__).with_name("tiny_config.yaml")
 EVAL = (

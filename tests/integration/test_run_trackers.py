@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rft.logs import REDACTED
 from rft.monitor.read import read
+from rft.secrets import REDACTED
 from tests.helpers.command import rft
 from tests.helpers.trackers import tensorboard, wandb_values
 

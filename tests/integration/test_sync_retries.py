@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rft import faults
+from rft import fault_injection as faults
 from rft.sync.schedule import Schedule
 from rft.types.block import decode
 from rft.types.ids import Version

@@ -47,7 +47,7 @@ def test_rooms_import_only_the_rooms_below_them() -> None:
 
 def light_modules() -> list[str]:
     """What the command line and the check of a configuration load: room packages, settings, and everything torch-free by contract."""
-    names = ["rft.plugins", "rft.errors", "rft.logs"]
+    names = ["rft.plugins", "rft.errors", "rft.secrets"]
     names += [f"rft.{room}" for room in LIGHT_ROOMS]
     names += [f"rft.{p.parent.name}.settings" for p in (ROOT / "rft").glob("*/settings.py")]
     for room in ("types", "config", "taskset", "reward", "workflow", "buffer", "explorer"):

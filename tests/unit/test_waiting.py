@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rft.waiting import Activity, activities, idles, sentence, waits, works
+from rft.worker.waiting import Activity, activities, idles, sentence, waits, works
 from tests.helpers import simulated
 
 

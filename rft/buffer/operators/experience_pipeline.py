@@ -27,11 +27,10 @@ import numpy as np
 
 from rft.buffer.operators.base import STAGES, GroupView, Operator, Result, Stage, engines_named
 from rft.buffer.settings import OperatorSettings, PipelineSettings
-from rft.disk import drop_cut_line
 from rft.errors import ConfigError, PluginError, PluginStopped, RftError, RunFailed
-from rft.logs import redact
+from rft.files.disk import drop_cut_line
 from rft.plugins import REGISTRY, checked_args
-from rft.threads import blamed, contained, in_thread, last_lines, unblocked
+from rft.secrets import redact
 from rft.types.block import plain
 from rft.types.credit import parted_runs
 from rft.types.experience import Experience, check, scored_members
@@ -39,6 +38,7 @@ from rft.types.metrics import Metric, Reduction
 from rft.types.ports import ChatModel
 from rft.types.readonly import freeze, hint
 from rft.types.task import Task
+from rft.worker.threads import blamed, contained, in_thread, last_lines, unblocked
 
 KEY = "data_processor.experience_pipeline.input_save_path"
 

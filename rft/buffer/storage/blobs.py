@@ -9,7 +9,7 @@ from sqlalchemy import Connection, delete, insert
 from rft.buffer.base import REMEDY, Storage, storage
 from rft.buffer.schema import ask, parts, payloads, put_many
 from rft.errors import PayloadDamaged
-from rft.faults import fault
+from rft.fault_injection import fault
 
 
 @storage("sql")

@@ -16,9 +16,9 @@ from sqlalchemy import Connection
 from rft.buffer.base import REMEDY, storage
 from rft.buffer.settings import BufferSettings
 from rft.buffer.storage.segment import SegmentFolder, read, write
-from rft.disk import sync_path
 from rft.errors import PayloadDamaged
-from rft.faults import fault
+from rft.fault_injection import fault
+from rft.files.disk import sync_path
 
 MAGIC = b"RFTF"
 SUFFIX = ".blk"

@@ -18,8 +18,8 @@ from rft.buffer.base import REMEDY, storage
 from rft.buffer.schema import groups
 from rft.buffer.settings import BufferSettings
 from rft.buffer.storage.segment import SegmentFolder, read, write
-from rft.disk import sync_path
 from rft.errors import PayloadDamaged
+from rft.files.disk import sync_path
 
 MEMORY_ONLY = "none"
 MAGIC = b"RFTQ"

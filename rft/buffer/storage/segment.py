@@ -17,7 +17,7 @@ from rft.buffer.base import REMEDY, Storage
 from rft.buffer.location import OwnerLock, make_folder
 from rft.buffer.settings import BufferSettings
 from rft.errors import PayloadDamaged
-from rft.faults import fault, planned
+from rft.fault_injection import fault, planned
 
 HEAD = struct.Struct("<4sQQ")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rft.logs import REDACTED, is_free_map, is_harmless, is_secret_name, redact
+from rft.secrets import REDACTED, is_free_map, is_harmless, is_secret_name, redact
 
 Loc = tuple[str | int, ...]
 

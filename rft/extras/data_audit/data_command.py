@@ -10,7 +10,7 @@ import typer
 
 from rft.cli.options import Config, Json, Overrides, PluginDirs, planned, tasksets
 from rft.errors import ConfigError, raise_all
-from rft.logs import learn_environment, safe
+from rft.secrets import learn_environment, safe
 
 if TYPE_CHECKING:
     from rft.config.plan import Plan

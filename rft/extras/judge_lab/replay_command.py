@@ -39,10 +39,10 @@ def replay(
 ) -> None:
     """Score stored rollouts with another reward, and show old against new."""
     from rft.cli.show import progress
-    from rft.disk import write_whole
     from rft.extras.judge_lab.rescore import rescore, summary
-    from rft.logs import learn_environment
+    from rft.files.disk import write_whole
     from rft.reward.build_reward import build
+    from rft.secrets import learn_environment
 
     learn_environment()
     if to is not None and (to.suffix != ".jsonl" or os.path.lexists(to) or not to.parent.is_dir()):

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rft.extras.sandbox import kernel, landlock, namespaces, program, seccomp, testrunner, wire
-from rft.parent import die_with_parent
 from rft.worker import limits
+from rft.worker.parent import die_with_parent
 
 FDS = ("lifeline", "channel", "link", "stdin", "stdout", "stderr")
 _PRELOADED = (

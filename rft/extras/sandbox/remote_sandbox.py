@@ -22,7 +22,7 @@ from rft.extras.sandbox.code_sandbox import Calls, Checks, Pairs
 from rft.extras.sandbox.jobs import ProgramVerdict, Ran, same_output
 from rft.extras.sandbox.processes import ProgramLimits, SandboxError
 from rft.extras.sandbox.wire import same
-from rft.threads import CLOCK
+from rft.worker.threads import CLOCK
 
 ATTEMPTS = 5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rft.disk import read_regular
 from rft.errors import SetupError
 from rft.explorer.service_settings import LimitSettings, ServeSettings
-from rft.logs import learn_secrets
+from rft.files.disk import read_regular
+from rft.secrets import learn_secrets
 from rft.workflow.endpoint_sessions import hashed
 
 ENVIRONMENT = "RFT_SERVE_KEY"

@@ -25,7 +25,6 @@ import msgspec
 
 from rft.buffer.operators.experience_pipeline import ExperiencePipeline
 from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
-from rft.disk import write_whole
 from rft.errors import FrameRejected
 from rft.explorer.batch_runner import after_operators, encoded
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
@@ -36,13 +35,14 @@ from rft.extras.serve.book import WORKFLOW, SessionBook, patient, task_of
 from rft.extras.serve.gateway import Gateway
 from rft.extras.serve.live_session import LiveSession
 from rft.extras.serve.session_groups import SessionGroup
+from rft.files.disk import write_whole
 from rft.types.experience import Experience, failed
 from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import AppendResult, Assignment, BufferWriter, ChatModel, MetricSink
 from rft.types.sessions import SessionStore
 from rft.types.task import Task
-from rft.waiting import works
+from rft.worker.waiting import works
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, judge
 from rft.workflow.play_run import PlayedRun, experiences, value

@@ -19,8 +19,8 @@ from rft.config.memory_estimate import BYTES, GIB
 from rft.config.model_folder import ModelShape
 from rft.config.plan import Facts, Plan
 from rft.config.yamlfile import parse
-from rft.disk import read_regular
 from rft.errors import ConfigError, nearest
+from rft.files.disk import read_regular
 from rft.monitor.read import read
 from rft.types.metrics import MetricRecord
 

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rft.launch.progress import duration
-from rft.logs import safe
+from rft.secrets import safe
 
 HERE = Path(__file__).parent
 SHOWN_CHARS = 20_000  # of one text

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from rft.cli.options import Json, RunDir
-from rft.disk import write_whole
 from rft.errors import ConfigError
+from rft.files.disk import write_whole
 
 KEYS = (  # of `rft compare`, where a run has them
     "rollout/reward/mean", "experience/response_length/mean", "actor/loss", "actor/entropy", "actor/kl_loss", "mismatch/abs_diff_mean",
@@ -23,9 +23,9 @@ def report(
     out: Annotated[Path, typer.Option("-o", "--output", help="the HTML file; one that exists is replaced")] = Path("report.html"),
 ) -> None:
     """Write one HTML file about a run: subject, curves, evaluations, answers, cost, alarms, settings, versions."""
+    from rft.api.stored_run import open_run
     from rft.extras.view.report.facts import collect
     from rft.extras.view.report.page import page
-    from rft.notebook import open_run
 
     if out.suffix not in (".html", ".htm"):
         raise ConfigError("must end in .html", key="-o", given=str(out))
@@ -47,10 +47,10 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show runs beside each other: evaluations with intervals, newest numbers, cost, and every key that differs."""
+    from rft.api.stored_run import open_run
     from rft.cli import show
     from rft.extras.view.report import comparison
     from rft.extras.view.report.facts import collect
-    from rft.notebook import open_run
 
     if len(runs) < 2:
         raise ConfigError("give the folders of two runs or more", key="RUNS", given=" ".join(map(str, runs)))

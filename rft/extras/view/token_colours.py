@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rft.buffer.inspect import Shown
 from rft.buffer.token_texts import TokenTexts
-from rft.logs import safe
+from rft.secrets import safe
 
 COLOURS = {
     "logprob": "log-prob of the engine",

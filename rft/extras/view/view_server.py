@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rft.errors import RftError, SetupError
-from rft.logs import http_log
+from rft.secrets import http_log
 
 if TYPE_CHECKING:
     from rft.extras.view.view_pages import ViewPages

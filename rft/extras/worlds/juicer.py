@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from rft.disk import read_regular
 from rft.errors import ConfigError
+from rft.files.disk import read_regular
 
 NEEDS: Mapping[str, str] = {"data_juicer": "data-juicer"}
 _MAX_RECIPE = 1 << 20

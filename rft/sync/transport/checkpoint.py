@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from rft.disk import sync_path
 from rft.errors import WeightSyncFailed
+from rft.files.disk import sync_path
 from rft.sync.transport import blob
 from rft.types.ids import Version
 from rft.types.ports import TensorSpec, WeightManifest

@@ -1,7 +1,7 @@
 """Weights through a broadcast from the trainer's memory to all engine workers: for engines that share neither memory nor disk with it.
 
 Staging keeps a version, and the one before it, in memory of this process and sends nothing; each load asks for one round of sending
-(`rft.broadcast`).  Knows nothing of who loads when.  The one invariant is that of `Transport`.
+(`rft.collective.broadcast`).  Knows nothing of who loads when.  The one invariant is that of `Transport`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from rft.broadcast import LOOPBACK, TIMEOUT_S, TrainerEnd
+from rft.collective.broadcast import LOOPBACK, TIMEOUT_S, TrainerEnd
 from rft.errors import WeightSyncFailed
 from rft.sync.settings import SyncSettings
 from rft.sync.transport.memory import MemoryTransport

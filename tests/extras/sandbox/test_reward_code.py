@@ -25,9 +25,9 @@ from rft.extras.sandbox.remote_sandbox import RemoteSandbox
 from rft.plugins import load_all
 from rft.reward.base import score
 from rft.reward.build_reward import build
-from rft.threads import in_time
 from rft.types.completion import Score
 from rft.types.task import Task
+from rft.worker.threads import in_time
 from tests.helpers.answers import make_transcript, task
 
 PROMPT = 'def shout(word: str) -> str:\n    """The word in capitals, with an exclamation mark."""\n'

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import func, select
 
-from rft import faults
+from rft import fault_injection as faults
 from rft.buffer.audit import audit_run
 from rft.buffer.location import connect, find
 from rft.buffer.schema import FORMAT, experiences

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from rft import faults
-from rft.parent import die_with_parent
+from rft import fault_injection as faults
 from rft.worker import framing
+from rft.worker.parent import die_with_parent
 from tests.helpers.lab import roles
 from tests.helpers.lab.plan import Plan
 

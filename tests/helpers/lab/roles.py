@@ -18,7 +18,7 @@ import msgspec
 
 from rft.buffer.buffer import Buffer
 from rft.errors import Fenced, RftError
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.trainer import manifest as manifests
 from rft.trainer.checkpoints import Checkpoints
 from rft.types.block import decode, encode

@@ -17,7 +17,7 @@ import msgspec
 
 from rft import errors
 from rft.errors import BufferFailed, Fenced, FrameRejected, IdConflict
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.types.ports import EndOfData
 from rft.worker import framing
 

@@ -15,7 +15,7 @@ from rft.testing.storage_contract import fill, group, ids, row, take
 from rft.types.block import encode
 from rft.types.ids import GroupId, Version
 from rft.types.ports import EndOfData
-from rft.waiting import activities
+from rft.worker.waiting import activities
 
 
 async def started(folder: Path, **settings: object) -> Buffer:

@@ -24,7 +24,7 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.cli import show
 from rft.errors import ConfigError
-from rft.logs import safe
+from rft.secrets import safe
 from rft.testing.storage_contract import fill, group
 from rft.types.block import encode
 from tests.helpers.asked_ledger import EVIL, play, said

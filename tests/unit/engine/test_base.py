@@ -118,5 +118,5 @@ def test_light_parts_load_no_torch() -> None:
     modules = (
         "rft.engine.base, rft.engine.pool, rft.engine.environment, rft.engine.weights, rft.engine.vllm, rft.engine.transformers"
     )
-    code = f"import sys, {modules}, rft.engine.scripted, rft.faults; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+    code = f"import sys, {modules}, rft.engine.scripted, rft.fault_injection; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -17,12 +17,12 @@ from rft.engine.named import make
 from rft.engine.pool import EnginePool
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import EngineFailed, SetupError
-from rft.logs import redact
+from rft.secrets import redact
 from rft.testing.engine_contract import ask
-from rft.threads import Clock
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs
 from rft.types.throttled import THROTTLED
+from rft.worker.threads import Clock
 
 KEY = "sk-of-the-judge-1234567890"
 

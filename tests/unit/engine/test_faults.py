@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rft.errors import ConfigError
-from rft.faults import fault, planned
+from rft.fault_injection import fault, planned
 
 
 def test_off_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_errors_are_raised(monkeypatch: pytest.MonkeyPatch, action: str, number:
 
 
 def test_a_point_of_the_buffer_kills_by_default() -> None:
-    code = "from rft.faults import fault\nfor n in range(3): fault('buffer.lease'); print(n, flush=True)"
+    code = "from rft.fault_injection import fault\nfor n in range(3): fault('buffer.lease'); print(n, flush=True)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "RFT_FAULT": "buffer.lease:3"},

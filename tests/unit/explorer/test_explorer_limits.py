@@ -17,7 +17,7 @@ from rft.reward.judge_base import Judge
 from rft.types.completion import Score
 from rft.types.ids import GroupId
 from rft.types.task import Task
-from rft.waiting import activities, sentence
+from rft.worker.waiting import activities, sentence
 from rft.workflow.base import Workflow, workflow
 from rft.workflow.group import Ending, run_group
 from rft.workflow.play_run import RunLimits

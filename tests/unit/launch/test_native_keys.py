@@ -399,7 +399,7 @@ def test_log_files_of_a_machine_have_a_folder(tmp_path: Path) -> None:
     """log.group_by_node, of which `rft log` reads both forms (tests/unit/cli)."""
     import os
 
-    from rft.logs import node_folder
+    from rft.secrets import node_folder
 
     found = [node_folder(tmp_path, plan(**{"log.group_by_node": value}).log_by_node) for value in (False, True)]
     assert found == [tmp_path, tmp_path / os.uname().nodename]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rft.launch.progress import STARTING, Progress, duration, step_facts, summary
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
-from rft.waiting import ACTIVITY_S, Activity
+from rft.worker.waiting import ACTIVITY_S, Activity
 from tests.helpers import simulated
 
 VALUES = {

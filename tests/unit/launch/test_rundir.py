@@ -11,7 +11,7 @@ import pytest
 from rft.errors import SetupError
 from rft.launch.execute import _clean_after_a_crash
 from rft.launch.rundir import RunDir, began, write_json
-from rft.logs import learn_secrets
+from rft.secrets import learn_secrets
 
 
 def test_second_owner_is_refused_with_the_holder(tmp_path):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rft import logs
+from rft import secrets as logs
 from rft.errors import ConfigError, DiskFull, RunFailed, SetupError
 from rft.monitor import monitor as mirror
 from rft.monitor.base import OneRun, Row, Tracker, markdown, remembered_id

@@ -20,11 +20,11 @@ from rft.reward.judge_costs import BudgetUsedUp, CostLedger
 from rft.reward.run_folder import run_folder
 from rft.reward.verdict import UnreadableVerdict, read
 from rft.testing.judge import FakeJudge, completion, judged, make_transcript, score_with
-from rft.threads import in_time
 from rft.types.completion import Completion
 from rft.types.ports import GenerateRequest
 from rft.types.task import Task
 from rft.types.throttled import THROTTLED
+from rft.worker.threads import in_time
 
 load_all()
 TASK = Task(taskset="t", index=0, prompt="Why is the sky blue?", truth="scattering", workflow="w")

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rft import faults
-from rft.broadcast import Bucket, TrainerEnd, buckets
+from rft import fault_injection as faults
+from rft.collective.broadcast import Bucket, TrainerEnd, buckets
 from rft.engine.weights import TakenWeights, WeightIntake
 from rft.errors import WeightSyncFailed
 from rft.sync.settings import SyncSettings

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rft import faults
+from rft import fault_injection as faults
 from rft.engine.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.errors import WeightSyncFailed
 from rft.sync.schedule import Schedule

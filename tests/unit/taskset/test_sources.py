@@ -9,7 +9,7 @@ import sqlite3
 import pytest
 
 from rft.errors import ConfigError, PluginError
-from rft.logs import learn_secrets
+from rft.secrets import learn_secrets
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import FormatSettings, TasksetSettings
 

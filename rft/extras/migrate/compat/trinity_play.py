@@ -20,9 +20,9 @@ from rft.extras.migrate.compat.trinity_experience import TrinityExperience, plai
 from rft.extras.migrate.compat.trinity_home import HOME, Home
 from rft.extras.migrate.compat.trinity_model import ModelWrapper
 from rft.extras.migrate.compat.trinity_registry import stands_for
-from rft.threads import in_thread
 from rft.types.completion import Score, Transcript, Turn
 from rft.types.task import Task
+from rft.worker.threads import in_thread
 from rft.workflow.base import RunContext
 
 

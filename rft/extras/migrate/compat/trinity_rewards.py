@@ -20,9 +20,9 @@ from rft.extras.migrate.compat.trinity_registry import original, stands_for
 from rft.plugins import REGISTRY
 from rft.reward.base import Reward, score
 from rft.reward.build_reward import build
-from rft.threads import in_thread
 from rft.types import task as ours
 from rft.types.completion import Completion, Score, Transcript, Turn
+from rft.worker.threads import in_thread
 
 
 class RewardFn(ABC):

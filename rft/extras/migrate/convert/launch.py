@@ -19,7 +19,7 @@ from rft.extras.migrate.convert import hydra, programs
 from rft.extras.migrate.convert.programs import Program
 from rft.extras.migrate.convert.reading import Reading, ScriptReader, shown
 from rft.extras.migrate.convert.recording import RUN_S, SANDBOX_VARIABLES, Command, Inputs, Recorder, Recording
-from rft.logs import is_secret_name
+from rft.secrets import is_secret_name
 
 _YAML = {".yaml", ".yml", ".json"}
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")

@@ -17,7 +17,7 @@ from rft.extras.migrate.convert.expand import Expander, Scope
 from rft.extras.migrate.convert.shell_arithmetic import ArithmeticProblem, evaluate
 from rft.extras.migrate.convert.syntax import Assign, Command, CommandSub, SimpleCommand, Word
 from rft.extras.migrate.convert.values import PASSED, Array, Marks, Text, env, marked, shown
-from rft.logs import is_secret_name
+from rft.secrets import is_secret_name
 
 MAX_CALLS = 12
 

@@ -16,6 +16,7 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from rft.api.stored_run import StoredRun
 from rft.buffer.inspect import Shown, look, written_by
 from rft.buffer.query import READ_TIMEOUT_S, Questions
 from rft.buffer.query import open_run as questions_of
@@ -27,7 +28,6 @@ from rft.launch.rundir import RunDir
 from rft.monitor.curves import evaluations, is_main
 from rft.monitor.pictures import covered
 from rft.monitor.read import AllSeries, Records, Spent
-from rft.notebook import StoredRun
 from rft.types.metrics import MetricRecord
 
 T = TypeVar("T")

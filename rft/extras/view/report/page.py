@@ -16,9 +16,9 @@ from markupsafe import Markup
 
 from rft.extras.view.charts import charted
 from rft.extras.view.report.facts import RunFacts, first_and_last
-from rft.logs import redact, safe
 from rft.monitor.curves import main_curves, svg
 from rft.monitor.read import AllSeries
+from rft.secrets import redact, safe
 
 MAX_BYTES = 5 << 20
 _TEXT = 6000  # characters of a prompt or an answer that are shown

@@ -24,7 +24,7 @@ from rft.engine.scripted import ScriptedEngine
 from rft.extras.serve.access import ENVIRONMENT
 from rft.taskset.generated_tasks import digit_sums
 from rft.testing.models import smollm2
-from rft.threads import in_thread
+from rft.worker.threads import in_thread
 from tests.extras.serve.serving import KEY, serving
 from tests.helpers import runs
 

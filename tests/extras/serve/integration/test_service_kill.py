@@ -18,7 +18,7 @@ import pytest
 from rft.buffer.audit import audit_run
 from rft.extras.serve.access import ENVIRONMENT
 from rft.extras.serve.client import AsyncClient, ServeError
-from rft.faults import SERVE_POINTS, VARIABLE
+from rft.fault_injection import SERVE_POINTS, VARIABLE
 from tests.extras.serve.serving import HI, KEY
 from tests.helpers import runs
 

@@ -18,9 +18,8 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from rft.blocked import own_lines
-from rft.errors import ConfigError, PluginStopped, RftError, RunFailed
-from rft.logs import redact
+from rft.errors import ConfigError, PluginStopped, RftError, RunFailed, own_lines
+from rft.secrets import redact
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

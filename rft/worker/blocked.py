@@ -8,38 +8,20 @@ from __future__ import annotations
 
 import math
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from rft.errors import PluginStopped
+from rft.errors import is_ours
 
 NAME_AFTER_S = 30.0
 END_AFTER_S = 300.0
 _IDLE_SHARE = 0.02  # of one core
 _DEBUGGERS = ("bdb", "pdb", "_pydevd_bundle", "debugpy")
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _CHECKS = str(Path(_OURS, "config"))
-_LIBRARIES = tuple(p for name in ("stdlib", "platstdlib", "purelib", "platlib") if (p := sysconfig.get_paths().get(name)))
-
-
-def is_ours(file: str) -> bool:
-    """Whether a file is part of rft, of Python or of an installed library."""
-    return file.startswith((_OURS, "<frozen", *_LIBRARIES))
-
-
-def own_lines(error: BaseException) -> str:
-    """The traceback for the author of a plugin: from the first line on that is not ours, all of it where every line is."""
-    cause = error.__cause__ if isinstance(error, PluginStopped) else None  # it says what its cause did
-    lines = whole = (cause or error).__traceback__
-    while lines is not None and is_ours(lines.tb_frame.f_code.co_filename):
-        lines = lines.tb_next
-    shown = whole if lines is None and not isinstance(error, SyntaxError) else lines
-    return "".join(traceback.format_exception(type(error), error, shown, chain=cause is None)).rstrip()
 
 
 def held_up_by(thread: int) -> tuple[FrameType, str] | None:

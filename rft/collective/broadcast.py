@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rft.errors import WeightSyncFailed
-from rft.faults import fault
+from rft.fault_injection import fault
 from rft.types import delta
 from rft.types.ports import Broadcast, TensorSpec, WeightManifest
 
