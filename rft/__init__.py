@@ -1,7 +1,7 @@
 """rft: reinforcement fine-tuning of language models.
 
-What authors of workflows, rewards and algorithms need, and what a notebook needs, can be imported from here.  A name is loaded when it
-is first used, so `import rft` loads no library.
+What authors of workflows, rewards and algorithms need, and what a notebook needs, can be imported
+from here.  A name is loaded when it is first used, so `import rft` loads no library.
 """
 
 from __future__ import annotations
@@ -31,12 +31,48 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AgentWorkflow", "Args", "Completion", "ConfigError", "EnvWorkflow", "Judge", "JudgeArgs", "JudgeCase", "LossInputs", "LossOutput",
-    "MultiTurnWorkflow", "Operator", "OperatorArgs", "PromptDelimiters", "Reply", "Reward", "RftError", "RunContext", "SamplingArgs",
-    "Scale", "Score", "Step", "StepInputs", "StoredRun", "Task", "TaskSource", "ToolArgs", "ToolWorkflow", "Tracker", "TrackerArgs",
-    "Transcript", "TurnArgs", "WordChoice", "Workflow", "__version__", "define_algorithm", "metrics", "open_run", "register",
-    "rollouts", "run",
-]  # fmt: skip
+    "AgentWorkflow",
+    "Args",
+    "Completion",
+    "ConfigError",
+    "EnvWorkflow",
+    "Judge",
+    "JudgeArgs",
+    "JudgeCase",
+    "LossInputs",
+    "LossOutput",
+    "MultiTurnWorkflow",
+    "Operator",
+    "OperatorArgs",
+    "PromptDelimiters",
+    "Reply",
+    "Reward",
+    "RftError",
+    "RunContext",
+    "SamplingArgs",
+    "Scale",
+    "Score",
+    "Step",
+    "StepInputs",
+    "StoredRun",
+    "Task",
+    "TaskSource",
+    "ToolArgs",
+    "ToolWorkflow",
+    "Tracker",
+    "TrackerArgs",
+    "Transcript",
+    "TurnArgs",
+    "WordChoice",
+    "Workflow",
+    "__version__",
+    "define_algorithm",
+    "metrics",
+    "open_run",
+    "register",
+    "rollouts",
+    "run",
+]
 _HOMES = {
     "rft.algorithm.args": ("Args",),
     "rft.algorithm.base": ("LossInputs", "LossOutput", "StepInputs", "define_algorithm"),

@@ -1,7 +1,7 @@
 """Every error a person can meet, on one page.
 
-A message says what was given, what is allowed, and what to do.  `exit_code` is what the program ends with:
-0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted.
+A message says what was given, what is allowed, and what to do.  `exit_code` is what the program
+ends with: 0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted.
 `assert` is for our own invariants; plugin authors raise plain exceptions.
 """
 
@@ -108,7 +108,8 @@ _NO_MEMORY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a library says that memory is used up; few of them use MemoryError."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
+    # torch's, on a GPU
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
@@ -126,14 +127,17 @@ class BufferFailed(RunFailed):
 
 
 class DiskFull(BufferFailed):
-    """No space, quota or file number is left where the run writes: ledger, checkpoint, metrics, samples, log or configuration.
+    """No space, quota or file number is left where the run writes: ledger, checkpoint, metrics,
+    samples, log or configuration.
 
     What is committed stays; the same command goes on from it once there is space.
     """
 
 
 class PayloadDamaged(BufferFailed):
-    """Payload that was acknowledged is missing, or not as it was stored; the message names where it should be."""
+    """Payload that was acknowledged is missing, or not as it was stored; the message names where it
+    should be.
+    """
 
 
 class IdConflict(BufferFailed):
@@ -141,7 +145,9 @@ class IdConflict(BufferFailed):
 
 
 class FrameRejected(BufferFailed):
-    """An appended frame holds what no trainer could use; the message begins with the counted reason."""
+    """An appended frame holds what no trainer could use; the message begins with the counted
+    reason.
+    """
 
 
 class Fenced(BufferFailed):
@@ -179,7 +185,11 @@ class PluginStopped(RuntimeError):
 
 
 _OURS = str(Path(__file__).parent)
-_LIBRARIES = tuple(p for name in ("stdlib", "platstdlib", "purelib", "platlib") if (p := sysconfig.get_paths().get(name)))
+_LIBRARIES = tuple(
+    p
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    if (p := sysconfig.get_paths().get(name))
+)
 
 
 def is_ours(file: str) -> bool:
@@ -188,10 +198,15 @@ def is_ours(file: str) -> bool:
 
 
 def own_lines(error: BaseException) -> str:
-    """The traceback for the author of a plugin: from the first line on that is not ours, all of it where every line is."""
-    cause = error.__cause__ if isinstance(error, PluginStopped) else None  # it says what its cause did
+    """The traceback for the author of a plugin: from the first line on that is not ours, all of it
+    where every line is.
+    """
+    # it says what its cause did
+    cause = error.__cause__ if isinstance(error, PluginStopped) else None
     lines = whole = (cause or error).__traceback__
     while lines is not None and is_ours(lines.tb_frame.f_code.co_filename):
         lines = lines.tb_next
     shown = whole if lines is None and not isinstance(error, SyntaxError) else lines
-    return "".join(traceback.format_exception(type(error), error, shown, chain=cause is None)).rstrip()
+    return "".join(
+        traceback.format_exception(type(error), error, shown, chain=cause is None)
+    ).rstrip()

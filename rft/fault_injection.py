@@ -1,9 +1,11 @@
-"""Named places where a test can make the real system fail.  Off unless the variable RFT_FAULT is set.
+"""Named places where a test can make the real system fail.  Off unless the variable RFT_FAULT is
+set.
 
-`RFT_FAULT=point[:nth][=action][,point ...]`.  nth: without a number the point fires every time it is reached, with `:n` only the
-n-th time (from 1) in each process, with `:n-m` from the n-th to the m-th, with `:n-` from the n-th on.  action: what happens there,
-one of ACTIONS; points of KILL_POINTS kill the process unless another one is written, the others fail in their own way.
-The one invariant: without the variable `fault` is false and costs one dictionary look-up.
+`RFT_FAULT=point[:nth][=action][,point ...]`.  nth: without a number the point fires every time it
+is reached, with `:n` only the n-th time (from 1) in each process, with `:n-m` from the n-th to the
+m-th, with `:n-` from the n-th on.  action: what happens there, one of ACTIONS; points of
+KILL_POINTS kill the process unless another one is written, the others fail in their own way. The
+one invariant: without the variable `fault` is false and costs one dictionary look-up.
 
 Example: RFT_FAULT=buffer.append.after:3=kill,storage.put:5-9=enospc
 """
@@ -62,11 +64,15 @@ SERVE_POINTS = (
     "buffer.sessions.before",  # answers and rewards of clients are about to be written
     "buffer.sessions.after",  # they are committed, the service does not know it yet
 )
-REPLACING = "checkpoint.replacing"  # a step is saved again: the old checkpoint is out of the way, the new one is not in its place
+# a step is saved again: the old checkpoint is out of the way, the new one is not in its place
+REPLACING = "checkpoint.replacing"
 KILL_POINTS = (*BUFFER_POINTS, *SERVE_POINTS, *TRAINER_POINTS, *BROADCAST_POINTS, REPLACING)
 _ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "eio": errno.EIO}
-ACTIONS = ("kill", "stop", *_ERRORS)  # SIGKILL or SIGSTOP of this process, or an OSError with that number
-_ENTRY = re.compile(r"(?P<point>[^\s:=,]+)(:(?P<first>\d+)(?P<range>-(?P<last>\d*))?)?(=(?P<action>\w+))?")
+# SIGKILL or SIGSTOP of this process, or an OSError with that number
+ACTIONS = ("kill", "stop", *_ERRORS)
+_ENTRY = re.compile(
+    r"(?P<point>[^\s:=,]+)(:(?P<first>\d+)(?P<range>-(?P<last>\d*))?)?(=(?P<action>\w+))?"
+)
 
 _seen: dict[tuple[str, str], int] = {}
 
@@ -78,7 +84,8 @@ class _Entry(NamedTuple):
 
 
 def fault(point: str) -> bool:
-    """Whether the place called `point` has to fail this time, in its own way; an action is carried out here.
+    """Whether the place called `point` has to fail this time, in its own way; an action is carried
+    out here.
 
     Counts the visits of each point.  Raises OSError where the action is an error's name.
     """
@@ -86,7 +93,9 @@ def fault(point: str) -> bool:
     if not setting:
         return False
     _seen[setting, point] = visit = _seen.get((setting, point), 0) + 1
-    fires = [entry for entry in _planned(setting).get(point, ()) if entry.first <= visit <= entry.last]
+    fires = [
+        entry for entry in _planned(setting).get(point, ()) if entry.first <= visit <= entry.last
+    ]
     for entry in fires:
         _act(point, entry.action)
     return bool(fires)
@@ -113,9 +122,16 @@ def _planned(setting: str) -> dict[str, list[_Entry]]:
         first = int(m["first"] or 1) if m else 0
         if m is None or first < 1 or (m["action"] or "kill") not in ACTIONS:
             raise ConfigError(
-                f"{VARIABLE}={setting!r}: {entry!r} is not point[:nth][=action], with nth from 1 (or n-m, n-), "
+                f"{VARIABLE}={setting!r}: {entry!r} is not point[:nth][=action], with nth from 1 "
+                f"(or n-m, n-), "
                 f"action one of {', '.join(ACTIONS)}"
             )
-        last = float("inf") if m["first"] is None else first if m["range"] is None else float(m["last"] or "inf")
+        last = (
+            float("inf")
+            if m["first"] is None
+            else first
+            if m["range"] is None
+            else float(m["last"] or "inf")
+        )
         plan.setdefault(m["point"], []).append(_Entry(first, last, m["action"]))
     return plan

@@ -1,8 +1,9 @@
 """Finding things by name: five doors, one registry, no table to edit.
 
-A configuration names a plugin as `name`, `pkg.module:Name`, `path/file.py:Name`.  Plain names are marked with a decorator made by
-`kind(...)` in a file of the built-in folder, a `--plugin-dir`, or a module of the entry-point group `rft.plugins`.
-A file that fails to import stops everything with its traceback; nothing is skipped.
+A configuration names a plugin as `name`, `pkg.module:Name`, `path/file.py:Name`.  Plain names are
+marked with a decorator made by `kind(...)` in a file of the built-in folder, a `--plugin-dir`, or a
+module of the entry-point group `rft.plugins`. A file that fails to import stops everything with its
+traceback; nothing is skipped.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from rft.errors import ConfigError, PluginError, nearest, own_lines
 
 GROUP = "rft.plugins"
 T = TypeVar("T")
-_IMPORTING = threading.RLock()  # a thread that asks for a file which another one imports gets the whole module
+# a thread that asks for a file which another one imports gets the whole module
+_IMPORTING = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One found thing.  `args` is the pydantic model its arguments are checked against, if it has one."""
+    """One found thing.  `args` is the pydantic model its arguments are checked against, if it has
+    one.
+    """
 
     kind: str
     name: str
@@ -78,7 +82,9 @@ def extra_entries(kind: str) -> dict[str, Any]:
 
 
 def extra_entry(kind: str, name: str, *, key: str) -> Any:
-    """One of them.  Raises ConfigError for the configuration key that needs it where no extra adds it."""
+    """One of them.  Raises ConfigError for the configuration key that needs it where no extra adds
+    it.
+    """
     try:
         return extra_entries(kind)[name]
     except KeyError:
@@ -95,7 +101,8 @@ def load_entry(entry: str) -> Any:
 class Provider:
     """Base of what writes fields into experiences that only some algorithms read.
 
-    `gives`: "info.NAME" or a field's name, several of them, or a static method that returns them for the arguments of the plugin.
+    `gives`: "info.NAME" or a field's name, several of them, or a static method that returns them
+    for the arguments of the plugin.
     """
 
     gives: ClassVar[Any] = ()
@@ -129,7 +136,8 @@ class Registry:
             old = self._found.get(key)
             if old is not None and old.source != plugin.source:
                 raise PluginError(
-                    f"{plugin.kind} {plugin.name!r} is defined twice: in {old.source} and in {plugin.source}. Rename one of them."
+                    f"{plugin.kind} {plugin.name!r} is defined twice: in {old.source} and in "
+                    f"{plugin.source}. Rename one of them."
                 )
             self._found[key] = plugin
 
@@ -139,7 +147,10 @@ class Registry:
         if not folder.is_dir():
             raise PluginError(f"plugin folder {folder} does not exist or is not a folder")
         if folder.stat().st_mode & 0o002:
-            raise PluginError(f"plugin folder {folder} can be written by everyone; refusing to import from it (chmod o-w)")
+            raise PluginError(
+                f"plugin folder {folder} can be written by everyone; refusing to import from it "
+                f"(chmod o-w)"
+            )
         for path in sorted(folder.glob("*.py")):
             if not path.name.startswith("_"):
                 import_file(path)
@@ -154,10 +165,15 @@ class Registry:
         for folder in root.__path__:
             for path in sorted(Path(folder).glob("*.py")):
                 if not path.name.startswith("_"):
-                    _guarded(f"{package}.{path.stem}", partial(importlib.import_module, f"{package}.{path.stem}"))
+                    _guarded(
+                        f"{package}.{path.stem}",
+                        partial(importlib.import_module, f"{package}.{path.stem}"),
+                    )
 
     def scan_entry_points(self) -> None:
-        """Import every module that an installed distribution names in the entry-point group `rft.plugins`."""
+        """Import every module that an installed distribution names in the entry-point group
+        `rft.plugins`.
+        """
         for entry in importlib.metadata.entry_points(group=GROUP):
             _guarded(f"entry point {entry.name} = {entry.value}", entry.load)
 
@@ -171,8 +187,10 @@ class Registry:
             return _fitted(found)
         known = self.names(kind)
         raise PluginError(
-            f"unknown {kind} {name!r}.  Known: {', '.join(known) or 'none'}.{nearest(name, known)}  "
-            "Your own plugin is found with --plugin-dir DIR, as pkg.module:Name or as path/file.py:Name."
+            f"unknown {kind} {name!r}.  Known: {', '.join(known) or 'none'}.{nearest(name, known)} "
+            f" "
+            "Your own plugin is found with --plugin-dir DIR, as pkg.module:Name or as "
+            "path/file.py:Name."
         )
 
     def names(self, kind: str) -> list[str]:
@@ -181,7 +199,10 @@ class Registry:
 
     def all(self, kind: str | None = None) -> list[Plugin]:
         with self._lock:
-            return sorted((p for p in self._found.values() if kind in (None, p.kind)), key=lambda p: (p.kind, p.name))
+            return sorted(
+                (p for p in self._found.values() if kind in (None, p.kind)),
+                key=lambda p: (p.kind, p.name),
+            )
 
     def _by_path(self, kind: str, name: str) -> Plugin:
         where, _, attribute = name.rpartition(":")
@@ -191,7 +212,8 @@ class Registry:
             module = _guarded(name, partial(_import_named, kind, name, where))
         if not hasattr(module, attribute):
             raise PluginError(
-                f"{kind} {name!r}: {where} has no {attribute!r}; it defines {', '.join(_public(module)) or 'nothing'}"
+                f"{kind} {name!r}: {where} has no {attribute!r}; it defines "
+                f"{', '.join(_public(module)) or 'nothing'}"
             )
         obj = getattr(module, attribute)
         if (marked := mark_of(obj)) is not None and marked.kind != kind:
@@ -200,7 +222,9 @@ class Registry:
 
 
 def mark_of(obj: Any) -> Plugin | None:
-    """What its decorator made of `obj`; None for one without a decorator, and for a class whose parent alone has one."""
+    """What its decorator made of `obj`; None for one without a decorator, and for a class whose
+    parent alone has one.
+    """
     marked: Plugin | None = _attribute(obj, "__rft_plugin__")
     return marked if marked is not None and marked.obj is obj else None
 
@@ -221,7 +245,9 @@ def _attribute(obj: Any, name: str) -> Any:
 
 
 def _fitted(plugin: Plugin) -> Plugin:
-    """A class of another shape brings a class method `__rft_adapt__`, which gives the class of ours that stands for it."""
+    """A class of another shape brings a class method `__rft_adapt__`, which gives the class of ours
+    that stands for it.
+    """
     if (adapt := _attribute(plugin.obj, "__rft_adapt__")) is None:
         return plugin
     obj = adapt()
@@ -232,13 +258,17 @@ REGISTRY = Registry()
 
 
 def kind(name: str) -> Callable[..., Callable[[T], T]]:
-    """Makes the decorator for one kind of plugin: `workflow = kind("workflow")`, then `@workflow("my_name", args=MyArgs)`."""
+    """Makes the decorator for one kind of plugin: `workflow = kind("workflow")`, then
+    `@workflow("my_name", args=MyArgs)`.
+    """
 
     def mark(plugin_name: str, *, args: type | None = None) -> Callable[[T], T]:
         def register(obj: T) -> T:
             if args is not None and inspect.isclass(obj):
                 obj.Args = args  # type: ignore[attr-defined]
-            plugin = Plugin(name, plugin_name, obj, _source(obj), args if args is not None else _args_of(obj))
+            plugin = Plugin(
+                name, plugin_name, obj, _source(obj), args if args is not None else _args_of(obj)
+            )
             REGISTRY.add(plugin)
             obj.__rft_plugin__ = plugin  # type: ignore[attr-defined]
             return obj
@@ -249,7 +279,9 @@ def kind(name: str) -> Callable[..., Callable[[T], T]]:
 
 
 class Decorators:
-    """One decorator for each kind of plugin: `@register.reward("exact_answer")`, `@register.workflow("quiz", args=QuizArgs)`."""
+    """One decorator for each kind of plugin: `@register.reward("exact_answer")`,
+    `@register.workflow("quiz", args=QuizArgs)`.
+    """
 
     workflow = staticmethod(kind("workflow"))
     reward = staticmethod(kind("reward"))
@@ -282,7 +314,9 @@ def _source(obj: Any) -> str:
 
 
 def derived(cls: type[Any], base: type[T]) -> type[T]:
-    """`cls`, or where it does not derive from `base` a class of its name that derives from both: `base` brings the hooks it lacks."""
+    """`cls`, or where it does not derive from `base` a class of its name that derives from both:
+    `base` brings the hooks it lacks.
+    """
     if issubclass(cls, base):
         return cls
     names = {n: v for n, v in vars(cls).items() if n in ("__module__", "__qualname__", "__doc__")}
@@ -290,8 +324,14 @@ def derived(cls: type[Any], base: type[T]) -> type[T]:
 
 
 def hooks(obj: object, base: type) -> dict[str, Any]:
-    """Those public attributes of `base` that `obj`, a function or an object of another class, has itself."""
-    return {name: getattr(obj, name) for name in vars(base) if not name.startswith("_") and hasattr(obj, name)}
+    """Those public attributes of `base` that `obj`, a function or an object of another class, has
+    itself.
+    """
+    return {
+        name: getattr(obj, name)
+        for name in vars(base)
+        if not name.startswith("_") and hasattr(obj, name)
+    }
 
 
 def import_file(path: Path) -> ModuleType:
@@ -318,7 +358,8 @@ def import_file(path: Path) -> ModuleType:
 
 
 def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
-    """Keyword arguments for `plugin`: `args` checked against its `Args` model, or against its signature if it has none.
+    """Keyword arguments for `plugin`: `args` checked against its `Args` model, or against its
+    signature if it has none.
 
     `key` is the configuration key they were written under, for the message of the ConfigError.
     """
@@ -330,7 +371,11 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return dict(args)
         own = inspect.isclass(plugin.obj)  # of a function those that it is given are not written
-        known = [p.name for p in parameters if p.name != "self" and (own or p.kind is p.KEYWORD_ONLY or p.default is not p.empty)]
+        known = [
+            p.name
+            for p in parameters
+            if p.name != "self" and (own or p.kind is p.KEYWORD_ONLY or p.default is not p.empty)
+        ]
     for name in args:
         if name not in known:
             told = f"Known: {', '.join(known) or 'none'}.{nearest(name, known)}"
@@ -340,8 +385,13 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
     try:
         model = plugin.args(**args)
     except ValueError as e:  # pydantic's ValidationError
-        said = [(".".join(map(str, f["loc"])), f["msg"].removeprefix("Value error, "), f["input"]) for f in e.errors()]  # type: ignore[attr-defined]
-        faults = [f"{name + ': ' if name else ''}{text}, given {value!r}" for name, text, value in said]
+        said = [
+            (".".join(map(str, f["loc"])), f["msg"].removeprefix("Value error, "), f["input"])
+            for f in e.errors()
+        ]  # type: ignore[attr-defined]
+        faults = [
+            f"{name + ': ' if name else ''}{text}, given {value!r}" for name, text, value in said
+        ]
         raise ConfigError(f"arguments of {what}: {'; '.join(faults)}", key=key) from None
     return {name: getattr(model, name) for name in known}
 
@@ -351,7 +401,9 @@ def check_call(plugin: Plugin, keywords: Mapping[str, Any], *given: Any, key: st
     try:
         inspect.signature(plugin.obj).bind(*given, **keywords)
     except TypeError as e:
-        raise ConfigError(f"{plugin.kind} {plugin.name!r} cannot be called with its arguments: {e}", key=key) from None
+        raise ConfigError(
+            f"{plugin.kind} {plugin.name!r} cannot be called with its arguments: {e}", key=key
+        ) from None
 
 
 def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
@@ -373,19 +425,29 @@ def load_shipped() -> None:
 
 
 def import_library(name: str | None) -> None:
-    """Import `model.external_lib`, which may register models.  Raises ConfigError where it cannot be imported."""
+    """Import `model.external_lib`, which may register models.  Raises ConfigError where it cannot
+    be imported.
+    """
     if name is None or name in sys.modules:
         return
-    logging.getLogger(__name__).warning("model.external_lib: importing %s, which may run any code with your rights", name)
+    logging.getLogger(__name__).warning(
+        "model.external_lib: importing %s, which may run any code with your rights", name
+    )
     try:
         importlib.import_module(name)
     except (Exception, SystemExit) as e:
-        raise ConfigError(f"cannot be imported: {type(e).__name__}: {e}", key="model.external_lib", given=name) from e
+        raise ConfigError(
+            f"cannot be imported: {type(e).__name__}: {e}", key="model.external_lib", given=name
+        ) from e
 
 
 def may_come(name: str, plugin_dirs: Iterable[str]) -> bool:
     """Whether `name`, which is not marked yet, may be found once everything is loaded."""
-    return ":" in name or any(True for _ in plugin_dirs) or bool(importlib.metadata.entry_points(group=GROUP))
+    return (
+        ":" in name
+        or any(True for _ in plugin_dirs)
+        or bool(importlib.metadata.entry_points(group=GROUP))
+    )
 
 
 def shipped_workflows() -> Path:
@@ -401,7 +463,8 @@ def _import_named(kind: str, name: str, where: str) -> ModuleType:
         if e.name is None or not f"{where}.".startswith(f"{e.name}."):
             raise  # the module is there; something that it imports is not
         raise PluginError(
-            f"{kind} {name!r}: {e}.  Add its folder to PYTHONPATH or install it; a file can be named as path/file.py:Name"
+            f"{kind} {name!r}: {e}.  Add its folder to PYTHONPATH or install it; a file can be "
+            f"named as path/file.py:Name"
         ) from None
 
 
@@ -415,4 +478,8 @@ def _guarded(what: str, load: Callable[[], Any]) -> Any:
 
 
 def _public(module: ModuleType) -> list[str]:
-    return sorted(n for n, v in vars(module).items() if not n.startswith("_") and _attribute(v, "__module__") == module.__name__)
+    return sorted(
+        n
+        for n, v in vars(module).items()
+        if not n.startswith("_") and _attribute(v, "__module__") == module.__name__
+    )

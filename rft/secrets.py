@@ -1,4 +1,5 @@
-"""Logging set-up: one line per event, secrets redacted at the sink; and `safe`, for texts of models and data on a terminal.
+"""Logging set-up: one line per event, secrets redacted at the sink; and `safe`, for texts of models
+and data on a terminal.
 
 The one invariant: nothing reaches a log file or the console before `redact` has seen it.
 """
@@ -20,9 +21,11 @@ _SECRET_NAME = re.compile(
     r"|connection_?string|(?:api|access|private|account|signing|encryption|license|master|auth|service|ssh)[_-]?keys?$|tokens?$",
     re.IGNORECASE,
 )
-_KEY_VARIABLE = re.compile(r"[A-Z0-9_]*_KEYS?")  # of the environment; in small letters a key names a column
+# of the environment; in small letters a key names a column
+_KEY_VARIABLE = re.compile(r"[A-Z0-9_]*_KEYS?")
 _NOT_SECRET = re.compile(
-    r"(max|min|num|total|pad|eos|bos|response|prompt|new|per|of|mean|ids?)_?tokens?$|tokenizer|_envs?$", re.IGNORECASE
+    r"(max|min|num|total|pad|eos|bos|response|prompt|new|per|of|mean|ids?)_?tokens?$|tokenizer|_envs?$",
+    re.IGNORECASE,
 )
 _FREE = re.compile(r"(?:\w+_)?(?:env|environ|environment|env_vars|headers?|cookies)", re.IGNORECASE)
 _HARMLESS = re.compile(
@@ -32,11 +35,16 @@ _HARMLESS = re.compile(
 )
 _PLAIN = re.compile(r"[-+]?[\d.]{1,15}|true|false|yes|no|on|off|none|null|", re.IGNORECASE)
 _URL_PASSWORD = re.compile(
-    r"(?P<head>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:)(?P<secret>[^\s/\"']+)(?=@)", re.IGNORECASE
+    r"(?P<head>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:)(?P<secret>[^\s/\"']+)(?=@)",
+    re.IGNORECASE,
 )
-_URL_TOKEN = re.compile(r"(?P<head>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)(?P<secret>[^\s/:@\"']{12,}+)(?=@)", re.IGNORECASE)
+_URL_TOKEN = re.compile(
+    r"(?P<head>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)(?P<secret>[^\s/:@\"']{12,}+)(?=@)",
+    re.IGNORECASE,
+)
 _NAMED = re.compile(
-    r"(?P<head>\b(?:bearer|basic)[ ]+(?=\S*(?-i:[A-Z\d]))|[?&;](?:sig|token|access_token|api[-_]?key|key|secret|password|pwd|auth)="
+    r"(?P<head>\b(?:bearer|basic)[ "
+    r"]+(?=\S*(?-i:[A-Z\d]))|[?&;](?:sig|token|access_token|api[-_]?key|key|secret|password|pwd|auth)="
     r"|\b(?:AccountKey|SharedAccessKey|Password|Pwd)=)(?P<secret>[^\s&;\"']{6,})",
     re.IGNORECASE,
 )
@@ -46,7 +54,9 @@ _KNOWN_FORM = re.compile(
     r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{16,}|nvapi-[\w-]{16,}|r8_[A-Za-z0-9]{20,}|dop_v1_[a-f0-9]{32,}|SG\.[\w-]{16,}\.[\w-]{16,})"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[A-Za-z0-9+/=\s\\-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?"
 )
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 REDACTED = "***"
 _values: set[str] = set()
@@ -59,19 +69,29 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_free_map(name: str) -> bool:
-    """Whether a configuration key holds environment variables or headers, whose names are arbitrary."""
+    """Whether a configuration key holds environment variables or headers, whose names are
+    arbitrary.
+    """
     return _FREE.fullmatch(name) is not None
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Whether an environment variable or header may be kept: a number, a switch, or a name on the list of those that hold no secret."""
+    """Whether an environment variable or header may be kept: a number, a switch, or a name on the
+    list of those that hold no secret.
+    """
     if is_secret_name(name):
         return False
-    return not isinstance(value, str) or _PLAIN.fullmatch(value) is not None or _HARMLESS.fullmatch(name) is not None
+    return (
+        not isinstance(value, str)
+        or _PLAIN.fullmatch(value) is not None
+        or _HARMLESS.fullmatch(name) is not None
+    )
 
 
 def looks_random(value: str) -> bool:
-    """Whether an arbitrary text is more likely a secret than a word, so that it is removed wherever it shows up."""
+    """Whether an arbitrary text is more likely a secret than a word, so that it is removed wherever
+    it shows up.
+    """
     return (
         len(value) >= 8
         and not value.startswith(("/", "."))
@@ -96,7 +116,9 @@ def learnt_secrets() -> tuple[str, ...]:
 
 
 def learn_environment() -> None:
-    """Remember the values of all environment variables whose name says secret; a path that is there (PWD) is none."""
+    """Remember the values of all environment variables whose name says secret; a path that is there
+    (PWD) is none.
+    """
     learn_secrets(v for k, v in os.environ.items() if is_secret_name(k) and not _is_path(v))
 
 
@@ -107,7 +129,9 @@ def _is_path(value: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """`text` with learnt secrets, passwords and tokens of URLs and headers, and tokens of a known form replaced by ***."""
+    """`text` with learnt secrets, passwords and tokens of URLs and headers, and tokens of a known
+    form replaced by ***.
+    """
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, REDACTED)
     for form in (_URL_PASSWORD, _URL_TOKEN, _NAMED):
@@ -116,13 +140,17 @@ def redact(text: str) -> str:
 
 
 def safe(text: str, *, lines: bool = False) -> str:
-    """`text` with everything that could drive or deceive a terminal written as an escape; `lines` keeps line breaks and tabs."""
+    """`text` with everything that could drive or deceive a terminal written as an escape; `lines`
+    keeps line breaks and tabs.
+    """
 
     def escaped(m: re.Match[str]) -> str:
         char = m[0]
         if lines and char in "\n\t":
             return char
-        return _NAMES.get(char) or (f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}")
+        return _NAMES.get(char) or (
+            f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
+        )
 
     return _CONTROL.sub(escaped, text)
 
@@ -133,12 +161,16 @@ class _Redacting(logging.Formatter):
 
 
 def node_folder(logs: Path, by_node: bool) -> Path:
-    """Where the files of this machine's processes go: `logs` itself, or its folder of the machine's name."""
+    """Where the files of this machine's processes go: `logs` itself, or its folder of the machine's
+    name.
+    """
     return logs / os.uname().nodename if by_node else logs
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written ends nothing and says so once; the run ends with what it cannot do without."""
+    """A log that cannot be written ends nothing and says so once; the run ends with what it cannot
+    do without.
+    """
 
     lost = False
 
@@ -160,13 +192,16 @@ class _LogFile(logging.FileHandler):
             self.lost = True
             with contextlib.suppress(OSError):  # the terminal may be a file on the same disk
                 print(
-                    f"{self.baseFilename} cannot be written: {error.strerror}.  What follows is not logged there.",
+                    f"{self.baseFilename} cannot be written: {error.strerror}.  What follows is "
+                    f"not logged there.",
                     file=sys.stderr,
                 )
 
 
 class ErrorTeller(logging.Handler):
-    """Passes errors on as lines, without their tracebacks: what a person at the terminal has to know."""
+    """Passes errors on as lines, without their tracebacks: what a person at the terminal has to
+    know.
+    """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)
@@ -178,12 +213,18 @@ class ErrorTeller(logging.Handler):
 
 
 class OncePerMinute(logging.Filter):
-    """Of errors of `kinds`, which anybody who reaches a port can cause: one line a minute, without traceback and not as an error."""
+    """Of errors of `kinds`, which anybody who reaches a port can cause: one line a minute, without
+    traceback and not as an error.
+    """
 
-    def __init__(self, kinds: tuple[type[BaseException], ...], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, kinds: tuple[type[BaseException], ...], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__()
-        self._kinds, self._clock = kinds, clock
-        self._next, self._more = -math.inf, 0
+        self._kinds = kinds
+        self._clock = clock
+        self._next = -math.inf
+        self._more = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -195,7 +236,8 @@ class OncePerMinute(logging.Filter):
         more = f"; {self._more} more since the line before" if self._more else ""
         record.msg = f"{record.getMessage()}: {safe(str(error))[:200]}{more}"
         record.args = record.exc_info = None
-        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.levelno = logging.INFO
+        record.levelname = "INFO"
         self._next, self._more = self._clock() + 60.0, 0
         return True
 
@@ -211,7 +253,9 @@ def http_log(name: str) -> logging.Logger:
 
 
 def to_file(path: Path, level: str = "INFO") -> logging.Handler:
-    """Send the log of this process to `path`; returns the handler (close it with `logging.shutdown`)."""
+    """Send the log of this process to `path`; returns the handler (close it with
+    `logging.shutdown`).
+    """
     learn_environment()
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")

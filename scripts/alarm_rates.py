@@ -2,11 +2,12 @@
 
     python scripts/alarm_rates.py [--clean] [--planted] [--write]
 
-`--clean`: real runs of the tiny model (GRPO in one process, several sizes and seeds), and simulated ones, whose groups a scripted policy
-plays and whose metrics are made by the code that runs use.  `--planted`: simulated runs with a judge that can be exploited, a length that
-is paid, a broken chat template, an engine with old weights, one text for every task, a judge that cannot be read; the first four also in
-real runs, with the faults of planted_faults.py.  Neither: both.  `--write` puts the tables into docs/howto/alarms.md.  Exit code 1 if a
-planted fault is missed.
+`--clean`: real runs of the tiny model (GRPO in one process, several sizes and seeds), and simulated
+ones, whose groups a scripted policy plays and whose metrics are made by the code that runs use.
+`--planted`: simulated runs with a judge that can be exploited, a length that is paid, a broken chat
+template, an engine with old weights, one text for every task, a judge that cannot be read; the
+first four also in real runs, with the faults of planted_faults.py.  Neither: both.  `--write` puts
+the tables into docs/howto/alarms.md.  Exit code 1 if a planted fault is missed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ EVERY = 10  # steps between two evaluations of a scripted policy
 
 @dataclass(frozen=True)
 class Policy:
-    """A scripted policy and its tasks.  Skill goes from `first` to `last` along a logistic curve; everything else follows from it."""
+    """A scripted policy and its tasks.  Skill goes from `first` to `last` along a logistic curve;
+    everything else follows from it.
+    """
 
     seed: int
     steps: int = 120
@@ -69,7 +72,10 @@ class Policy:
 
     def skill(self, step: int) -> float:
         middle = self.steps / 2
-        return float(self.first + (self.last - self.first) / (1 + np.exp(-(step - middle) / (self.steps / 12))))
+        return float(
+            self.first
+            + (self.last - self.first) / (1 + np.exp(-(step - middle) / (self.steps / 12)))
+        )
 
     def wrong(self, step: int) -> float:
         """How far a fault has come, 0 to 1: a policy needs about 20 steps to exploit something."""
@@ -78,7 +84,8 @@ class Policy:
 
 def records(p: Policy) -> Iterator[MetricRecord]:
     """What a run of `p` would write: explorer, trainer and evaluation."""
-    draw, told = np.random.default_rng(p.seed), Counter[str]()
+    draw = np.random.default_rng(p.seed)
+    told = Counter[str]()
     hard = draw.normal(0, 1, 10_000)  # how hard each task is
     for step in range(1, p.steps + 1):
         if step % EVERY == 1:
@@ -88,11 +95,16 @@ def records(p: Policy) -> Iterator[MetricRecord]:
         if p.judged:
             values |= _judge(p, step, told)
         yield MetricRecord(role="explorer", step=step, time=float(step), values=values)
-        yield MetricRecord(role="trainer", step=step, time=float(step), values=_trained(p, step, draw))
+        yield MetricRecord(
+            role="trainer", step=step, time=float(step), values=_trained(p, step, draw)
+        )
 
 
-def _group(p: Policy, step: int, number: int, hard: float, draw: np.random.Generator) -> PlayedGroup:
-    skill, wrong = p.skill(step), p.wrong(step)
+def _group(
+    p: Policy, step: int, number: int, hard: float, draw: np.random.Generator
+) -> PlayedGroup:
+    skill = p.skill(step)
+    wrong = p.wrong(step)
     if p.fault in ("exploit", "copies"):
         skill *= 1 - wrong
     right = 1 / (1 + np.exp(-(np.log(skill / (1 - skill + 1e-9) + 1e-9) + hard)))
@@ -119,7 +131,9 @@ def _group(p: Policy, step: int, number: int, hard: float, draw: np.random.Gener
             finish_reason="stop",
             tokens=np.concatenate([[1], text]).astype(np.int32),
             loss_mask=np.concatenate([[False], np.ones(size, bool)]),
-            logprobs=np.concatenate([[0.0], -draw.exponential(max(surprise, 1e-3), size)]).astype(np.float32),
+            logprobs=np.concatenate([[0.0], -draw.exponential(max(surprise, 1e-3), size)]).astype(
+                np.float32
+            ),
             version_spans=(VersionSpan(Version(1, step - 1), 1, size + 1),),
             reward=reward,
             reward_parts=parts,
@@ -128,13 +142,17 @@ def _group(p: Policy, step: int, number: int, hard: float, draw: np.random.Gener
     return PlayedGroup(name, task, tuple(played), True, "")
 
 
-def _reward(p: Policy, ok: float, size: int, wrong: float, draw: np.random.Generator) -> tuple[dict[str, float], float]:
+def _reward(
+    p: Policy, ok: float, size: int, wrong: float, draw: np.random.Generator
+) -> tuple[dict[str, float], float]:
     if p.fault == "length":
         return {}, (1 - wrong) * ok + wrong * size / (4 * p.length)
     if not p.judged:
         return {}, ok
     fooled = wrong if p.fault == "exploit" else 0.0
-    liked = float(np.clip((1 - fooled) * (0.6 * ok + 0.2) + fooled + draw.normal(0, 0.1 * (1 - fooled)), 0, 1))
+    liked = float(
+        np.clip((1 - fooled) * (0.6 * ok + 0.2) + fooled + draw.normal(0, 0.1 * (1 - fooled)), 0, 1)
+    )
     return {"rule": ok, "quality": liked}, ok * (0.5 if p.fault != "exploit" else 0.2) + liked
 
 
@@ -142,7 +160,9 @@ def _judge(p: Policy, step: int, told: Counter[str]) -> dict[str, float]:
     asked = p.tasks * p.runs
     told["calls"] += asked
     told["unreadable"] += int(asked * (0.5 if p.fault == "unreadable" and p.wrong(step) else 0.01))
-    return {f"judge/quality/{name}": float(told[name]) for name in ("calls", "unreadable", "unscored")}
+    return {
+        f"judge/quality/{name}": float(told[name]) for name in ("calls", "unreadable", "unscored")
+    }
 
 
 def _trained(p: Policy, step: int, draw: np.random.Generator) -> dict[str, float]:
@@ -160,7 +180,13 @@ def _trained(p: Policy, step: int, draw: np.random.Generator) -> dict[str, float
 def _evaluation(p: Policy, step: int, draw: np.random.Generator) -> MetricRecord:
     skill = p.skill(step) * (1 - p.wrong(step) if p.fault in ("exploit", "copies") else 1.0)
     means = draw.binomial(4, np.clip(draw.normal(skill, 0.2, 100), 0, 1)) / 4
-    values = {"mean@4": means.mean(), "sem@4": means.std(ddof=1) / 10, "tasks": 100.0, "runs": 400.0, "failed": 0.0}
+    values = {
+        "mean@4": means.mean(),
+        "sem@4": means.std(ddof=1) / 10,
+        "tasks": 100.0,
+        "runs": 400.0,
+        "failed": 0.0,
+    }
     found = {f"eval/held_out/{k}": float(v) for k, v in values.items()}
     return MetricRecord(role="eval", step=step - 1, time=float(step), values=found)
 
@@ -189,7 +215,8 @@ def clean(number: int) -> Policy:
     )
 
 
-PLANTED: dict[str, tuple[dict[str, object], str, int]] = {  # fault → its policy, the alarm, steps allowed from its beginning
+# fault → its policy, the alarm, steps allowed from its beginning
+PLANTED: dict[str, tuple[dict[str, object], str, int]] = {
     "an exploitable judge": ({"fault": "exploit", "judged": True}, "reward_divergence", 30),
     "a length that is paid": ({"fault": "length"}, "length_drift", 20),
     "a broken chat template": ({"fault": "broken"}, "no_spread", 15),
@@ -200,7 +227,9 @@ PLANTED: dict[str, tuple[dict[str, object], str, int]] = {  # fault → its poli
 
 
 def planted(fault: str, seed: int) -> tuple[int | None, str]:
-    """(steps from the beginning of a fault to its alarm, None where it was missed; other alarms before it began)."""
+    """(steps from the beginning of a fault to its alarm, None where it was missed; other alarms
+    before it began).
+    """
     changes, alarm, _ = PLANTED[fault]
     policy = replace(Policy(seed=seed, begins=50), **changes)  # type: ignore[arg-type]
     found = raised(records(policy))
@@ -213,7 +242,12 @@ def planted(fault: str, seed: int) -> tuple[int | None, str]:
 CLEAN_RUNS = (  # overrides of examples/tiny/config.yaml, taken in turn with another seed each
     ("trainer.total_steps=80", "explorer.eval_interval=20"),
     ("trainer.total_steps=60", "buffer.batch_size=32", "explorer.eval_interval=20"),
-    ("trainer.total_steps=60", "algorithm.repeat_times=16", "algorithm.optimizer.lr=2e-3", "explorer.eval_interval=20"),
+    (
+        "trainer.total_steps=60",
+        "algorithm.repeat_times=16",
+        "algorithm.optimizer.lr=2e-3",
+        "explorer.eval_interval=20",
+    ),
     ("trainer.total_steps=80", "synchronizer.sync_offset=1", "explorer.eval_interval=20"),
 )
 
@@ -222,13 +256,20 @@ def train(root: Path, name: str, model: Path, seed: int, overrides: tuple[str, .
     """One run in this process; its folder."""
     import rft
 
-    given = (f"model.model_path={model}", f"checkpoint_root_dir={root}", f"name={name}", f"seed={seed}", *overrides)
+    given = (
+        f"model.model_path={model}",
+        f"checkpoint_root_dir={root}",
+        f"name={name}",
+        f"seed={seed}",
+        *overrides,
+    )
     return rft.run(ROOT / "examples" / "tiny" / "config.yaml", *given, in_process=True).run_dir
 
 
 def clean_runs(count: int, root: Path) -> list[tuple[str, list[AlarmFinding]]]:
     """Alarms of `count` clean runs of the tiny model."""
-    base, found = tiny.make(root / "model"), []
+    base = tiny.make(root / "model")
+    found = []
     for i in range(count):
         run = train(root, f"clean{i}", base, 100 + i, CLEAN_RUNS[i % len(CLEAN_RUNS)])
         found.append((run.name, raised(iter(read(run / "metrics.jsonl")))))
@@ -238,15 +279,21 @@ def clean_runs(count: int, root: Path) -> list[tuple[str, list[AlarmFinding]]]:
 
 
 def planted_runs(root: Path) -> dict[str, str]:
-    """Of each fault that was planted in a real run: after how many steps of it the alarm came; "missed" where none did."""
-    base, mine = tiny.make(root / "base"), ROOT / "scripts" / "planted_faults.py"
+    """Of each fault that was planted in a real run: after how many steps of it the alarm came;
+    "missed" where none did.
+    """
+    base = tiny.make(root / "base")
+    mine = ROOT / "scripts" / "planted_faults.py"
     reward = f"buffer.explorer_input.taskset.default_reward_fn_type={mine}:"
     seldom = ("explorer.eval_on_startup=false", "explorer.eval_interval=1000")
     quick = ("buffer.batch_size=8", *seldom)
 
     def weights(name: str, *overrides: str) -> Path:
         run = train(root, name, base, 100, overrides)
-        return max((run / "checkpoints").glob("global_step_*/huggingface"), key=lambda p: int(p.parent.name.rpartition("_")[2]))
+        return max(
+            (run / "checkpoints").glob("global_step_*/huggingface"),
+            key=lambda p: int(p.parent.name.rpartition("_")[2]),
+        )
 
     def after(name: str, alarm: str, begins: int, model: Path, *overrides: str) -> str:
         alarms = raised(iter(read(train(root, name, model, 5, overrides) / "metrics.jsonl")))
@@ -254,10 +301,25 @@ def planted_runs(root: Path) -> dict[str, str]:
         return next((str(f.step - begins + 1) for f in alarms if f.name == alarm), "missed")
 
     copier = weights("copier", *CLEAN_RUNS[0])
-    brief = weights("brief", f"{reward}short_answers", "model.max_response_tokens=40", "trainer.total_steps=20", *quick)
+    brief = weights(
+        "brief",
+        f"{reward}short_answers",
+        "model.max_response_tokens=40",
+        "trainer.total_steps=20",
+        *quick,
+    )
     judged = (f"{reward}big_digits", "trainer.total_steps=60", "explorer.eval_interval=5")
-    paid = (f"{reward}long_answers", f"model.max_response_tokens={MOST_TOKENS}", "trainer.total_steps=20", *quick)
-    stale = (f"explorer.rollout_model.engine_type={mine}:OldWeights", f"trainer.total_steps={LAST_STEP + 6}", *seldom)
+    paid = (
+        f"{reward}long_answers",
+        f"model.max_response_tokens={MOST_TOKENS}",
+        "trainer.total_steps=20",
+        *quick,
+    )
+    stale = (
+        f"explorer.rollout_model.engine_type={mine}:OldWeights",
+        f"trainer.total_steps={LAST_STEP + 6}",
+        *seldom,
+    )
     found = {
         "an exploitable judge": after("judged", "reward_divergence", 1, copier, *judged),
         "a length that is paid": after("paid", "length_drift", 1, brief, *paid),
@@ -280,26 +342,34 @@ def planted_runs(root: Path) -> dict[str, str]:
 
 def clean_table(simulated: int, real: list[tuple[str, list[AlarmFinding]]]) -> str:
     """Markdown."""
-    falsely = Counter(name for i in range(simulated) for name in {f.name for f in raised(records(clean(i)))})
+    falsely = Counter(
+        name for i in range(simulated) for name in {f.name for f in raised(records(clean(i)))}
+    )
     really = Counter(name for _, found in real for name in {f.name for f in found})
     lines = [
-        f"| Alarm | Clean simulated runs with it, of {simulated} | Clean trained runs with it, of {len(real)} |",
+        f"| Alarm | Clean simulated runs with it, of {simulated} | Clean trained runs with it, of "
+        f"{len(real)} |",
         "|---|---|---|",
     ]
-    return "\n".join([*lines, *(f"| `{name}` | {falsely[name]} | {really[name]} |" for name in LEVELS)])
+    return "\n".join(
+        [*lines, *(f"| `{name}` | {falsely[name]} | {really[name]} |" for name in LEVELS)]
+    )
 
 
 def planted_table(steps: dict[str, str]) -> tuple[str, bool]:
     """Markdown, and whether every planted fault was found in time."""
     lines = [
-        "| Planted | Alarm | Allowed, steps | Simulated, 10 seeds: steps to the alarm | Trained: steps to the alarm |",
+        "| Planted | Alarm | Allowed, steps | Simulated, 10 seeds: steps to the alarm | Trained: "
+        "steps to the alarm |",
         "|---|---|---|---|---|",
     ]
     good = True
     for fault, (_, alarm, allowed) in PLANTED.items():
         took = [planted(fault, 900 + seed)[0] for seed in range(10)]
         really = steps.get(fault, "")
-        good &= all(t is not None and t <= allowed for t in took) and (not really.isdecimal() or int(really) <= allowed)
+        good &= all(t is not None and t <= allowed for t in took) and (
+            not really.isdecimal() or int(really) <= allowed
+        )
         good &= really != "missed"
         known = [t for t in took if t is not None]
         missed = f", missed {took.count(None)}" if None in took else ""
@@ -309,7 +379,9 @@ def planted_table(steps: dict[str, str]) -> tuple[str, bool]:
 
 
 def main(say: Callable[[str], None] = print) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clean", action="store_true")
     parser.add_argument("--planted", action="store_true")
     parser.add_argument("--trained", type=int, default=12, help="clean runs that are trained")
@@ -317,7 +389,8 @@ def main(say: Callable[[str], None] = print) -> int:
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "2")
-    both, good = asked.clean == asked.planted, True
+    both = asked.clean == asked.planted
+    good = True
     texts: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="alarms-") as root:
         if both or asked.clean:
@@ -325,7 +398,10 @@ def main(say: Callable[[str], None] = print) -> int:
         if both or asked.planted:
             texts["planted"], good = planted_table(planted_runs(Path(root)))
     for name, text in texts.items():
-        head = f"Written by `python scripts/alarm_rates.py --{name} --write` on {machine()}, {datetime.date.today()}."
+        head = (
+            f"Written by `python scripts/alarm_rates.py --{name} --write` on {machine()}, "
+            f"{datetime.date.today()}."
+        )
         say(f"{head}\n\n{text}\n")
         if asked.write:
             pages.put(PAGE, f"<!-- {name} -->", "<!-- end -->", f"{head}\n\n{text}")

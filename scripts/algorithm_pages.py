@@ -1,6 +1,8 @@
-"""The parts of docs/algorithms/*.md that are made from the code: papers, formulas, arguments, what each algorithm is made of.
+"""The parts of docs/algorithms/*.md that are made from the code: papers, formulas, arguments, what
+each algorithm is made of.
 
-A page is written by hand but for what stands between `<!-- from the code: WHAT -->` and `<!-- end -->`, which `filled` makes anew:
+A page is written by hand but for what stands between `<!-- from the code: WHAT -->` and `<!-- end
+-->`, which `filled` makes anew:
 
     type NAME           the algorithm's one line with its papers, and the table of its parts
     formulas NAME       docstrings of its advantage and policy loss; a part that has another home is linked
@@ -12,7 +14,8 @@ A page is written by hand but for what stands between `<!-- from the code: WHAT 
     args MODULE:NAME    a table of one model's arguments
     table               all algorithms, with the first sentence of each page's "What it is for"
 
-Knows nothing of how parts work.  Invariant: it reads docstrings and models alone, so a page cannot say what the code does not.
+Knows nothing of how parts work.  Invariant: it reads docstrings and models alone, so a page cannot
+say what the code does not.
 """
 
 from __future__ import annotations
@@ -57,13 +60,18 @@ _REGION = re.compile(r"(<!-- from the code: (.+?) -->\n).*?(<!-- end -->)", re.D
 
 def pages() -> dict[str, Callable[[], str]]:
     """Path below the repository of every page that has such places, and what makes it anew."""
-    return {f"docs/algorithms/{path.name}": partial(filled, path) for path in sorted(FOLDER.glob("*.md"))}
+    return {
+        f"docs/algorithms/{path.name}": partial(filled, path)
+        for path in sorted(FOLDER.glob("*.md"))
+    }
 
 
 def filled(page: Path) -> str:
     """The text of `page` with its made parts as the code says today."""
     REGISTRY.scan_package("rft.algorithm")
-    return _REGION.sub(lambda m: f"{m[1]}\n{_made(m[2]).strip()}\n\n{m[3]}", page.read_text(encoding="utf-8"))
+    return _REGION.sub(
+        lambda m: f"{m[1]}\n{_made(m[2]).strip()}\n\n{m[3]}", page.read_text(encoding="utf-8")
+    )
 
 
 def _made(what: str) -> str:
@@ -87,9 +95,22 @@ def _made(what: str) -> str:
 
 def _type(name: str) -> str:
     d = algorithm_defaults(name)
-    parts = ("advantage_fn", "policy_loss_fn", "kl_loss_fn", "kl_penalty_fn", "entropy_loss_fn", "sample_strategy")
-    rows = [f"| `{kind}` | {_link(kind, getattr(d, kind), name)}{_own_args(d, kind)} |" for kind in parts]
-    rows += [f"| `loss_agg_mode` | [`{d.loss_agg_mode}`](aggregation.md) |", f"| `repeat_times` | `{d.repeat_times}` |"]
+    parts = (
+        "advantage_fn",
+        "policy_loss_fn",
+        "kl_loss_fn",
+        "kl_penalty_fn",
+        "entropy_loss_fn",
+        "sample_strategy",
+    )
+    rows = [
+        f"| `{kind}` | {_link(kind, getattr(d, kind), name)}{_own_args(d, kind)} |"
+        for kind in parts
+    ]
+    rows += [
+        f"| `loss_agg_mode` | [`{d.loss_agg_mode}`](aggregation.md) |",
+        f"| `repeat_times` | `{d.repeat_times}` |",
+    ]
     table = "\n".join(["| Key of `algorithm` | Default |", "|---|---|", *rows])
     return "\n\n".join([_linked(d.doc), table, *_needs(d)])
 
@@ -104,7 +125,11 @@ def _needs(d: AlgorithmDefaults) -> list[str]:
     for kind in ("advantage_fn", "policy_loss_fn"):
         if issubclass(model := shipped()[kind, getattr(d, kind)], Args):
             if model.before:
-                said.append("Computed before the step: " + ", ".join(COMPUTED[c] for c in COMPUTED if c in model.before) + ".")
+                said.append(
+                    "Computed before the step: "
+                    + ", ".join(COMPUTED[c] for c in COMPUTED if c in model.before)
+                    + "."
+                )
             if model.reads:
                 said.append(f"Reads {model.reads}; the workflow has to write it.")
             if model.reference:
@@ -129,13 +154,21 @@ def _both(name: str, say: Callable[[str, str], str]) -> str:
             text = say(kind, part)
             said.append(f"### {TITLES[kind]} {part}\n\n{text}" if say is not _arguments else text)
         else:
-            there = f"[`{part}`]({home(kind, part)}.md#arguments)" if say is _arguments else _link(kind, part, name)
-            said.append(f"{f'`algorithm.{kind}_args`: those of' if say is _arguments else f'{TITLES[kind]}:'} {there}.")
+            there = (
+                f"[`{part}`]({home(kind, part)}.md#arguments)"
+                if say is _arguments
+                else _link(kind, part, name)
+            )
+            said.append(
+                f"{f'`algorithm.{kind}_args`: those of' if say is _arguments else f'{TITLES[kind]}:'} {there}."
+            )
     return "\n\n".join(said)
 
 
 def home(kind: str, part: str) -> str:
-    """The page that describes a part: of the algorithm of its name, else of the first one that is made with it, else parts."""
+    """The page that describes a part: of the algorithm of its name, else of the first one that is
+    made with it, else parts.
+    """
     users = [n for n in algorithms() if getattr(algorithm_defaults(n), kind) == part]
     return part if part in users else users[0] if users and part != "none" else "parts"
 
@@ -143,7 +176,12 @@ def home(kind: str, part: str) -> str:
 def _link(kind: str, part: str, here: str) -> str:
     if part == "none":
         return "`none`"
-    shared = {"kl_loss_fn": "kl", "kl_penalty_fn": "kl", "entropy_loss_fn": "entropy", "sample_strategy": "sampling"}
+    shared = {
+        "kl_loss_fn": "kl",
+        "kl_penalty_fn": "kl",
+        "entropy_loss_fn": "entropy",
+        "sample_strategy": "sampling",
+    }
     if kind in shared:
         return f"[`{part}`]({shared[kind]}.md)"
     page = home(kind, part)
@@ -156,8 +194,15 @@ def _link(kind: str, part: str, here: str) -> str:
 def _others() -> str:
     said = []
     for kind, part in shipped():
-        if kind in ("advantage_fn", "policy_loss_fn") and part != "none" and home(kind, part) == "parts":
-            said.append(f"## {TITLES[kind]} {part}\n\n{prose(_docstring(kind, part))}\n\n{_arguments(kind, part)}")
+        if (
+            kind in ("advantage_fn", "policy_loss_fn")
+            and part != "none"
+            and home(kind, part) == "parts"
+        ):
+            said.append(
+                f"## {TITLES[kind]} "
+                f"{part}\n\n{prose(_docstring(kind, part))}\n\n{_arguments(kind, part)}"
+            )
     return "\n\n".join(said)
 
 
@@ -165,7 +210,11 @@ def _strategies() -> str:
     said = []
     for (kind, name), model in shipped().items():
         if kind == "sample_strategy" and model.model_fields:
-            text = _docstring(kind, name) if name in REGISTRY.names(kind) else inspect.getdoc(model) or ""
+            text = (
+                _docstring(kind, name)
+                if name in REGISTRY.names(kind)
+                else inspect.getdoc(model) or ""
+            )
             said.append(f"## {name}\n\n{prose(text)}\n\n{_arguments(kind, name)}")
     return "\n\n".join(said)
 
@@ -175,7 +224,10 @@ def _docstring(kind: str, part: str) -> str:
     if not found:
         raise ValueError(f"{kind} {part!r} has no docstring")
     if kind == "policy_loss_fn" and part in REGISTRY.names("policy_extra"):
-        found += f"\n\nBefore the step, over all of its rows:\n\n{inspect.getdoc(REGISTRY.get('policy_extra', part).obj)}"
+        found += (
+            f"\n\nBefore the step, over all of its "
+            f"rows:\n\n{inspect.getdoc(REGISTRY.get('policy_extra', part).obj)}"
+        )
     return found
 
 
@@ -193,18 +245,29 @@ def _table(model: type[BaseModel]) -> str:
         meaning = str(field.description)
         if why := extra(field, "moot"):
             meaning += f"  *No meaning here: {why}*"
-        rows.append(f"| `{name}` | {type_text(field)} | {default_text(field)} | {_linked(meaning)} |")
+        rows.append(
+            f"| `{name}` | {type_text(field)} | {default_text(field)} | {_linked(meaning)} |"
+        )
     return "\n".join(rows)
 
 
 def _index() -> str:
-    rows = ["| Algorithm | For | Advantage | Policy loss | Runs of a task |", "|---|---|---|---|---|"]
+    rows = [
+        "| Algorithm | For | Advantage | Policy loss | Runs of a task |",
+        "|---|---|---|---|---|",
+    ]
     for name in algorithms():
         d = algorithm_defaults(name)
-        text = (FOLDER / f"{name}.md").read_text(encoding="utf-8").split("\n## What it is for\n", 1)[1].split("\n## ")[0]
+        text = (
+            (FOLDER / f"{name}.md")
+            .read_text(encoding="utf-8")
+            .split("\n## What it is for\n", 1)[1]
+            .split("\n## ")[0]
+        )
         (first,) = re.findall(r"\A\s*(.+?[.])(?:\s|\Z)", text, re.DOTALL)
         rows.append(
-            f"| [{name}]({name}.md) | {' '.join(first.split())} | {_link('advantage_fn', d.advantage_fn, '')} | "
+            f"| [{name}]({name}.md) | {' '.join(first.split())} | "
+            f"{_link('advantage_fn', d.advantage_fn, '')} | "
             f"{_link('policy_loss_fn', d.policy_loss_fn, '')} | {d.repeat_times} |"
         )
     return "\n".join(rows)
@@ -212,14 +275,20 @@ def _index() -> str:
 
 def _at(where: str) -> Any:
     module, _, name = where.partition(":")
-    return reduce(getattr, name.split("."), importlib.import_module(module)) if name else importlib.import_module(module)
+    return (
+        reduce(getattr, name.split("."), importlib.import_module(module))
+        if name
+        else importlib.import_module(module)
+    )
 
 
 # ---------------------------------------------------------------- docstrings as Markdown
 
 
 def prose(docstring: str) -> str:
-    """Paragraphs as they are; lines that are set in, which are formulas and tables, as a block of plain text."""
+    """Paragraphs as they are; lines that are set in, which are formulas and tables, as a block of
+    plain text.
+    """
     parts: list[tuple[bool, list[str]]] = []
     for line in docstring.splitlines():
         inset = line.startswith("    ") if line else bool(parts) and parts[-1][0]
@@ -239,7 +308,10 @@ def prose(docstring: str) -> str:
 def _escaped(text: str) -> str:
     """What Markdown would take for emphasis, outside code marks."""
     pieces = re.split(r"(`[^`]*`|\]\([^)]*\))", text)
-    return "".join(p if i % 2 else re.sub(r"\*|(?<!\w)_(?=\w)|(?<=\W)_(?=\W)", r"\\\g<0>", p) for i, p in enumerate(pieces))
+    return "".join(
+        p if i % 2 else re.sub(r"\*|(?<!\w)_(?=\w)|(?<=\W)_(?=\W)", r"\\\g<0>", p)
+        for i, p in enumerate(pieces)
+    )
 
 
 def _linked(text: str) -> str:

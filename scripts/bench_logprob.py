@@ -1,10 +1,13 @@
-"""`logprob_kernel`: log-probs and entropies of tokens from hidden states, and their gradients, against plain PyTorch.
+"""`logprob_kernel`: log-probs and entropies of tokens from hidden states, and their gradients,
+against plain PyTorch.
 
-The output layer of SmolLM2: hidden size 576, vocabulary 49,152, float32, all cores, random numbers of a model's size.  "plain" makes
-all logits, log_softmax, gather and entropy, and leaves the gradient to autograd; "chunked" does so for 1,024 tokens at a time and
-computes them again in the backward pass (torch.utils.checkpoint).  All run in turn in one process with the allocator that trainer
-ranks have.  Peak memory is that of a fresh process for each way: the kernel's high-water mark of resident memory, set back when the
-inputs are there, less what was resident then; the gradients of hidden states and weight count.
+The output layer of SmolLM2: hidden size 576, vocabulary 49,152, float32, all cores, random numbers
+of a model's size.  "plain" makes all logits, log_softmax, gather and entropy, and leaves the
+gradient to autograd; "chunked" does so for 1,024 tokens at a time and computes them again in the
+backward pass (torch.utils.checkpoint).  All run in turn in one process with the allocator that
+trainer ranks have.  Peak memory is that of a fresh process for each way: the kernel's high-water
+mark of resident memory, set back when the inputs are there, less what was resident then; the
+gradients of hidden states and weight count.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import bench_harness as harness
 
 from rft.engine.environment import trainer_environment
 
-HIDDEN, VOCAB = 576, 49_152
-TOKENS, MORE_TOKENS = 2048, 4096
+HIDDEN = 576
+VOCAB = 49_152
+TOKENS = 2048
+MORE_TOKENS = 4096
 NEAR = 1e-5
 SIDES = ("ours", "plain", "chunked")
 DEADLINE_S = 900.0
@@ -43,10 +48,12 @@ def _child() -> harness.Child:
 
 
 def logprob_kernel(quick: bool) -> harness.Result:
-    """Seconds of plain PyTorch / ours, of the forward pass (at least 1.0) and with the backward pass (at least 0.8: the logits are
-    computed twice), and its peak memory / ours with the backward pass (at least 6.67, that is at most 0.15 of it).  Chunked PyTorch
-    is published beside it.  `entropy`: with entropies and their gradients.  Log-probs alone are published: there plain PyTorch makes fewer
-    passes over its logits, and four products against its three leave at most 0.75 to 0.9 of its speed.
+    """Seconds of plain PyTorch / ours, of the forward pass (at least 1.0) and with the backward
+    pass (at least 0.8: the logits are computed twice), and its peak memory / ours with the backward
+    pass (at least 6.67, that is at most 0.15 of it).  Chunked PyTorch is published beside it.
+    `entropy`: with entropies and their gradients.  Log-probs alone are published: there plain
+    PyTorch makes fewer passes over its logits, and four products against its three leave at most
+    0.75 to 0.9 of its speed.
     """
     before = harness.probes()
     checks: list[harness.Check] = []
@@ -55,21 +62,37 @@ def logprob_kernel(quick: bool) -> harness.Result:
     with _child() as child:
         apart: dict[str, float] = {}
         for entropy in (True, False):
-            apart |= {f"{name}{' entropy' * entropy}": v for name, v in child.ask(compare=TOKENS, entropy=entropy).items()}
+            apart |= {
+                f"{name}{' entropy' * entropy}": v
+                for name, v in child.ask(compare=TOKENS, entropy=entropy).items()
+            }
         if not max(apart.values()) <= NEAR:
             raise Unequal(f"results differ by {apart}; allowed are {NEAR}")
         for tokens, entropy in ((TOKENS, True), (TOKENS, False), (MORE_TOKENS, True)):
             for backward in (False, True):
-                name = f"{'forward_backward' if backward else 'forward'} {tokens}{' entropy' * entropy}"
+                name = (
+                    f"{'forward_backward' if backward else 'forward'} "
+                    f"{tokens}{' entropy' * entropy}"
+                )
                 order = {"tokens": tokens, "entropy": entropy, "backward": backward}
                 harness.note(name)
-                rounds = (5 if quick else 7) if backward else (9 if quick else 15)  # short ones vary more
-                took = harness.all_in_turn({s: _timed(child, s, order) for s in SIDES}, rounds, discard=3)
+                # short ones vary more
+                rounds = (5 if quick else 7) if backward else (9 if quick else 15)
+                took = harness.all_in_turn(
+                    {s: _timed(child, s, order) for s in SIDES}, rounds, discard=3
+                )
                 checks += [
-                    harness.speed_ratio(name, took["ours"], took["plain"], (0.8 if backward else 1.0) if entropy else None),
+                    harness.speed_ratio(
+                        name,
+                        took["ours"],
+                        took["plain"],
+                        (0.8 if backward else 1.0) if entropy else None,
+                    ),
                     harness.speed_ratio(f"{name}, chunked", took["ours"], took["chunked"], None),
                 ]
-                ours[name] = harness.summary(took["ours"], gflops=_gflops(tokens, backward, took["ours"]))
+                ours[name] = harness.summary(
+                    took["ours"], gflops=_gflops(tokens, backward, took["ours"])
+                )
                 peer[name] = {s: round(statistics.median(took[s]), 3) for s in SIDES if s != "ours"}
     for tokens, entropy in ((TOKENS, True), (TOKENS, False), (MORE_TOKENS, True)):
         name = f"peak_memory {tokens}{' entropy' * entropy}"
@@ -95,7 +118,9 @@ def _timed(child: harness.Child, side: str, order: dict[str, Any]) -> Any:
 def _peak(side: str, tokens: int, entropy: bool) -> float:
     """Bytes, in a process that does nothing else."""
     with _child() as child:
-        return float(child.ask(side=side, tokens=tokens, entropy=entropy, backward=True)["peak_bytes"])
+        return float(
+            child.ask(side=side, tokens=tokens, entropy=entropy, backward=True)["peak_bytes"]
+        )
 
 
 def _memory(name: str, peer: list[float], ours: list[float], goal: float | None) -> harness.Check:
@@ -111,8 +136,12 @@ def _memory(name: str, peer: list[float], ours: list[float], goal: float | None)
 
 
 def _gflops(tokens: int, backward: bool, seconds: list[float]) -> float:
-    """Multiplications that the result needs, 2 or 6 for each number of hidden state and weight, per second."""
-    return round((6 if backward else 2) * tokens * HIDDEN * VOCAB / statistics.median(seconds) / 1e9, 1)
+    """Multiplications that the result needs, 2 or 6 for each number of hidden state and weight, per
+    second.
+    """
+    return round(
+        (6 if backward else 2) * tokens * HIDDEN * VOCAB / statistics.median(seconds) / 1e9, 1
+    )
 
 
 def _mib(found: list[float]) -> float:

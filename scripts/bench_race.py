@@ -1,7 +1,8 @@
 """What the buffer's benchmarks share: the experiences, the two sides, what they must agree on.
 
-The same experiences on both sides: groups of 8, lognormal lengths from 100 to 2000 tokens (about 800), token ids, log-probs, mask,
-texts, metrics and info.  Both buffers run in one process each, without the hop into an actor that both have in a run.
+The same experiences on both sides: groups of 8, lognormal lengths from 100 to 2000 tokens (about
+800), token ids, log-probs, mask, texts, metrics and info.  Both buffers run in one process each,
+without the hop into an actor that both have in a run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from rft.types.ids import GroupId, Version
 from rft.types.ports import BufferReader, BufferWriter, Lease
 from rft.types.task import SamplingArgs
 
-GROUP, BATCH = 8, 64  # experiences
+GROUP = 8  # experiences
+BATCH = 64
 GROUPS = BATCH // GROUP
 AMPLE = 1_000_000  # groups, as capacity: no writer is held back
 THREADS = os.cpu_count() or 1
@@ -52,7 +54,9 @@ class Work:
     texts: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """The race's own objects are no work for anybody's garbage collector; the peer does the same."""
+        """The race's own objects are no work for anybody's garbage collector; the peer does the
+        same.
+        """
         self._make()
         gc.freeze()
 
@@ -66,23 +70,34 @@ class Work:
         self.texts = []
         for i, (length, prompt) in enumerate(zip(self.lengths, self.prompts, strict=True)):
             shared = parts[-1][:prompt] if i % GROUP else rng.integers(0, 49_000, prompt, np.int32)
-            parts.append(np.concatenate([shared, rng.integers(0, 49_000, length - prompt, np.int32)]))
+            parts.append(
+                np.concatenate([shared, rng.integers(0, 49_000, length - prompt, np.int32)])
+            )
             masks.append(np.arange(length) >= prompt)
             self.texts.append(
                 {
                     "reward": float(i % GROUP % 3),
                     "prompt": "".join(f" w{t % 997}" for t in shared),
                     "response": "".join(f" w{t % 997}" for t in parts[-1][prompt:]),
-                    "info": {"source": "race", "row": i // GROUP, "tags": ["a", "b"], "difficulty": 0.5},
+                    "info": {
+                        "source": "race",
+                        "row": i // GROUP,
+                        "tags": ["a", "b"],
+                        "difficulty": 0.5,
+                    },
                     "metrics": {"time/run": 1.25, "response_length": float(length - prompt)},
                 }
             )
-        self.tokens, self.mask = np.concatenate(parts), np.concatenate(masks)
-        self.logprobs = np.where(self.mask, -rng.exponential(1.0, len(self.tokens)), 0.0).astype(np.float32)
+        self.tokens = np.concatenate(parts)
+        self.mask = np.concatenate(masks)
+        self.logprobs = np.where(self.mask, -rng.exponential(1.0, len(self.tokens)), 0.0).astype(
+            np.float32
+        )
 
     def save(self, folder: Path) -> dict[str, str]:
         """As files for the peer."""
-        arrays, texts = folder / "arrays.safetensors", folder / "texts.json"
+        arrays = folder / "arrays.safetensors"
+        texts = folder / "texts.json"
         names = ("lengths", "prompts", "tokens", "mask", "logprobs")
         save_file({name: np.ascontiguousarray(getattr(self, name)) for name in names}, arrays)
         texts.write_text(json.dumps(self.texts))
@@ -93,7 +108,9 @@ class Work:
         ends = np.cumsum(self.lengths)
         made = []
         for i, end in enumerate(ends):
-            length, prompt, text = int(self.lengths[i]), int(self.prompts[i]), self.texts[i]
+            length = int(self.lengths[i])
+            prompt = int(self.prompts[i])
+            text = self.texts[i]
             span = slice(end - length, end)
             batch, explorer = divmod(i // BATCH, explorers)
             made.append(
@@ -108,7 +125,11 @@ class Work:
                     loss_mask=self.mask[span],
                     logprobs=self.logprobs[span],
                     version_spans=(VersionSpan(Version(1, 0), prompt, length),),
-                    sampling=(SamplingRecord(start=prompt, end=length, sampling=SamplingArgs(), engine="engine-0"),),
+                    sampling=(
+                        SamplingRecord(
+                            start=prompt, end=length, sampling=SamplingArgs(), engine="engine-0"
+                        ),
+                    ),
                     reward=text["reward"],
                     reward_parts={"accuracy": text["reward"]},
                     prompt_text=text["prompt"],
@@ -139,7 +160,10 @@ class Unequal(Exception):
 def agree(what: str, ours: dict[str, Any], peer: dict[str, Any]) -> None:
     differ = [k for k in ours if peer[k] != ours[k]]
     if differ:
-        raise Unequal(f"{what}: ours { ({k: ours[k] for k in differ}) }, the peer { ({k: peer[k] for k in differ}) }")
+        raise Unequal(
+            f"{what}: ours { ({k: ours[k] for k in differ}) }, the peer "
+            f"{ ({k: peer[k] for k in differ}) }"
+        )
 
 
 # ---------------------------------------------------------------- the two sides
@@ -150,13 +174,20 @@ class Trinity(harness.Child):
 
     def __init__(self, work: Work, folder: Path) -> None:
         python = harness.peer_python()
-        if subprocess.run([python, "-c", "import trinity.buffer.storage.sql"], capture_output=True).returncode:
-            raise harness.PeerMissing(f"{harness.PEERS.name} cannot import trinity-rft: run `make peers` again")
+        if subprocess.run(
+            [python, "-c", "import trinity.buffer.storage.sql"], capture_output=True
+        ).returncode:
+            raise harness.PeerMissing(
+                f"{harness.PEERS.name} cannot import trinity-rft: run `make peers` again"
+            )
         spec = folder / "spec.json"
-        spec.write_text(json.dumps({**work.save(folder), "folder": str(folder), "threads": THREADS}))
+        spec.write_text(
+            json.dumps({**work.save(folder), "folder": str(folder), "threads": THREADS})
+        )
         script = harness.ROOT / "scripts" / "peers" / "trinity_buffer.py"
         super().__init__("trinity-rft", [python, script, spec], ready_s=300, answer_s=1800)
-        self._folder, self._count = folder, 0
+        self._folder = folder
+        self._count = 0
 
     def database(self) -> str:
         self._count += 1
@@ -165,11 +196,21 @@ class Trinity(harness.Child):
     @cached_property
     def versions(self) -> dict[str, str]:
         listed = subprocess.run(
-            [harness.peer_python(), "-m", "pip", "list", "--format=json"], capture_output=True, check=True, text=True
+            [harness.peer_python(), "-m", "pip", "list", "--format=json"],
+            capture_output=True,
+            check=True,
+            text=True,
         ).stdout
         found = {p["name"].lower(): p["version"] for p in json.loads(listed)}
         ours = harness.versions(*LIBRARIES)
-        return {**ours, **{f"peer's {name}": found[name] for name in ("trinity-rft", *LIBRARIES) if name in found}}
+        return {
+            **ours,
+            **{
+                f"peer's {name}": found[name]
+                for name in ("trinity-rft", *LIBRARIES)
+                if name in found
+            },
+        }
 
 
 class Ours:
@@ -177,7 +218,11 @@ class Ours:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(dir=folder, prefix="rft-")
-        self._buffer = Buffer(BufferSettings(folder=Path(self._folder.name), capacity=AMPLE, capacity_bytes=1 << 40, **settings))
+        self._buffer = Buffer(
+            BufferSettings(
+                folder=Path(self._folder.name), capacity=AMPLE, capacity_bytes=1 << 40, **settings
+            )
+        )
         self._parent: Version | None = None
 
     def after(self, parent: Version) -> Self:
@@ -209,12 +254,20 @@ class Ours:
             await append(writer, batch)
             await close_batch(writer, batch)
 
-    async def lease(self, step: int, *, groups: int | None = GROUPS, rows: int | None = None) -> Lease:
-        return await self.reader.lease(step, groups=groups, rows=rows, deadline_s=60, max_staleness=None)
+    async def lease(
+        self, step: int, *, groups: int | None = GROUPS, rows: int | None = None
+    ) -> Lease:
+        return await self.reader.lease(
+            step, groups=groups, rows=rows, deadline_s=60, max_staleness=None
+        )
 
     async def drain(self, batches: int, *, first: int = 1) -> list[Experience]:
         """What comes back."""
-        return [x for step in range(first, first + batches) for x in decode((await self.lease(step)).frame)]
+        return [
+            x
+            for step in range(first, first + batches)
+            for x in decode((await self.lease(step)).frame)
+        ]
 
 
 async def append(writer: BufferWriter, rows: Sequence[Experience]) -> None:
@@ -228,12 +281,18 @@ async def close_batch(writer: BufferWriter, rows: Sequence[Experience]) -> None:
 
 
 def within(name: str, seconds: Sequence[float], limit_s: float, quantile: float) -> harness.Check:
-    """limit / quantile of the samples, at least 1 when it is kept, with its bootstrap 95 % interval."""
+    """limit / quantile of the samples, at least 1 when it is kept, with its bootstrap 95 %
+    interval.
+    """
     rng = np.random.default_rng(0)
     draws = limit_s / np.quantile(rng.choice(seconds, (2000, len(seconds))), quantile, axis=1)
     low, high = np.quantile(draws, [0.025, 0.975])
     return harness.Check(
-        name, round(limit_s / float(np.quantile(seconds, quantile)), 3), round(float(low), 3), round(float(high), 3), 1.0
+        name,
+        round(limit_s / float(np.quantile(seconds, quantile)), 3),
+        round(float(low), 3),
+        round(float(high), 3),
+        1.0,
     )
 
 

@@ -1,4 +1,6 @@
-"""`serve_rolling`: what clients of `rft serve` notice of new weights while they roll over two engines."""
+"""`serve_rolling`: what clients of `rft serve` notice of new weights while they roll over two
+engines.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from rft.extras.serve.client import AsyncClient
 from rft.monitor.read import read
 from rft.testing import tiny
 
-CLIENTS, CALLS = 8, 4  # at the same time; calls of a session
+CLIENTS = 8  # at the same time; calls of a session
+CALLS = 4
 QUIET_S = 2.0  # between two updates
 ROLLS = 4  # of a round
 CONFIG = harness.ROOT / "examples" / "serve" / "config.yaml"
@@ -42,13 +45,21 @@ class Visitors:
                 session = await rft.session(task_id="visit")
                 for _ in range(CALLS):
                     began = time.time()
-                    await client.ask(session.base_url, session.api_key, f"ab{random.randint(0, 9)}", max_tokens=32)
+                    await client.ask(
+                        session.base_url,
+                        session.api_key,
+                        f"ab{random.randint(0, 9)}",
+                        max_tokens=32,
+                    )
                     self.spans.append((began, time.time()))
                 await rft.withdraw(session)
 
     def p99(self, windows: Sequence[Span]) -> float:
         """Of the seconds of the calls that were under way in one of them."""
-        return quantile([e - b for b, e in self.spans if any(b < end and e > begin for begin, end in windows)], 0.99)
+        return quantile(
+            [e - b for b, e in self.spans if any(b < end and e > begin for begin, end in windows)],
+            0.99,
+        )
 
 
 @contextlib.asynccontextmanager
@@ -84,23 +95,57 @@ async def _update(rft: AsyncClient, client: Client, step: int) -> None:
 
 
 def _vllm(rounds: int) -> tuple[list[float], list[float]]:
-    """p99 of calls at `rft serve` with two vLLM engines and its trainer: quiet, and while weights roll."""
+    """p99 of calls at `rft serve` with two vLLM engines and its trainer: quiet, and while weights
+    roll.
+    """
     key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         folder = Path(name)
-        run, model = folder / "rft" / "examples" / "serve", tiny.make(folder / "model")
-        command = [sys.executable, "-m", "rft.cli.main", "serve", "--config", str(CONFIG), f"checkpoint_root_dir={folder}"]
-        command += [f"model.model_path={model}", "model.max_response_tokens=32", "model.max_prompt_tokens=480"]
-        command += ["explorer.proxy_port=0", "explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.engine_num=2"]
-        command += ["explorer.rollout_model.max_num_seqs=32", "buffer.batch_size=1", "algorithm.repeat_times=2"]
-        command += ["trainer.total_steps=1000", "trainer.save_interval=0", "trainer.save_hf_checkpoint=never"]
-        with process("rft serve", command, {"RFT_SERVE_KEY": key}, folder, listening(run)) as address:
+        run = folder / "rft" / "examples" / "serve"
+        model = tiny.make(folder / "model")
+        command = [
+            sys.executable,
+            "-m",
+            "rft.cli.main",
+            "serve",
+            "--config",
+            str(CONFIG),
+            f"checkpoint_root_dir={folder}",
+        ]
+        command += [
+            f"model.model_path={model}",
+            "model.max_response_tokens=32",
+            "model.max_prompt_tokens=480",
+        ]
+        command += [
+            "explorer.proxy_port=0",
+            "explorer.rollout_model.engine_type=vllm",
+            "explorer.rollout_model.engine_num=2",
+        ]
+        command += [
+            "explorer.rollout_model.max_num_seqs=32",
+            "buffer.batch_size=1",
+            "algorithm.repeat_times=2",
+        ]
+        command += [
+            "trainer.total_steps=1000",
+            "trainer.save_interval=0",
+            "trainer.save_hf_checkpoint=never",
+        ]
+        with process(
+            "rft serve", command, {"RFT_SERVE_KEY": key}, folder, listening(run)
+        ) as address:
 
             async def work(client: Client) -> tuple[list[float], list[float]]:
-                visitors, windows = Visitors(address, key), list[tuple[list[Span], list[Span]]]()
-                async with AsyncClient(address, key) as rft, _at_work([visitors.visit(client) for _ in range(CLIENTS)]):
+                visitors = Visitors(address, key)
+                windows = list[tuple[list[Span], list[Span]]]()
+                async with (
+                    AsyncClient(address, key) as rft,
+                    _at_work([visitors.visit(client) for _ in range(CLIENTS)]),
+                ):
                     for r in range(rounds + 1):
-                        quiet, rolling = list[Span](), list[Span]()
+                        quiet = list[Span]()
+                        rolling = list[Span]()
                         for i in range(ROLLS):
                             began = time.time()
                             await asyncio.sleep(QUIET_S)
@@ -118,11 +163,16 @@ def _vllm(rounds: int) -> tuple[list[float], list[float]]:
 
 
 def _scripted(rounds: int) -> tuple[list[float], list[float]]:
-    """The same at two scripted engines that take 0.1 to 0.5 s for an answer and 0.5 s for new weights."""
+    """The same at two scripted engines that take 0.1 to 0.5 s for an answer and 0.5 s for new
+    weights.
+    """
     with scripted(engines=2) as side:
 
-        async def calls(client: Client, sessions: Sequence[tuple[str, str]], until: asyncio.Future[Any]) -> float:
-            rng, took = random.Random(0), list[float]()
+        async def calls(
+            client: Client, sessions: Sequence[tuple[str, str]], until: asyncio.Future[Any]
+        ) -> float:
+            rng = random.Random(0)
+            took = list[float]()
 
             async def one(session: tuple[str, str]) -> None:
                 while not until.done():
@@ -134,12 +184,20 @@ def _scripted(rounds: int) -> tuple[list[float], list[float]]:
             return quantile(took, 0.99)
 
         async def work(client: Client) -> tuple[list[float], list[float]]:
-            quiet, rolling = list[float](), list[float]()
+            quiet = list[float]()
+            rolling = list[float]()
             for _ in range(rounds + 1):
-                sessions = await sessions_of(client, side.ready, 32)  # new ones: a conversation must not grow from round to round
-                quiet.append(await calls(client, sessions, asyncio.ensure_future(asyncio.sleep(3.0))))
+                # new ones: a conversation must not grow from round to round
                 sessions = await sessions_of(client, side.ready, 32)
-                rolling.append(await calls(client, sessions, asyncio.ensure_future(asyncio.to_thread(side.ask, "roll"))))
+                quiet.append(
+                    await calls(client, sessions, asyncio.ensure_future(asyncio.sleep(3.0)))
+                )
+                sessions = await sessions_of(client, side.ready, 32)
+                rolling.append(
+                    await calls(
+                        client, sessions, asyncio.ensure_future(asyncio.to_thread(side.ask, "roll"))
+                    )
+                )
             return quiet[1:], rolling[1:]
 
         made: tuple[list[float], list[float]] = asked(work)
@@ -149,21 +207,27 @@ def _scripted(rounds: int) -> tuple[list[float], list[float]]:
 
 def _tell(engines: str, quiet: Sequence[float], rolling: Sequence[float]) -> None:
     for a, b in zip(quiet, rolling, strict=True):
-        harness.note(f"p99 of calls at two {engines} engines: {a:.3f} s quiet, {b:.3f} s while weights roll")
+        harness.note(
+            f"p99 of calls at two {engines} engines: {a:.3f} s quiet, {b:.3f} s while weights roll"
+        )
 
 
 def serve_rolling(quick: bool) -> harness.Result:
-    """`vllm_p99_at_most`: 2 x the 99th percentile of calls at `rft serve` with two vLLM engines (tiny model, 32 tokens an answer, 8 clients
-    without a pause) between updates / the same of the calls that were under way while a version rolled over both engines.  A call that
-    fails ends the benchmark.  `scripted_p99_at_most`: the same with scripted engines that take 0.5 s for a load, 32 clients, answers of
-    0.1 to 0.5 s: with nothing that computes beside it.
+    """`vllm_p99_at_most`: 2 x the 99th percentile of calls at `rft serve` with two vLLM engines
+    (tiny model, 32 tokens an answer, 8 clients without a pause) between updates / the same of the
+    calls that were under way while a version rolled over both engines.  A call that fails ends the
+    benchmark.  `scripted_p99_at_most`: the same with scripted engines that take 0.5 s for a load,
+    32 clients, answers of 0.1 to 0.5 s: with nothing that computes beside it.
     """
     rounds = 3 if quick else 5
     measured = harness.probes()
     of = {"vllm": _vllm(rounds), "scripted": _scripted(rounds)}
     checks = [
-        harness.speed_ratio(f"{name}_p99_at_most", rolling, [2 * x for x in quiet], 1.0) for name, (quiet, rolling) in of.items()
+        harness.speed_ratio(f"{name}_p99_at_most", rolling, [2 * x for x in quiet], 1.0)
+        for name, (quiet, rolling) in of.items()
     ]
-    ours = {f"{name}_p99_s_rolling": [round(x, 3) for x in rolling] for name, (_, rolling) in of.items()}
+    ours = {
+        f"{name}_p99_s_rolling": [round(x, 3) for x in rolling] for name, (_, rolling) in of.items()
+    }
     quiet = {f"{name}_p99_s_quiet": [round(x, 3) for x in quiet] for name, (quiet, _) in of.items()}
     return harness.Result("serve_rolling", checks, ours, quiet, measured)

@@ -26,26 +26,36 @@ import bench_harness as harness
 from rft.testing.models import smollm2
 
 SIDES = harness.ROOT / "scripts" / "serve_sides.py"
-START_S, ANSWER_S = 600.0, 600.0
-LEAST_S, MOST_S = 2.0, 6.0  # that a scripted answer takes
+START_S = 600.0
+ANSWER_S = 600.0
+LEAST_S = 2.0  # that a scripted answer takes
+MOST_S = 6.0
 OVERHEAD_S = 0.020
-LENGTH, TOKENS, AT_ONCE = 512, 80, 32  # context, most of an answer, requests at the same time, of the real engine
+LENGTH = 512  # context, most of an answer, requests at the same time, of the real engine
+TOKENS = 80
+AT_ONCE = 32
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
 
 
 @dataclass
 class Client:
-    """Calls chat completions at one address; `late` holds each call's seconds beyond what its answer takes."""
+    """Calls chat completions at one address; `late` holds each call's seconds beyond what its
+    answer takes.
+    """
 
     http: Any
     late: list[float] = field(default_factory=list)
     tokens: int = 0
 
-    async def ask(self, base_url: str, key: str, text: str, *, takes_s: float = 0.0, **more: Any) -> None:
+    async def ask(
+        self, base_url: str, key: str, text: str, *, takes_s: float = 0.0, **more: Any
+    ) -> None:
         """Raises RuntimeError for what is not a whole answer."""
         body = {"model": "policy", "messages": [{"role": "user", "content": text}], **more}
         began = time.perf_counter()
-        async with self.http.post(f"{base_url}/chat/completions", json=body, headers=shown(key)) as answer:
+        async with self.http.post(
+            f"{base_url}/chat/completions", json=body, headers=shown(key)
+        ) as answer:
             read = await answer.read()
         self.late.append(time.perf_counter() - began - takes_s)
         if answer.status != 200 or (more.get("stream") and not read.endswith(b"data: [DONE]\n\n")):
@@ -64,7 +74,9 @@ def asked(work: Callable[[Client], Awaitable[Any]]) -> Any:
 
     async def run() -> Any:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+        ) as http:
             return await work(Client(http))
 
     return asyncio.run(run())
@@ -84,7 +96,9 @@ def scripted(engines: int = 1) -> Iterator[harness.Child]:
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as folder:
         command = [sys.executable, str(SIDES), folder, str(engines)]
         env = {"PYTHONPATH": str(harness.ROOT)}
-        with harness.Child("serve_sides.py", command, answer_s=ANSWER_S, ready_s=START_S, env=env) as child:
+        with harness.Child(
+            "serve_sides.py", command, answer_s=ANSWER_S, ready_s=START_S, env=env
+        ) as child:
             yield child
 
 
@@ -92,14 +106,20 @@ async def sessions_of(client: Client, side: dict[str, Any], count: int) -> list[
     """(base URL, key) of new ones."""
     made = []
     for _ in range(count):
-        async with client.http.post(f"{side['address']}/v1/sessions", json={}, headers=shown(side["key"])) as answer:
+        async with client.http.post(
+            f"{side['address']}/v1/sessions", json={}, headers=shown(side["key"])
+        ) as answer:
             session = await answer.json()
         made.append((session["base_url"], session["api_key"]))
     return made
 
 
-async def _streams(client: Client, sessions: Sequence[tuple[str, str]], calls: int, seed: int) -> list[float]:
-    """Each session makes `calls` streaming calls one after the other, all sessions at once; seconds beyond what the answers take."""
+async def _streams(
+    client: Client, sessions: Sequence[tuple[str, str]], calls: int, seed: int
+) -> list[float]:
+    """Each session makes `calls` streaming calls one after the other, all sessions at once; seconds
+    beyond what the answers take.
+    """
     rng = random.Random(seed)
     client.late = []
 
@@ -108,13 +128,20 @@ async def _streams(client: Client, sessions: Sequence[tuple[str, str]], calls: i
         for takes_s in takes:
             await client.ask(*session, f"{takes_s:.4f}", takes_s=takes_s, stream=True)
 
-    plans = [(rng.uniform(0, MOST_S), [rng.uniform(LEAST_S, MOST_S) for _ in range(calls)]) for _ in sessions]
-    await asyncio.gather(*(one(s, first_s, takes) for s, (first_s, takes) in zip(sessions, plans, strict=True)))
+    plans = [
+        (rng.uniform(0, MOST_S), [rng.uniform(LEAST_S, MOST_S) for _ in range(calls)])
+        for _ in sessions
+    ]
+    await asyncio.gather(
+        *(one(s, first_s, takes) for s, (first_s, takes) in zip(sessions, plans, strict=True))
+    )
     return client.late
 
 
 def _overheads(rounds: int, calls: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Of each round the calls' seconds beyond their answers: of ours, and of a server that does nothing but wait for as long."""
+    """Of each round the calls' seconds beyond their answers: of ours, and of a server that does
+    nothing but wait for as long.
+    """
     with scripted() as side, scripted(engines=0) as bare:
 
         async def work(client: Client) -> tuple[list[list[float]], list[list[float]]]:
@@ -127,7 +154,10 @@ def _overheads(rounds: int, calls: int) -> tuple[list[list[float]], list[list[fl
 
         found: tuple[list[list[float]], list[list[float]]] = asked(work)
     for ours, least in zip(*found, strict=True):
-        harness.note(f"500 streams, {len(ours)} calls: p50 and p99 {_ms(ours)}, of a bare server {_ms(least)}")
+        harness.note(
+            f"500 streams, {len(ours)} calls: p50 and p99 {_ms(ours)}, of a bare server "
+            f"{_ms(least)}"
+        )
     return found
 
 
@@ -153,13 +183,15 @@ def _flatness(rounds: int, many: int) -> tuple[list[float], list[float]]:
             await cost(client, first)
             few = [await cost(client, first) for _ in range(rounds)]
             last = await sessions_of(client, side.ready, many - 20)
-            last = await sessions_of(client, side.ready, 10)  # with as few calls as the first ones had
+            # with as few calls as the first ones had
+            last = await sessions_of(client, side.ready, 10)
             await cost(client, last)
             return few, [await cost(client, last) for _ in range(rounds)]
 
         made: tuple[list[float], list[float]] = asked(work)
     harness.note(
-        f"processor ms a call: {1e3 * statistics.median(made[0]):.2f} with 10 sessions, {1e3 * statistics.median(made[1]):.2f} with {many}"
+        f"processor ms a call: {1e3 * statistics.median(made[0]):.2f} with 10 sessions, "
+        f"{1e3 * statistics.median(made[1]):.2f} with {many}"
     )
     return made
 
@@ -168,10 +200,14 @@ def _flatness(rounds: int, many: int) -> tuple[list[float], list[float]]:
 
 
 @contextlib.contextmanager
-def process(name: str, command: Sequence[str], env: dict[str, str], folder: Path, ready: Callable[[], str]) -> Iterator[str]:
+def process(
+    name: str, command: Sequence[str], env: dict[str, str], folder: Path, ready: Callable[[], str]
+) -> Iterator[str]:
     """`ready()` gives the address once it listens."""
     with (folder / f"{name}.log").open("w") as output:
-        process = subprocess.Popen(command, env={**os.environ, **env}, cwd=harness.ROOT, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, env={**os.environ, **env}, cwd=harness.ROOT, stdout=output, stderr=output
+        )
         try:
             deadline = time.monotonic() + START_S
             while not (address := ready()):
@@ -181,7 +217,9 @@ def process(name: str, command: Sequence[str], env: dict[str, str], folder: Path
                     process.wait(0.5)
             yield address
         except RuntimeError as e:
-            raise RuntimeError(f"{e}\n--- {name} said at last:\n{(folder / f'{name}.log').read_text()[-6000:]}") from None
+            raise RuntimeError(
+                f"{e}\n--- {name} said at last:\n{(folder / f'{name}.log').read_text()[-6000:]}"
+            ) from None
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -212,10 +250,20 @@ def _ours(folder: Path, model: Path, key: str) -> contextlib.AbstractContextMana
         "--config",
         str(harness.ROOT / "examples" / "serve" / "smollm2.yaml"),
     ]
-    command += [f"checkpoint_root_dir={folder}", f"model.max_model_len={LENGTH}", f"model.max_response_tokens={TOKENS}"]
-    command += [f"model.max_prompt_tokens={LENGTH - TOKENS}", "explorer.rollout_model.max_num_seqs=64", "model.temperature=1.0"]
+    command += [
+        f"checkpoint_root_dir={folder}",
+        f"model.max_model_len={LENGTH}",
+        f"model.max_response_tokens={TOKENS}",
+    ]
+    command += [
+        f"model.max_prompt_tokens={LENGTH - TOKENS}",
+        "explorer.rollout_model.max_num_seqs=64",
+        "model.temperature=1.0",
+    ]
     ready = listening(folder / "rft" / "examples" / "langgraph")
-    return process("rft serve", command, {"RFT_SERVE_KEY": key, "MODEL_PATH": str(model)}, folder, ready)
+    return process(
+        "rft serve", command, {"RFT_SERVE_KEY": key, "MODEL_PATH": str(model)}, folder, ready
+    )
 
 
 def _vllms(folder: Path, model: Path, key: str) -> contextlib.AbstractContextManager[str]:
@@ -228,7 +276,15 @@ def _vllms(folder: Path, model: Path, key: str) -> contextlib.AbstractContextMan
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     threads = os.cpu_count() or 1
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--served-model-name",
+        "policy",
+    ]
     command += [
         "--host",
         "127.0.0.1",
@@ -250,7 +306,13 @@ def _vllms(folder: Path, model: Path, key: str) -> contextlib.AbstractContextMan
         str(CPU_BLOCK_SIZE),
         "--enforce-eager",
     ]
-    command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES), "--disable-log-stats", "--generation-config", "vllm"]
+    command += [
+        "--kv-cache-memory-bytes",
+        str(CPU_KV_CACHE_BYTES),
+        "--disable-log-stats",
+        "--generation-config",
+        "vllm",
+    ]
     env = cpu_environment(EngineSettings(model_path=str(model), device="cpu", cpu_threads=threads))
 
     def ready() -> str:
@@ -264,10 +326,14 @@ def _vllms(folder: Path, model: Path, key: str) -> contextlib.AbstractContextMan
 
 def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
     """Seconds for a token of ours and of vLLM's server."""
-    model, key = smollm2(), secrets.token_hex(16)
+    model = smollm2()
+    key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        sides = {"ours": stack.enter_context(_ours(folder, model, key)), "raw": stack.enter_context(_vllms(folder, model, key))}
+        sides = {
+            "ours": stack.enter_context(_ours(folder, model, key)),
+            "raw": stack.enter_context(_vllms(folder, model, key)),
+        }
         number = 0
 
         def side(address: str) -> Callable[[], float]:
@@ -275,13 +341,18 @@ def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
                 nonlocal number
                 number += 1
                 rng = random.Random((number + 1) // 2)  # both sides of a round are asked the same
-                texts = [" ".join(rng.choices(WORDS, k=rng.randint(16, 96))) for _ in range(requests)]
-                lengths = [rng.randint(TOKENS // 4, TOKENS) for _ in range(requests)]  # else all answers end in the same step
+                texts = [
+                    " ".join(rng.choices(WORDS, k=rng.randint(16, 96))) for _ in range(requests)
+                ]
+                # else all answers end in the same step
+                lengths = [rng.randint(TOKENS // 4, TOKENS) for _ in range(requests)]
 
                 async def work(client: Client) -> float:
-                    turn, began = asyncio.Semaphore(AT_ONCE), time.perf_counter()
+                    turn = asyncio.Semaphore(AT_ONCE)
+                    began = time.perf_counter()
 
-                    async def one(text: str, most: int) -> None:  # without a seed, of which vLLM's own server on CPU ends
+                    # without a seed, of which vLLM's own server on CPU ends
+                    async def one(text: str, most: int) -> None:
                         async with turn:
                             await client.ask(address, key, text, max_tokens=most, temperature=1.0)
 
@@ -299,14 +370,17 @@ def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
 
 
 def serve_overhead(quick: bool) -> harness.Result:
-    """`throughput`: seconds for a token at vLLM's own OpenAI server / at `rft serve` (Ray, one engine, every answer stored before it
-    leaves), the same chats, 32 at once, answers of up to 20 to 80 tokens, same engine arguments, SmolLM2-135M-Instruct; both run all the
-    time and are asked in turn.
+    """`throughput`: seconds for a token at vLLM's own OpenAI server / at `rft serve` (Ray, one
+    engine, every answer stored before it leaves), the same chats, 32 at once, answers of up to 20
+    to 80 tokens, same engine arguments, SmolLM2-135M-Instruct; both run all the time and are asked
+    in turn.
 
-    With a scripted engine, service and buffer in one process and the clients in another.  `overhead_p99_at_most`: 20 ms / 99th percentile
-    of what a call takes beyond its answer, 500 sessions that stream at once, answers of 2 to 6 s: the time of the client that measures
-    and of everything else on the machine is in it.  `bare_*` is the same at a server of aiohttp that stores nothing and only waits, asked
-    in turn: what the machine itself takes.  `flat_at_most`: 1.15 x processor time of a call with 10 sessions that wait / with 5,000.
+    With a scripted engine, service and buffer in one process and the clients in another.
+    `overhead_p99_at_most`: 20 ms / 99th percentile of what a call takes beyond its answer, 500
+    sessions that stream at once, answers of 2 to 6 s: the time of the client that measures and of
+    everything else on the machine is in it.  `bare_*` is the same at a server of aiohttp that
+    stores nothing and only waits, asked in turn: what the machine itself takes.  `flat_at_most`:
+    1.15 x processor time of a call with 10 sessions that wait / with 5,000.
     """
     rounds, calls, many = (3, 2, 5000) if quick else (5, 4, 5000)
     measured = harness.probes()

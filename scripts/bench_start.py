@@ -1,4 +1,5 @@
-"""`time_to_first`: from the command to the first optimizer step, against TRL; how long `--help` and stopping take.
+"""`time_to_first`: from the command to the first optimizer step, against TRL; how long `--help` and
+stopping take.
 
 Files are warm: the model has been converted and everything was imported before.
 """
@@ -47,7 +48,11 @@ def time_to_first(quick: bool) -> harness.Result:
                 return time.monotonic() - began
 
     mine, theirs = harness.in_turn(ours, trl, rounds, discard=0 if quick else 1)
-    more = {"ready_s": _median(ready), "stop_s": _median(stop), "help_s": _median([_help() for _ in range(5)])}
+    more = {
+        "ready_s": _median(ready),
+        "stop_s": _median(stop),
+        "help_s": _median([_help() for _ in range(5)]),
+    }
     return harness.Result(
         "time_to_first",
         [harness.speed_ratio("first_step", mine, theirs, None)],
@@ -59,7 +64,9 @@ def time_to_first(quick: bool) -> harness.Result:
 
 def _help() -> float:
     began = time.monotonic()
-    subprocess.run([sys.executable, "-m", "rft.cli.main", "--help"], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "rft.cli.main", "--help"], stdout=subprocess.DEVNULL, check=True
+    )
     return time.monotonic() - began
 
 

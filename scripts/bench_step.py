@@ -1,9 +1,11 @@
 """`step_vs_trl`: whole GRPO steps of SmolLM2 against TRL's GRPOTrainer.
 
-Both sides hold the same weights in float32 on the same number of threads, see the same questions, draw completions of at most 24
-tokens at temperature 1 and make one AdamW step on the token-mean loss.  The learning rate is so small that the answers' lengths stay
-what they are at the start, on both sides.  Only one side works at a time: the other waits at a gate.  A round is three steps in a
-row, as in a run, where the next batch begins while the canary is still being verified; it ends when the last weights are served and proven.
+Both sides hold the same weights in float32 on the same number of threads, see the same questions,
+draw completions of at most 24 tokens at temperature 1 and make one AdamW step on the token-mean
+loss.  The learning rate is so small that the answers' lengths stay what they are at the start, on
+both sides.  Only one side works at a time: the other waits at a gate.  A round is three steps in a
+row, as in a run, where the next batch begins while the canary is still being verified; it ends when
+the last weights are served and proven.
 """
 
 from __future__ import annotations
@@ -30,8 +32,13 @@ from rft.taskset.generated_tasks import digit_sums
 from rft.testing.models import smollm2
 from rft.types.metrics import MetricRecord, Role
 
-PROMPTS, RUNS, MAX_TOKENS, LR, STEPS = 4, 8, 24, 1e-7, 3
-START_S, STEP_S = 600.0, 600.0
+PROMPTS = 4
+RUNS = 8
+MAX_TOKENS = 24
+LR = 1e-7
+STEPS = 3
+START_S = 600.0
+STEP_S = 600.0
 
 
 class Trl(harness.Child):
@@ -41,7 +48,9 @@ class Trl(harness.Child):
         path = folder / "trl.json"
         path.write_text(json.dumps({**spec, "folder": str(folder / "trl")}))
         command = [harness.peer_python(), harness.ROOT / "scripts/peers/trl_step.py", path]
-        super().__init__("TRL", command, ready_s=START_S, answer_s=STEP_S, env={"HF_HUB_OFFLINE": "1"})
+        super().__init__(
+            "TRL", command, ready_s=START_S, answer_s=STEP_S, env={"HF_HUB_OFFLINE": "1"}
+        )
         self.reports: list[dict[str, Any]] = []
 
     def step(self, steps: int = 1) -> float:
@@ -52,7 +61,9 @@ class Trl(harness.Child):
 
 
 class Ours:
-    """`rft run` with vLLM, Ray and the FSDP2 trainer, whose runs wait at a gate; `step` makes whole steps."""
+    """`rft run` with vLLM, Ray and the FSDP2 trainer, whose runs wait at a gate; `step` makes whole
+    steps.
+    """
 
     def __init__(self, config: dict[str, Any], folder: Path) -> None:
         self._server = socket.socket(socket.AF_UNIX)
@@ -68,7 +79,11 @@ class Ours:
         self._log = (folder / "ours.log").open("wb")
         command = [sys.executable, "-m", "rft.cli.main", "run", "--config", str(path)]
         self._child = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            stdout=self._log,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Self:
@@ -77,7 +92,9 @@ class Ours:
         return self
 
     def step(self, steps: int = 1) -> float:
-        """Mean seconds of `steps` in a row, from opening the gate until the last weights are served and the next runs stand there."""
+        """Mean seconds of `steps` in a row, from opening the gate until the last weights are served
+        and the next runs stand there.
+        """
         began = time.monotonic()
         for _ in range(steps):
             for run in self._held:
@@ -98,17 +115,26 @@ class Ours:
         child = os.pidfd_open(self._child.pid)
         try:
             while len(self._held) < PROMPTS * RUNS:
-                ready, _, _ = select.select([self._server.fileno(), child], [], [], max(0.0, ends - time.monotonic()))
+                ready, _, _ = select.select(
+                    [self._server.fileno(), child], [], [], max(0.0, ends - time.monotonic())
+                )
                 if child in ready:
-                    raise RuntimeError(f"rft has ended:\n{Path(self._log.name).read_text()[-3000:]}")
+                    raise RuntimeError(
+                        f"rft has ended:\n{Path(self._log.name).read_text()[-3000:]}"
+                    )
                 if not ready:
-                    raise TimeoutError(f"{len(self._held)} of {PROMPTS * RUNS} runs stood at the gate after {deadline_s:.0f} s")
+                    raise TimeoutError(
+                        f"{len(self._held)} of {PROMPTS * RUNS} runs stood at the gate after "
+                        f"{deadline_s:.0f} s"
+                    )
                 self._held.append(self._server.accept()[0])
         finally:
             os.close(child)
 
     def _await_served(self, step: int) -> None:
-        """Wait until the step's weights are proven and its last record, the trainer's, is written; step 0 has no training."""
+        """Wait until the step's weights are proven and its last record, the trainer's, is written;
+        step 0 has no training.
+        """
         last = "trainer" if step else "synchronizer"
 
         def served() -> bool:
@@ -149,8 +175,17 @@ def config(model: Path, folder: Path, gate: Path, steps: int) -> dict[str, Any]:
         "name": "step",
         "checkpoint_root_dir": str(folder),
         "plugin_dirs": [str(harness.ROOT / "scripts" / "plugins")],
-        "model": {"model_path": str(model), "max_prompt_tokens": 104, "max_response_tokens": MAX_TOKENS},
-        "algorithm": {"algorithm_type": "grpo", "repeat_times": RUNS, "kl_loss_fn": "none", "optimizer": {"lr": LR}},
+        "model": {
+            "model_path": str(model),
+            "max_prompt_tokens": 104,
+            "max_response_tokens": MAX_TOKENS,
+        },
+        "algorithm": {
+            "algorithm_type": "grpo",
+            "repeat_times": RUNS,
+            "kl_loss_fn": "none",
+            "optimizer": {"lr": LR},
+        },
         "buffer": {
             "batch_size": PROMPTS,
             "total_epochs": 100,
@@ -174,9 +209,15 @@ def config(model: Path, folder: Path, gate: Path, steps: int) -> dict[str, Any]:
 def trl_spec(model: Path, steps: int) -> dict[str, Any]:
     """The race as TRL's peer script wants it."""
     return {
-        "model": str(model), "rows": digit_sums(split="train"), "runs": RUNS, "prompts": PROMPTS, "max_tokens": MAX_TOKENS,
-        "lr": LR, "threads": os.cpu_count(), "steps": steps,
-    }  # fmt: skip
+        "model": str(model),
+        "rows": digit_sums(split="train"),
+        "runs": RUNS,
+        "prompts": PROMPTS,
+        "max_tokens": MAX_TOKENS,
+        "lr": LR,
+        "threads": os.cpu_count(),
+        "steps": steps,
+    }
 
 
 def step_vs_trl(quick: bool) -> harness.Result:
@@ -187,7 +228,9 @@ def step_vs_trl(quick: bool) -> harness.Result:
     measured = harness.probes()
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, ExitStack() as stack:
         folder = Path(name)
-        ours = stack.enter_context(Ours(config(model, folder, folder / "gate", STEPS * rounds + 50), folder))
+        ours = stack.enter_context(
+            Ours(config(model, folder, folder / "gate", STEPS * rounds + 50), folder)
+        )
         harness.note("rft is at the gate")
         trl = stack.enter_context(Trl(trl_spec(model, STEPS * rounds + 50), folder))
         harness.note("TRL is at the gate")
@@ -196,21 +239,29 @@ def step_vs_trl(quick: bool) -> harness.Result:
         values = {(r.role, r.step): r.values for r in ours.records()}
         lengths = [values["explorer", k]["rollout/response_length/mean"] for k in kept]
         rewards = [values["explorer", k]["rollout/reward/mean"] for k in kept]
-        split = {part: round(statistics.median(_split(values, k)[part] for k in kept), 3) for part in ("train", "sync")}
+        split = {
+            part: round(statistics.median(_split(values, k)[part] for k in kept), 3)
+            for part in ("train", "sync")
+        }
     reports = trl.reports[STEPS:]
     return harness.Result(
         "step_vs_trl",
         [harness.speed_ratio("step", mine, theirs, 3.0)],
         harness.summary(mine, response_length=_mean(lengths), reward=_mean(rewards), split_s=split),
         harness.summary(
-            theirs, response_length=_mean([r["length"] for r in reports]), reward=_mean([r["reward"] for r in reports])
+            theirs,
+            response_length=_mean([r["length"] for r in reports]),
+            reward=_mean([r["reward"] for r in reports]),
         ),
         measured,
     )
 
 
 def _split(values: dict[tuple[Role, int], dict[str, float]], step: int) -> dict[str, float]:
-    return {"train": values["trainer", step]["time/train_s"], "sync": values["synchronizer", step]["sync/total_s"]}
+    return {
+        "train": values["trainer", step]["time/train_s"],
+        "sync": values["synchronizer", step]["sync/total_s"],
+    }
 
 
 def _mean(numbers: list[float]) -> float:

@@ -1,4 +1,6 @@
-"""`e2e_async`, `weight_sync`, `mismatch_and_exactness`: what overlapping gains, what moving weights costs, and whether both stay exact."""
+"""`e2e_async`, `weight_sync`, `mismatch_and_exactness`: what overlapping gains, what moving weights
+costs, and whether both stay exact.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,27 @@ from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 
 THREADS = os.cpu_count() or 1
-START_S, ANSWER_S = 600.0, 300.0
+START_S = 600.0
+ANSWER_S = 300.0
 PLUGINS = harness.ROOT / "scripts" / "plugins"
 
 # ---------------------------------------------------------------- weight_sync
 
-REQUESTS, TOKENS = 32, 64
-GOAL_S, CANARY = 0.4, 1e-3
+REQUESTS = 32
+TOKENS = 64
+GOAL_S = 0.4
+CANARY = 1e-3
 
 
 def weight_sync(quick: bool) -> harness.Result:
-    """New weights for a vLLM engine that serves 32 requests, SmolLM2 in float32, from the trainer's tensors until it goes on.
+    """New weights for a vLLM engine that serves 32 requests, SmolLM2 in float32, from the trainer's
+    tensors until it goes on.
 
-    `vs_file`: seconds of a safetensors file, synced to disk, and vLLM's own `reload_weights` / ours (staged in memory with hashes,
-    verified, loaded, layers probed); at least 2.  `published_at_most`: 0.4 s / seconds from publishing to going on, staging apart; at least
-    1.  `kept`: requests that went on as if nothing had been / all; 1.  `canary_at_most`: 1e-3 nats / its error; at least 1.
+    `vs_file`: seconds of a safetensors file, synced to disk, and vLLM's own `reload_weights` / ours
+    (staged in memory with hashes, verified, loaded, layers probed); at least 2.
+    `published_at_most`: 0.4 s / seconds from publishing to going on, staging apart; at least
+    1.  `kept`: requests that went on as if nothing had been / all; 1.  `canary_at_most`: 1e-3 nats
+       / its error; at least 1.
     `bfloat16_staging`: seconds of staging a byte in float32 / in bfloat16; at least 0.5.
     """
     rounds = 5 if quick else 15
@@ -56,9 +64,15 @@ def weight_sync(quick: bool) -> harness.Result:
     model = smollm2()
     bfloat16, float32 = _staging(model, rounds)
     answers: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
-    with tempfile.TemporaryDirectory(prefix="rft-bench-", dir=harness.ROOT) as name:  # on a disk: the peer's file is synced
+    # on a disk: the peer's file is synced
+    with tempfile.TemporaryDirectory(prefix="rft-bench-", dir=harness.ROOT) as name:
         folder = Path(name)
-        for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        for file in (
+            "config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "generation_config.json",
+        ):
             (folder / file).write_bytes((model / file).read_bytes())
         with _sides(folder, model, REQUESTS, TOKENS) as child:
 
@@ -68,8 +82,11 @@ def weight_sync(quick: bool) -> harness.Result:
                 return seconds
 
             # two versions are held, and each touches new memory once
-            ours, peer = harness.in_turn(lambda: side("ours"), lambda: side("peer"), rounds, discard=2)
-    mine, theirs = answers["ours"][-rounds:], answers["peer"][-rounds:]
+            ours, peer = harness.in_turn(
+                lambda: side("ours"), lambda: side("peer"), rounds, discard=2
+            )
+    mine = answers["ours"][-rounds:]
+    theirs = answers["peer"][-rounds:]
     published = [a["seconds"] - a["phases"]["stage"] for a in mine]
     kept = [1 - a["aborted"] / a["running"] for a in answers["ours"]]
     canary = max(a["canary"] for a in answers["ours"])
@@ -83,7 +100,12 @@ def weight_sync(quick: bool) -> harness.Result:
             harness.speed_ratio("canary_at_most", [canary], [CANARY], 1.0),
             harness.speed_ratio("bfloat16_staging", bfloat16, float32, 0.5),
         ],
-        harness.summary(ours, phases_s=_medians(mine), canary_max_abs=canary, canary_s=_median(a["canary_s"] for a in mine)),
+        harness.summary(
+            ours,
+            phases_s=_medians(mine),
+            canary_max_abs=canary,
+            canary_s=_median(a["canary_s"] for a in mine),
+        ),
         harness.summary(peer, phases_s=_medians(theirs)),
         measured,
     )
@@ -98,7 +120,9 @@ def _staging(model: Path, rounds: int) -> tuple[list[float], list[float]]:
 
         def side(dtype: torch.dtype) -> Callable[[], float]:
             tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
-            transport = MemoryTransport(Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="rft-bench-"))))
+            transport = MemoryTransport(
+                Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="rft-bench-")))
+            )
             opened.callback(transport.close)
             steps = itertools.count()
 
@@ -119,11 +143,24 @@ def _staging(model: Path, rounds: int) -> tuple[list[float], list[float]]:
 def _sides(folder: Path, model: Path, requests: int, tokens: int) -> harness.Child:
     spec = folder / "spec.json"
     spec.write_text(
-        json.dumps({"model": str(model), "threads": THREADS, "requests": requests, "max_tokens": tokens, "folder": str(folder)})
+        json.dumps(
+            {
+                "model": str(model),
+                "threads": THREADS,
+                "requests": requests,
+                "max_tokens": tokens,
+                "folder": str(folder),
+            }
+        )
     )
-    env = {**cpu_environment(EngineSettings(model_path=str(model), cpu_threads=THREADS)), "PYTHONPATH": str(harness.ROOT)}
+    env = {
+        **cpu_environment(EngineSettings(model_path=str(model), cpu_threads=THREADS)),
+        "PYTHONPATH": str(harness.ROOT),
+    }
     script = harness.ROOT / "scripts" / "sync_sides.py"
-    return harness.Child("sync_sides.py", [sys.executable, script, spec], answer_s=ANSWER_S, ready_s=START_S, env=env)
+    return harness.Child(
+        "sync_sides.py", [sys.executable, script, spec], answer_s=ANSWER_S, ready_s=START_S, env=env
+    )
 
 
 def _medians(answers: list[dict[str, Any]]) -> dict[str, float]:
@@ -136,7 +173,9 @@ def _median(values: Any) -> float:
 
 # ---------------------------------------------------------------- e2e_async
 
-PROMPTS, RUNS, LR = 8, 8, 1e-3
+PROMPTS = 8
+RUNS = 8
+LR = 1e-3
 WARM = 2  # steps that are left out
 SYNC = {"sync_style": "fixed", "sync_interval": 1}
 ASYNC = {"sync_style": "trainer_driven", "sync_interval": 2, "max_staleness": 5}
@@ -144,15 +183,19 @@ NEAR = {**ASYNC, "max_staleness": 2}
 
 
 def e2e_async(quick: bool) -> harness.Result:
-    """Whole runs of the tiny model to the same number of trained samples, 64 a step, with Ray, vLLM and a version every 1 or 2 steps.
+    """Whole runs of the tiny model to the same number of trained samples, 64 a step, with Ray, vLLM
+    and a version every 1 or 2 steps.
 
-    Each run of the task waits 0.2 to 2 s for its tool.  `vs_sync`: seconds of our own synchronous run / seconds of the asynchronous one
-    (`trainer_driven`, at most 5 steps old); at least 1.6.  `vs_trl`: seconds of TRL's GRPOTrainer, which waits for all tools of a step at
-    once / ours; at least 2.  `compute_bound`: ours without waits, synchronous / at most 2 steps old; at least 0.97.  A round is a fifth of
-    a run.  `reward_vs_sync`, `reward_vs_trl`, `reward_compute_bound`: rewards of the asynchronous runs in their last fifth / those of the
-    others; at least 0.95.  Means of three seeds, but for the two long runs (TRL, and ours that is synchronous and waits).  All sides begin
-    with one model that gets about 0.6 of the rewards.  With --quick (15 steps, one seed) a fifth has three steps, and what the asynchronous
-    run sampled ahead of the first round counts for it.
+    Each run of the task waits 0.2 to 2 s for its tool.  `vs_sync`: seconds of our own synchronous
+    run / seconds of the asynchronous one (`trainer_driven`, at most 5 steps old); at least 1.6.
+    `vs_trl`: seconds of TRL's GRPOTrainer, which waits for all tools of a step at once / ours; at
+    least 2.  `compute_bound`: ours without waits, synchronous / at most 2 steps old; at least 0.97.
+     A round is a fifth of a run.  `reward_vs_sync`, `reward_vs_trl`, `reward_compute_bound`:
+     rewards of the asynchronous runs in their last fifth / those of the others; at least 0.95.
+     Means of three seeds, but for the two long runs (TRL, and ours that is synchronous and waits).
+     All sides begin
+    with one model that gets about 0.6 of the rewards.  With --quick (15 steps, one seed) a fifth
+    has three steps, and what the asynchronous run sampled ahead of the first round counts for it.
     """
     harness.peer_python()
     steps = WARM + (15 if quick else 100)
@@ -165,7 +208,9 @@ def e2e_async(quick: bool) -> harness.Result:
 
         def side(sync: dict[str, Any], waits: bool, seeds: Iterable[int]) -> _Side:
             root = Path(tempfile.mkdtemp(dir=folder))
-            return _Side(steps, block, [_run(root / str(s), model, steps, sync, waits, s) for s in seeds])
+            return _Side(
+                steps, block, [_run(root / str(s), model, steps, sync, waits, s) for s in seeds]
+            )
 
         sides = {
             "sync": side(SYNC, True, seeds[:1]),
@@ -179,11 +224,16 @@ def e2e_async(quick: bool) -> harness.Result:
     }
     rewards = {k: v.rewards for k, v in sides.items()} | {"trl": trl_rewards[-block:]}
 
-    def check(name: str, values: dict[str, list[float]], ours: str, peer: str, goal: float) -> harness.Check:
+    def check(
+        name: str, values: dict[str, list[float]], ours: str, peer: str, goal: float
+    ) -> harness.Check:
         return harness.speed_ratio(name, values[ours], values[peer], goal)
 
     def facts(name: str) -> dict[str, float]:
-        return {"step_s": round(sum(seconds[name]) / 5 / block, 3), "reward_last": round(statistics.fmean(rewards[name]), 3)}
+        return {
+            "step_s": round(sum(seconds[name]) / 5 / block, 3),
+            "reward_last": round(statistics.fmean(rewards[name]), 3),
+        }
 
     return harness.Result(
         "e2e_async",
@@ -208,14 +258,24 @@ class _Run:
 
 
 class _Side:
-    """Runs of one kind with several seeds: `seconds` of each fifth and `rewards` of each of the last fifth's batches, means over seeds."""
+    """Runs of one kind with several seeds: `seconds` of each fifth and `rewards` of each of the
+    last fifth's batches, means over seeds.
+    """
 
     def __init__(self, steps: int, block: int, runs: Sequence[_Run]) -> None:
-        fifths = [[r.time for r in run.records if r.role == "trainer" and r.step >= WARM][::block] for run in runs]
+        fifths = [
+            [r.time for r in run.records if r.role == "trainer" and r.step >= WARM][::block]
+            for run in runs
+        ]
         self.seconds = _means([b - a for a, b in itertools.pairwise(times)] for times in fifths)
-        self.rewards = _means([v for _, v in series(r.records, "rollout/reward/mean")][:steps][-block:] for r in runs)
+        self.rewards = _means(
+            [v for _, v in series(r.records, "rollout/reward/mean")][:steps][-block:] for r in runs
+        )
         idle = [shares(bars(r.records)) for r in runs]
-        self.idle = {name.replace(" ", "_"): round(statistics.fmean(x[name] for x in idle), 3) for name in idle[0]}
+        self.idle = {
+            name.replace(" ", "_"): round(statistics.fmean(x[name] for x in idle), 3)
+            for name in idle[0]
+        }
         self.oldest = max(r.oldest for r in runs)
 
 
@@ -223,25 +283,42 @@ def _means(lists: Iterable[list[float]]) -> list[float]:
     return [statistics.fmean(x) for x in zip(*lists, strict=True)]
 
 
-def _run(folder: Path, model: Path, steps: int, sync: dict[str, Any], waits: bool, seed: int) -> _Run:
-    taskset = {"name": "copy", "path": "rft.testing.tiny:copy_tasks", "split": "train", "workflow_args": {"waits": waits}}
+def _run(
+    folder: Path, model: Path, steps: int, sync: dict[str, Any], waits: bool, seed: int
+) -> _Run:
+    taskset = {
+        "name": "copy",
+        "path": "rft.testing.tiny:copy_tasks",
+        "split": "train",
+        "workflow_args": {"waits": waits},
+    }
     config = {
-        "project": "bench", "name": "waiting", "seed": seed, "checkpoint_root_dir": str(folder), "plugin_dirs": [str(PLUGINS)],
+        "project": "bench",
+        "name": "waiting",
+        "seed": seed,
+        "checkpoint_root_dir": str(folder),
+        "plugin_dirs": [str(PLUGINS)],
         "model": {"model_path": str(model), "max_prompt_tokens": 63, "max_response_tokens": 1},
         "algorithm": {"repeat_times": RUNS, "kl_loss_fn": "none", "optimizer": {"lr": LR}},
         "buffer": {
-            "batch_size": PROMPTS, "total_epochs": 100,
+            "batch_size": PROMPTS,
+            "total_epochs": 100,
             "explorer_input": {
-                "taskset": taskset, "default_workflow_type": "waiting_workflow", "default_reward_fn_type": "exact_answer",
+                "taskset": taskset,
+                "default_workflow_type": "waiting_workflow",
+                "default_reward_fn_type": "exact_answer",
             },
         },
         "explorer": {
-            "max_concurrent_runs": 1024, "eval_interval": 0, "eval_on_startup": False, "eval_at_end": False,
+            "max_concurrent_runs": 1024,
+            "eval_interval": 0,
+            "eval_on_startup": False,
+            "eval_at_end": False,
             "rollout_model": {"engine_type": "vllm", "max_num_seqs": 256},
         },
         "trainer": {"total_steps": steps, "save_hf_checkpoint": "never"},
         "synchronizer": sync,
-    }  # fmt: skip
+    }
     folder.mkdir()
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -262,13 +339,23 @@ def _trl(folder: Path, model: Path, steps: int) -> tuple[list[float], list[float
     spec.write_text(
         json.dumps(
             {
-                "model": str(model), "rows": rows, "runs": RUNS, "prompts": PROMPTS, "max_tokens": 1, "lr": LR, "threads": THREADS,
-                "steps": steps + 1, "folder": str(folder / "trl"), "waits": [[wait_s(i, k) for k in range(RUNS)] for i in range(len(rows))],
+                "model": str(model),
+                "rows": rows,
+                "runs": RUNS,
+                "prompts": PROMPTS,
+                "max_tokens": 1,
+                "lr": LR,
+                "threads": THREADS,
+                "steps": steps + 1,
+                "folder": str(folder / "trl"),
+                "waits": [[wait_s(i, k) for k in range(RUNS)] for i in range(len(rows))],
             }
         )
-    )  # fmt: skip
+    )
     command = [harness.peer_python(), harness.ROOT / "scripts/peers/trl_wait.py", spec]
-    with harness.Child("TRL", command, ready_s=START_S, answer_s=ANSWER_S, env={"HF_HUB_OFFLINE": "1"}) as trl:
+    with harness.Child(
+        "TRL", command, ready_s=START_S, answer_s=ANSWER_S, env={"HF_HUB_OFFLINE": "1"}
+    ) as trl:
         answers = [trl.ask("step") for _ in range(steps)]
     return [a["seconds"] for a in answers], [a["reward"] for a in answers]
 
@@ -276,18 +363,21 @@ def _trl(folder: Path, model: Path, steps: int) -> tuple[list[float], list[float
 # ---------------------------------------------------------------- mismatch_and_exactness
 
 LATER = 3  # versions after the first
-MEAN, VLLM = 1e-4, 1e-4
+MEAN = 1e-4
+VLLM = 1e-4
 SEQUENCES = 256
 
 
 def mismatch_and_exactness(quick: bool) -> harness.Result:
-    """Log-probs that vLLM reported for 256 sequences, against the trainer's under the same weights; and whether staleness 0 is synchronous.
+    """Log-probs that vLLM reported for 256 sequences, against the trainer's under the same weights;
+    and whether staleness 0 is synchronous.
 
-    `version_0`, `version_k`: 1e-4 nats / the mean difference of a token's log-prob at the first version and 3 steps later; at least 1.
-    `replay_exact`: a run with `max_staleness: 0` of each asynchronous style ends with the bytes of the synchronous one (`transformers`
-    engine); 1.  `replay_vllm`: 1e-4 / the largest difference of a weight after the same with vLLM; at least 1.  Published: how many ratios
-    lie outside [0.9, 1.1], also where vLLM samples with top_p 0.8, whose log-probs are those of what is left (`rft check` refuses that for
-    training).
+    `version_0`, `version_k`: 1e-4 nats / the mean difference of a token's log-prob at the first
+    version and 3 steps later; at least 1. `replay_exact`: a run with `max_staleness: 0` of each
+    asynchronous style ends with the bytes of the synchronous one (`transformers` engine); 1.
+    `replay_vllm`: 1e-4 / the largest difference of a weight after the same with vLLM; at least 1.
+    Published: how many ratios lie outside [0.9, 1.1], also where vLLM samples with top_p 0.8, whose
+    log-probs are those of what is left (`rft check` refuses that for training).
     """
     measured = harness.probes()
     with ExitStack() as stack:
@@ -296,12 +386,21 @@ def mismatch_and_exactness(quick: bool) -> harness.Result:
         model = tiny_model if quick else smollm2()
         whole = _mismatch(folder, model, tiny=quick)
         with _sides(folder, model, SEQUENCES, 24) as child:
-            sampled = {top_p: child.ask("sample", top_p=top_p, sequences=SEQUENCES) for top_p in (1.0, 0.8)}
+            sampled = {
+                top_p: child.ask("sample", top_p=top_p, sequences=SEQUENCES) for top_p in (1.0, 0.8)
+            }
         exact = _replays(folder / "exact", tiny_model, engine="transformers")
-        near = _replays(folder / "near", tiny_model, engine="vllm", styles=("fixed", "trainer_driven"))
-    first, later = whole[0]["abs_diff_mean"], whole[LATER]["abs_diff_mean"]
-    same = all(np.array_equal(w, exact["fixed"][n]) for other in exact.values() for n, w in other.items())
-    apart = max(float(np.abs(w - near["fixed"][n]).max()) for n, w in near["trainer_driven"].items())
+        near = _replays(
+            folder / "near", tiny_model, engine="vllm", styles=("fixed", "trainer_driven")
+        )
+    first = whole[0]["abs_diff_mean"]
+    later = whole[LATER]["abs_diff_mean"]
+    same = all(
+        np.array_equal(w, exact["fixed"][n]) for other in exact.values() for n, w in other.items()
+    )
+    apart = max(
+        float(np.abs(w - near["fixed"][n]).max()) for n, w in near["trainer_driven"].items()
+    )
     return harness.Result(
         "mismatch_and_exactness",
         [
@@ -310,7 +409,12 @@ def mismatch_and_exactness(quick: bool) -> harness.Result:
             harness.speed_ratio("replay_exact", [1.0], [float(same)], 1.0),
             harness.speed_ratio("replay_vllm", [max(apart, 1e-12)], [VLLM], 1.0),
         ],
-        {"versions": whole, "sampled_top_p_1": sampled[1.0], "sampled_top_p_0.8": sampled[0.8], "replay_vllm_max_abs": apart},
+        {
+            "versions": whole,
+            "sampled_top_p_1": sampled[1.0],
+            "sampled_top_p_0.8": sampled[0.8],
+            "replay_vllm_max_abs": apart,
+        },
         {},
         measured,
     )
@@ -321,33 +425,43 @@ def _mismatch(folder: Path, model: Path, *, tiny: bool) -> dict[int, dict[str, f
     root = folder / "mismatch"
     task = "rft.testing.tiny:copy_tasks" if tiny else "rft.taskset.generated_tasks:digit_sums"
     config = {
-        "project": "bench", "name": "mismatch", "checkpoint_root_dir": str(root),
-        "model": {
-            "model_path": str(model), "max_prompt_tokens": 104, "max_response_tokens": 24
-        },
+        "project": "bench",
+        "name": "mismatch",
+        "checkpoint_root_dir": str(root),
+        "model": {"model_path": str(model), "max_prompt_tokens": 104, "max_response_tokens": 24},
         "algorithm": {
-            "repeat_times": 8, "kl_loss_fn": "none", "optimizer": {"lr": 1e-3 if tiny else 2e-5},
+            "repeat_times": 8,
+            "kl_loss_fn": "none",
+            "optimizer": {"lr": 1e-3 if tiny else 2e-5},
             "rollout_correction": {"rollout_is": "token"},
         },
         "buffer": {
-            "batch_size": SEQUENCES // 8, "total_epochs": 10,
+            "batch_size": SEQUENCES // 8,
+            "total_epochs": 10,
             "explorer_input": {
                 "taskset": {"name": "t", "path": task, "split": "train"},
-                "default_workflow_type": "simple_workflow", "default_reward_fn_type": "exact_answer",
+                "default_workflow_type": "simple_workflow",
+                "default_reward_fn_type": "exact_answer",
             },
         },
         "explorer": {
-            "eval_interval": 0, "eval_on_startup": False, "eval_at_end": False,
+            "eval_interval": 0,
+            "eval_on_startup": False,
+            "eval_at_end": False,
             "rollout_model": {"engine_type": "vllm", "max_num_seqs": 256},
         },
         "trainer": {"total_steps": LATER + 1, "save_hf_checkpoint": "never"},
-    }  # fmt: skip
+    }
     path = folder / "mismatch.yaml"
     path.write_text(yaml.safe_dump(config))
     run_rft("--config", str(path))
     records = [r for r in read(_metrics(root)) if r.role == "trainer"]
     return {
-        r.step - 1: {name.removeprefix("mismatch/"): v for name, v in r.values.items() if name.startswith("mismatch/")}
+        r.step - 1: {
+            name.removeprefix("mismatch/"): v
+            for name, v in r.values.items()
+            if name.startswith("mismatch/")
+        }
         for r in records
     }
 
@@ -370,11 +484,17 @@ def _replays(
     weights = {}
     for style in styles:
         keys = [
-            f"model.model_path={model}", f"checkpoint_root_dir={root / style}",
-            "trainer.total_steps=6", "explorer.eval_interval=1000", "explorer.eval_on_startup=false", "explorer.eval_at_end=false",
-            "deterministic=true", f"explorer.rollout_model.engine_type={engine}", f"synchronizer.sync_style={style}",
+            f"model.model_path={model}",
+            f"checkpoint_root_dir={root / style}",
+            "trainer.total_steps=6",
+            "explorer.eval_interval=1000",
+            "explorer.eval_on_startup=false",
+            "explorer.eval_at_end=false",
+            "deterministic=true",
+            f"explorer.rollout_model.engine_type={engine}",
+            f"synchronizer.sync_style={style}",
             *(f"synchronizer.{x}" for x in STYLES[style]),
-        ]  # fmt: skip
+        ]
         if engine == "transformers":
             execute(config, keys, in_process=True)
         else:
@@ -383,5 +503,7 @@ def _replays(
         weights[style] = load_file(exported)
     base = load_file(model / "model.safetensors")
     if all(np.array_equal(base[n], w) for n, w in weights["fixed"].items()):
-        raise RuntimeError("nothing was learnt, so equal weights prove nothing; raise the batch size")
+        raise RuntimeError(
+            "nothing was learnt, so equal weights prove nothing; raise the batch size"
+        )
     return weights

@@ -1,15 +1,18 @@
-"""`trainer_step`: GRPO forward, backward and AdamW on one fixed file of rollouts, against TRL's GRPOTrainer with generation stubbed.
+"""`trainer_step`: GRPO forward, backward and AdamW on one fixed file of rollouts, against TRL's
+GRPOTrainer with generation stubbed.
 
-The rows: 64 completions (16 with --quick) of SmolLM2-135M in groups of 8 that share a prompt; completions of lognormal length (sigma
-0.6, mean 300, at most 1024 tokens), prompts of 60 to 199 tokens, as chat questions have them, ids drawn uniformly.  Rewards are 0 or
-1; the sampler's log-probs are the model's own with noise of 0.1 nats, so that ratios are not 1 and some are clipped.
+The rows: 64 completions (16 with --quick) of SmolLM2-135M in groups of 8 that share a prompt;
+completions of lognormal length (sigma 0.6, mean 300, at most 1024 tokens), prompts of 60 to 199
+tokens, as chat questions have them, ids drawn uniformly.  Rewards are 0 or 1; the sampler's
+log-probs are the model's own with noise of 0.1 nats, so that ratios are not 1 and some are clipped.
 
-Both sides: float32, the same weights, all cores, the same allocator (tcmalloc, where it is installed), no gradient checkpointing,
-the mean over all tokens of the PPO loss clipped at 0.2, advantages (r - mean) / (std + 1e-4), gradient norm clipped at 1, fused AdamW
-without decay.  Ours runs as `rft run` does with its defaults, the buffer being a reader of the file.  TRL's side gets what is best
-for it: generation batches of one group, so that rows are padded to the longest of their group and not of all 64, and the micro-batch
-that was fastest among those that fit the machine.  Both must agree on every log-prob, the loss and the gradient's norm before they
-are raced.
+Both sides: float32, the same weights, all cores, the same allocator (tcmalloc, where it is
+installed), no gradient checkpointing, the mean over all tokens of the PPO loss clipped at 0.2,
+advantages (r - mean) / (std + 1e-4), gradient norm clipped at 1, fused AdamW without decay.  Ours
+runs as `rft run` does with its defaults, the buffer being a reader of the file.  TRL's side gets
+what is best for it: generation batches of one group, so that rows are padded to the longest of
+their group and not of all 64, and the micro-batch that was fastest among those that fit the
+machine.  Both must agree on every log-prob, the loss and the gradient's norm before they are raced.
 """
 
 from __future__ import annotations
@@ -30,16 +33,22 @@ from safetensors.numpy import load_file, save_file
 from rft.engine.environment import trainer_environment
 from rft.testing.models import NUM_PARAMETERS, smollm2
 
-GROUP, LR, NOISE = 8, 1e-6, 0.1
-MICRO_BATCH = 4  # TRL's; 2, 4 and its default of 8 take as long (within 5 %), and 8 rows of these lengths more than 15 GiB
+GROUP = 8
+LR = 1e-6
+NOISE = 0.1
+# TRL's; 2, 4 and its default of 8 take as long (within 5 %), and 8 rows of these lengths more than
+# 15 GiB
+MICRO_BATCH = 4
 NEAR = 1e-5  # relative
-START_S, STEP_S = 900.0, 3600.0
+START_S = 900.0
+STEP_S = 3600.0
 LIBRARIES = ("torch", "transformers", "numpy")
 
 
 def rollouts(count: int, path: Path) -> dict[str, float]:
     """Writes `count` rows without log-probs; says how long they are."""
-    rng, sigma = np.random.default_rng(0), 0.6
+    rng = np.random.default_rng(0)
+    sigma = 0.6
     prompts = np.repeat(rng.integers(60, 200, count // GROUP), GROUP)
     drawn = rng.lognormal(-(sigma**2) / 2, sigma, count)
     responses = np.clip(drawn / drawn.mean() * 300, 8, 1024).astype(np.int64)
@@ -67,7 +76,9 @@ def rollouts(count: int, path: Path) -> dict[str, float]:
 class Side(harness.Child):
     """One trainer in a process of its own; `step` makes one train step."""
 
-    def __init__(self, python: Path | str, script: str, spec: dict[str, Any], folder: Path, threads: int) -> None:
+    def __init__(
+        self, python: Path | str, script: str, spec: dict[str, Any], folder: Path, threads: int
+    ) -> None:
         folder.mkdir()
         path = folder / "spec.json"
         path.write_text(json.dumps({**spec, "folder": str(folder)}))
@@ -78,7 +89,8 @@ class Side(harness.Child):
             answer_s=STEP_S,
             env={**trainer_environment(threads), "HF_HUB_OFFLINE": "1"},
         )
-        self.folder, self.reports = folder, list[dict[str, Any]]()
+        self.folder = folder
+        self.reports = list[dict[str, Any]]()
 
     def step(self) -> float:
         """Seconds from the rows at hand until the weights are updated."""
@@ -96,12 +108,19 @@ class Unequal(Exception):
 
 
 def agreement(ours: Side, peer: Side) -> dict[str, float]:
-    """How far log-probs, loss and gradient norm of the first step are apart, relative.  Raises Unequal above NEAR."""
-    mine, theirs = ours.logprobs(), peer.logprobs()
-    a, b = (np.concatenate([side[name] for name in sorted(mine)]).astype(np.float64) for side in (mine, theirs))
+    """How far log-probs, loss and gradient norm of the first step are apart, relative.  Raises
+    Unequal above NEAR.
+    """
+    mine = ours.logprobs()
+    theirs = peer.logprobs()
+    a, b = (
+        np.concatenate([side[name] for name in sorted(mine)]).astype(np.float64)
+        for side in (mine, theirs)
+    )
     apart = {"logprobs": float(np.abs(a - b).max() / np.abs(a).mean())}
     for name in ("loss", "grad_norm"):
-        x, y = ours.reports[0][name], peer.reports[0][name]
+        x = ours.reports[0][name]
+        y = peer.reports[0][name]
         apart[name] = abs(x - y) / abs(x)
     if not max(apart.values()) <= NEAR:
         raise Unequal(f"the first step's numbers differ by {apart}; allowed are {NEAR}")
@@ -109,11 +128,13 @@ def agreement(ours: Side, peer: Side) -> dict[str, float]:
 
 
 def trainer_step(quick: bool) -> harness.Result:
-    """Useful (completion) tokens per second of our train step / of TRL's on the same rollouts; memory: TRL's peak / ours.
+    """Useful (completion) tokens per second of our train step / of TRL's on the same rollouts;
+    memory: TRL's peak / ours.
 
-    At least 1.5 times the speed, and at most 0.6 of the memory (1.667 the other way round).  Ours computes a group's prompt once and
-    no padding; log-probs, loss and gradient norm are the same on both sides.  `share_of_sgemm`: of the multiplications that the
-    useful tokens need, 6 FLOP for each weight and token, against the machine's float32 matrix product.
+    At least 1.5 times the speed, and at most 0.6 of the memory (1.667 the other way round).  Ours
+    computes a group's prompt once and no padding; log-probs, loss and gradient norm are the same on
+    both sides.  `share_of_sgemm`: of the multiplications that the useful tokens need, 6 FLOP for
+    each weight and token, against the machine's float32 matrix product.
     """
     python = harness.peer_python()
     rounds, count, threads = (3, 16, os.cpu_count() or 1) if quick else (4, 64, os.cpu_count() or 1)
@@ -123,10 +144,22 @@ def trainer_step(quick: bool) -> harness.Result:
         folder = Path(name)
         path = folder / "rollouts.safetensors"
         size = rollouts(count, path)
-        spec = {"model": str(model), "rollouts": str(path), "lr": LR, "steps": rounds + 50, "threads": threads}
-        ours = stack.enter_context(Side(sys.executable, "train_step.py", {**spec, "noise": NOISE}, folder / "ours", threads))
+        spec = {
+            "model": str(model),
+            "rollouts": str(path),
+            "lr": LR,
+            "steps": rounds + 50,
+            "threads": threads,
+        }
+        ours = stack.enter_context(
+            Side(
+                sys.executable, "train_step.py", {**spec, "noise": NOISE}, folder / "ours", threads
+            )
+        )
         more = {"micro_batch": MICRO_BATCH, "per_group": True}
-        trl = stack.enter_context(Side(python, "peers/trl_train.py", {**spec, **more}, folder / "trl", threads))
+        trl = stack.enter_context(
+            Side(python, "peers/trl_train.py", {**spec, **more}, folder / "trl", threads)
+        )
         harness.note("both are ready")
         mine, theirs = harness.in_turn(ours.step, trl.step, rounds)
         apart = agreement(ours, trl)
@@ -134,16 +167,27 @@ def trainer_step(quick: bool) -> harness.Result:
     memory = [side.reports[-1]["peak_bytes"] for side in (ours, trl)]
     tokens = size["completion_tokens"]
     needed = 6.0 * NUM_PARAMETERS * tokens
-    sgemm = max(before["sgemm_gflops"], after["sgemm_gflops"])  # of a machine that others may use too
+    # of a machine that others may use too
+    sgemm = max(before["sgemm_gflops"], after["sgemm_gflops"])
     share = [needed / s / 1e9 / sgemm for s in mine]
     kept = ours.reports[1:]
-    split = {part: round(statistics.median(r["phases"][part] for r in kept), 3) for part in kept[0]["phases"] if part != "wait_s"}
+    split = {
+        part: round(statistics.median(r["phases"][part] for r in kept), 3)
+        for part in kept[0]["phases"]
+        if part != "wait_s"
+    }
     return harness.Result(
         "trainer_step",
         [
             harness.speed_ratio("useful_tokens_per_s", mine, theirs, 1.5),
             _same("peak_memory", memory[1] / memory[0], 1 / 0.6),
-            harness.Check("share_of_sgemm", round(statistics.median(share), 3), round(min(share), 3), round(max(share), 3), None),
+            harness.Check(
+                "share_of_sgemm",
+                round(statistics.median(share), 3),
+                round(min(share), 3),
+                round(max(share), 3),
+                None,
+            ),
         ],
         {
             **_summary(mine, tokens, memory[0]),
@@ -155,7 +199,10 @@ def trainer_step(quick: bool) -> harness.Result:
         },
         {**_summary(theirs, tokens, memory[1]), "micro_batch": MICRO_BATCH},
         before,
-        versions={**harness.versions(*LIBRARIES), **{f"peer's {name}": v for name, v in trl.ready["versions"].items()}},
+        versions={
+            **harness.versions(*LIBRARIES),
+            **{f"peer's {name}": v for name, v in trl.ready["versions"].items()},
+        },
     )
 
 

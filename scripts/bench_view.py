@@ -1,7 +1,7 @@
 """`rft view` on a run of a million rollouts, and beside a run that goes on.
 
-Knows addresses of pages.  Invariant: the run is written through the buffer as every run is, and what a page shows is compared with
-`rft buffer query` before its time counts.
+Knows addresses of pages.  Invariant: the run is written through the buffer as every run is, and
+what a page shows is compared with `rft buffer query` before its time counts.
 """
 
 from __future__ import annotations
@@ -38,20 +38,26 @@ from rft.types.experience import Experience, SamplingRecord
 from rft.types.ids import GroupId, Version
 from rft.types.task import SamplingArgs
 
-GROUP, GROUPS = 8, 32  # a batch, and a step, of 256 rollouts
-PAGE_S, PAINT_S, MEMORY_MB = 0.2, 1.0, 300
+GROUP = 8  # a batch, and a step, of 256 rollouts
+GROUPS = 32
+PAGE_S = 0.2
+PAINT_S = 1.0
+MEMORY_MB = 300
 TASKS = 5000
 ROUNDS = 12  # each page so often, in turn
 REAL = 64  # steps that the buffer has written
-PROMPT, RESPONSE = 40, 60  # tokens
+PROMPT = 40  # tokens
+RESPONSE = 60
 
 
 def view_million(quick: bool) -> harness.Result:
-    """Pages of `rft view` on a run of 1,000,000 rollouts (quick: 50,000), each limit / what was measured; at least 1.
+    """Pages of `rft view` on a run of 1,000,000 rollouts (quick: 50,000), each limit / what was
+    measured; at least 1.
 
-    `page_p95_at_most`: 0.2 s for each page, asked for in turn; `paint_at_most`: 1 s from opening a page to its first content in Chromium,
-    where there is one, the first page after the viewer has begun included; `memory_at_most`: 300 MB, the server's peak.  `index_s` is
-    from the start of the viewer to the first answer that needs the index of all rollouts.
+    `page_p95_at_most`: 0.2 s for each page, asked for in turn; `paint_at_most`: 1 s from opening a
+    page to its first content in Chromium, where there is one, the first page after the viewer has
+    begun included; `memory_at_most`: 300 MB, the server's peak.  `index_s` is from the start of the
+    viewer to the first answer that needs the index of all rollouts.
     """
     steps = (50_000 if quick else 1_000_000) // (GROUP * GROUPS)
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
@@ -67,7 +73,8 @@ def view_million(quick: bool) -> harness.Result:
             for _ in range(ROUNDS):
                 for page, path in pages(steps).items():
                     seconds[page].append(viewer.get(path)[1])
-            peak, index_s = viewer.peak_mb(), viewer.index_s
+            peak = viewer.peak_mb()
+            index_s = viewer.index_s
     every = [s for page in seconds.values() for s in page]
     low = round(MEMORY_MB / peak, 3)
     checks = [
@@ -82,13 +89,21 @@ def view_million(quick: bool) -> harness.Result:
         "p95_ms": {page: round(1e3 * float(np.quantile(s, 0.95))) for page, s in seconds.items()},
         "paint_ms": {page: round(1e3 * s) for page, s in painted.items()},
     }
-    return harness.Result("view_million", checks, ours, {}, {}, versions=harness.versions("aiohttp", "sqlalchemy", "numpy"))
+    return harness.Result(
+        "view_million",
+        checks,
+        ours,
+        {},
+        {},
+        versions=harness.versions("aiohttp", "sqlalchemy", "numpy"),
+    )
 
 
 def view_beside_a_run(quick: bool) -> harness.Result:
     """Seconds of the train steps of a small run alone / with `rft view` beside it; at least 0.98.
 
-    An open overview is read anew at each change, at most once a second, as a browser does; `share_of_a_core` is what the viewer took.
+    An open overview is read anew at each change, at most once a second, as a browser does;
+    `share_of_a_core` is what the viewer took.
     """
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         live, share = beside_a_run(Path(name), 2 if quick else 6)
@@ -101,13 +116,18 @@ def view_beside_a_run(quick: bool) -> harness.Result:
 async def written(run_dir: Path, steps: int) -> None:
     """A run of `steps` train steps, each trained on its batch as soon as that was stored.
 
-    The first `REAL` are written through the buffer; the others are copies of their rows in the ledger's tables, with ids, batches, steps
-    and weights of their own, and without a payload that could be shown.
+    The first `REAL` are written through the buffer; the others are copies of their rows in the
+    ledger's tables, with ids, batches, steps and weights of their own, and without a payload that
+    could be shown.
     """
-    buffer = Buffer(BufferSettings(folder=run_dir / "buffer", capacity=1 << 20, capacity_bytes=1 << 40))
+    buffer = Buffer(
+        BufferSettings(folder=run_dir / "buffer", capacity=1 << 20, capacity_bytes=1 << 40)
+    )
     await buffer.open()
     await buffer.start_lineage(None, None)
-    writer, reader, rng = buffer.writer(1), buffer.reader(1), np.random.default_rng(0)
+    writer = buffer.writer(1)
+    reader = buffer.reader(1)
+    rng = np.random.default_rng(0)
     lines: list[dict[str, Any]] = []
     for batch in range(REAL):
         rows = [experience(rng, batch, task, run) for task in range(GROUPS) for run in range(GROUP)]
@@ -118,13 +138,23 @@ async def written(run_dir: Path, steps: int) -> None:
         await reader.use(batch + 1)
         lines += records(rows, batch + 1)
     await buffer.close()
-    with contextlib.closing(sqlite3.connect(run_dir / "buffer" / "experience_buffer.db")) as database, database:
+    with (
+        contextlib.closing(
+            sqlite3.connect(run_dir / "buffer" / "experience_buffer.db")
+        ) as database,
+        database,
+    ):
         copied(database, steps)
     for batch in range(REAL, steps):
         at = 3 * (batch % REAL)
-        lines += [{**line, "step": batch + 1, "time": 1.0e9 + 10.0 * (batch + 1)} for line in lines[at : at + 3]]
+        lines += [
+            {**line, "step": batch + 1, "time": 1.0e9 + 10.0 * (batch + 1)}
+            for line in lines[at : at + 3]
+        ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run_dir / "state.json").write_text(json.dumps({"phase": "done", "pid": 1, "time": time.time(), "version": f"1:{steps}"}))
+    (run_dir / "state.json").write_text(
+        json.dumps({"phase": "done", "pid": 1, "time": time.time(), "version": f"1:{steps}"})
+    )
 
 
 def copied(database: sqlite3.Connection, steps: int) -> None:
@@ -141,14 +171,25 @@ def copied(database: sqlite3.Connection, steps: int) -> None:
         "batches": {"batch": later},
         "experiences": {"id": row, "group_id": group, "batch": later, **index, **moved},
     }
-    numbers = "WITH RECURSIVE k(number) AS (SELECT 1 UNION ALL SELECT number + 1 FROM k WHERE number < :most)"
+    numbers = (
+        "WITH RECURSIVE k(number) AS (SELECT 1 UNION ALL SELECT number + 1 FROM k WHERE "
+        "number < :most)"
+    )
     given = {"real": REAL, "most": steps // REAL, "steps": steps}
     for table, new in (beside | itself).items():
         names = [name for _, name, *_ in database.execute(f"PRAGMA table_info({table})")]
-        old, source = ("t", f"{table} t") if table in itself else ("s", f"{table} s JOIN experiences t ON t.id = s.experience")
+        old, source = (
+            ("t", f"{table} t")
+            if table in itself
+            else ("s", f"{table} s JOIN experiences t ON t.id = s.experience")
+        )
         chosen = ", ".join(new.get(name, f"{old}.{name}") for name in names)
         where = f"t.batch < :real AND {later} < :steps ORDER BY k.number, {old}.rowid"
-        database.execute(f"INSERT INTO {table} {numbers} SELECT {chosen} FROM {source} CROSS JOIN k WHERE {where}", given)
+        database.execute(
+            f"INSERT INTO {table} {numbers} SELECT {chosen} FROM {source} CROSS JOIN k WHERE "
+            f"{where}",
+            given,
+        )
 
 
 def experience(rng: np.random.Generator, batch: int, task: int, run: int) -> Experience:
@@ -159,21 +200,41 @@ def experience(rng: np.random.Generator, batch: int, task: int, run: int) -> Exp
     reward = float(rng.random()) if run % 4 == 0 else float(run % 2)
     answer = " ".join(f"w{t}" for t in tokens[PROMPT:])
     return Experience(
-        id=GroupId(1, 0, batch, task).run(run), taskset=f"set{index % 7}", task_index=index, workflow="math",
-        status="truncated" if run == 7 and task % 8 == 0 else "complete", finish_reason="stop", tokens=tokens, loss_mask=mask,
+        id=GroupId(1, 0, batch, task).run(run),
+        taskset=f"set{index % 7}",
+        task_index=index,
+        workflow="math",
+        status="truncated" if run == 7 and task % 8 == 0 else "complete",
+        finish_reason="stop",
+        tokens=tokens,
+        loss_mask=mask,
         logprobs=np.where(mask, -rng.exponential(1.0, len(tokens)), 0.0).astype(np.float32),
         version_spans=(VersionSpan(Version(1, batch), PROMPT, len(tokens)),),
-        sampling=(SamplingRecord(start=PROMPT, end=len(tokens), sampling=SamplingArgs(), engine="engine-0"),),
-        reward=reward, reward_parts={"accuracy": reward}, prompt_text=f"question {index}", response_text=answer,
-        messages=({"role": "user", "content": f"question {index}"}, {"role": "assistant", "content": answer}),
-    )  # fmt: skip
+        sampling=(
+            SamplingRecord(
+                start=PROMPT, end=len(tokens), sampling=SamplingArgs(), engine="engine-0"
+            ),
+        ),
+        reward=reward,
+        reward_parts={"accuracy": reward},
+        prompt_text=f"question {index}",
+        response_text=answer,
+        messages=(
+            {"role": "user", "content": f"question {index}"},
+            {"role": "assistant", "content": answer},
+        ),
+    )
 
 
 def records(rows: Sequence[Experience], step: int) -> Iterator[dict[str, Any]]:
     """What explorer, trainer and synchronizer say of a step: the usual number of metrics."""
     mean = statistics.fmean(x.reward or 0.0 for x in rows)
     now = 1.0e9 + 10.0 * step
-    explorer = {"rollout/reward/mean": mean, "rollout/response_length/mean": float(RESPONSE), "rollout/time/batch": 4.0}
+    explorer = {
+        "rollout/reward/mean": mean,
+        "rollout/response_length/mean": float(RESPONSE),
+        "rollout/time/batch": 4.0,
+    }
     trainer = {
         "experience/reward/mean": mean,
         "experience/response_tokens": float(RESPONSE * len(rows)),
@@ -181,7 +242,11 @@ def records(rows: Sequence[Experience], step: int) -> Iterator[dict[str, Any]]:
         "time/train_s": 4.0,
     }
     sync = {"sync/total_s": 1.0, "sync/load_s": 0.5}
-    for role, values, metrics in (("explorer", explorer, 40), ("trainer", trainer, 70), ("synchronizer", sync, 25)):
+    for role, values, metrics in (
+        ("explorer", explorer, 40),
+        ("trainer", trainer, 70),
+        ("synchronizer", sync, 25),
+    ):
         values |= {f"{role}/metric_{i}": (step * (i + 1)) % 97 / 97 for i in range(metrics)}
         yield {"role": role, "step": step, "time": now, "values": values}
 
@@ -197,7 +262,9 @@ class Viewer:
         self._visited = visited
         self._began = time.perf_counter()
         command = [sys.executable, "-m", "rft.cli.main", "view", str(folder), "--port", "0"]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=harness.ROOT, text=True)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, cwd=harness.ROOT, text=True
+        )
         assert self._process.stdout is not None
         self.address = re.split(r"\s+", self._process.stdout.readline())[1]
         self.index_s = 0.0
@@ -239,32 +306,54 @@ def pages(steps: int) -> dict[str, str]:
     last = steps - 1
     row = f"0001.00.{REAL // 2:08d}.000003.0002.00.0000"
     return {
-        "overview": "", "curves": "curves.json", "curves by time": "curves.json?x=time", "timeline": "timeline.svg", "newest": "rollouts",
-        "worst of step": f"rollouts?step={last // 2}&order=worst", "batch": f"rollouts?batch={last // 3}",
-        "best of all": "rollouts?order=best", "best, page 2": f"rollouts?order=best&after={steps * 128}",
-        "taskset, worst": "rollouts?taskset=set3&order=worst", "truncated, longest": "rollouts?status=truncated&order=longest",
-        "reward range": "rollouts?low=0.4&high=0.40001", "weights": f"rollouts?version={last // 2}",
-        "none": "rollouts?taskset=nothing", "text": "rollouts?text=w48999+w1",
-        "text in a step": f"rollouts?text=w1&step={last // 2}", "rollout": f"rollout/{row}", "by weights": f"rollout/{row}?colour=version",
-        "group": f"group/{row[:27]}", "task": "task?taskset=set3&task=3", "sql": "sql?q=SELECT+*+FROM+v_experiences+LIMIT+100",
-    }  # fmt: skip
+        "overview": "",
+        "curves": "curves.json",
+        "curves by time": "curves.json?x=time",
+        "timeline": "timeline.svg",
+        "newest": "rollouts",
+        "worst of step": f"rollouts?step={last // 2}&order=worst",
+        "batch": f"rollouts?batch={last // 3}",
+        "best of all": "rollouts?order=best",
+        "best, page 2": f"rollouts?order=best&after={steps * 128}",
+        "taskset, worst": "rollouts?taskset=set3&order=worst",
+        "truncated, longest": "rollouts?status=truncated&order=longest",
+        "reward range": "rollouts?low=0.4&high=0.40001",
+        "weights": f"rollouts?version={last // 2}",
+        "none": "rollouts?taskset=nothing",
+        "text": "rollouts?text=w48999+w1",
+        "text in a step": f"rollouts?text=w1&step={last // 2}",
+        "rollout": f"rollout/{row}",
+        "by weights": f"rollout/{row}?colour=version",
+        "group": f"group/{row[:27]}",
+        "task": "task?taskset=set3&task=3",
+        "sql": "sql?q=SELECT+*+FROM+v_experiences+LIMIT+100",
+    }
 
 
 def compared(run_dir: Path, viewer: Viewer) -> None:
     """Raises AssertionError where a page shows other rows than SQL gives."""
     with open_run(run_dir) as questions:
         for path, sql in (
-            ("rollouts?step=5&order=worst", "SELECT id FROM v_experiences WHERE used_step = 5 ORDER BY reward, id LIMIT 50"),
-            ("rollouts?order=best", "SELECT id FROM experiences ORDER BY reward DESC, rowid LIMIT 50"),
+            (
+                "rollouts?step=5&order=worst",
+                "SELECT id FROM v_experiences WHERE used_step = 5 ORDER BY reward, id LIMIT 50",
+            ),
+            (
+                "rollouts?order=best",
+                "SELECT id FROM experiences ORDER BY reward DESC, rowid LIMIT 50",
+            ),
             (
                 "rollouts?status=truncated&order=worst",
-                "SELECT id FROM experiences WHERE status = 'truncated' ORDER BY reward, rowid LIMIT 50",
+                "SELECT id FROM experiences WHERE status = 'truncated' ORDER BY reward, rowid "
+                "LIMIT 50",
             ),
         ):
             with questions.ask(sql) as answer:
                 expected = [id for (id,) in answer.rows]
             assert re.findall(r'/rollout/([\d.]+)"', viewer.get(path)[0]) == expected, path
-        with questions.ask("SELECT count(*) FROM v_experiences WHERE taskset = 'set3' AND reward >= 0.5") as answer:
+        with questions.ask(
+            "SELECT count(*) FROM v_experiences WHERE taskset = 'set3' AND reward >= 0.5"
+        ) as answer:
             ((count,),) = answer.rows
     assert f"{count} rollouts" in viewer.get("rollouts?taskset=set3&low=0.5")[0], count
 
@@ -276,9 +365,16 @@ def first_paints(viewer: Viewer) -> dict[str, float]:
         return {}
     with chromium() as window:
         found = {}
-        for page in ("", "rollouts", "rollouts?step=5&order=worst", f"rollout/0001.00.{REAL // 2:08d}.000003.0002.00.0000"):
+        for page in (
+            "",
+            "rollouts",
+            "rollouts?step=5&order=worst",
+            f"rollout/0001.00.{REAL // 2:08d}.000003.0002.00.0000",
+        ):
             window.get(viewer.run + page)
-            script = "return (performance.getEntriesByName('first-contentful-paint')[0] || {}).startTime"
+            script = (
+                "return (performance.getEntriesByName('first-contentful-paint')[0] || {}).startTime"
+            )
             ends = time.monotonic() + 20
             while (at := window.execute_script(script)) is None and time.monotonic() < ends:
                 window.execute_async_script("setTimeout(arguments[0], 50)")
@@ -293,9 +389,17 @@ def chromium() -> Iterator[Any]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--hide-scrollbars",
+    ):
         options.add_argument(argument)
-    window = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    window = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     try:
         yield window
     finally:
@@ -306,23 +410,43 @@ def chromium() -> Iterator[Any]:
 
 
 def beside_a_run(folder: Path, rounds: int) -> tuple[harness.Check, float]:
-    """Seconds of the train steps of a small run without and with a viewer, and the part of a core that the viewer took."""
+    """Seconds of the train steps of a small run without and with a viewer, and the part of a core
+    that the viewer took.
+    """
     model = folder / "model"
-    subprocess.run([sys.executable, "-m", "rft.testing.tiny", model], check=True, cwd=harness.ROOT, stdout=subprocess.DEVNULL)
-    number, shares = 0, []
+    subprocess.run(
+        [sys.executable, "-m", "rft.testing.tiny", model],
+        check=True,
+        cwd=harness.ROOT,
+        stdout=subprocess.DEVNULL,
+    )
+    number = 0
+    shares = []
 
     def run(viewed: bool) -> float:
         nonlocal number
         number += 1
         name = f"live{number}"
         command = [
-            sys.executable, "-m", "rft.cli.main", "run", "--in-process", "--config", "examples/tiny/config.yaml", f"name={name}",
-            f"checkpoint_root_dir={folder}", f"model.model_path={model}", "trainer.total_steps=40", "explorer.eval_interval=1000",
+            sys.executable,
+            "-m",
+            "rft.cli.main",
+            "run",
+            "--in-process",
+            "--config",
+            "examples/tiny/config.yaml",
+            f"name={name}",
+            f"checkpoint_root_dir={folder}",
+            f"model.model_path={model}",
+            "trainer.total_steps=40",
+            "explorer.eval_interval=1000",
             "explorer.eval_on_startup=false",
-        ]  # fmt: skip
+        ]
         started = threading.Event()
         with (
-            subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.PIPE, text=True) as process,
+            subprocess.Popen(
+                command, cwd=harness.ROOT, stdout=subprocess.PIPE, text=True
+            ) as process,
             contextlib.ExitStack() as stack,
         ):
             assert process.stdout is not None
@@ -331,21 +455,33 @@ def beside_a_run(folder: Path, rounds: int) -> tuple[harness.Check, float]:
                 if viewed and line.startswith("step 1/") and not started.is_set():
                     started.set()
                     viewer = stack.enter_context(Viewer(run_dir))
-                    began, before = time.perf_counter(), viewer.cpu_s()
+                    began = time.perf_counter()
+                    before = viewer.cpu_s()
                     threading.Thread(target=_watches, args=(viewer,), daemon=True).start()
             if viewed:
                 shares.append((viewer.cpu_s() - before) / (time.perf_counter() - began))
-        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
         steps = [r["values"]["perf/step_s"] for r in records if r["role"] == "trainer"]
         return float(sum(steps[10:]))
 
-    seconds = harness.all_in_turn({"alone": lambda: run(False), "viewed": lambda: run(True)}, rounds)
-    return harness.speed_ratio("live", seconds["viewed"], seconds["alone"], 0.98), statistics.median(shares)
+    seconds = harness.all_in_turn(
+        {"alone": lambda: run(False), "viewed": lambda: run(True)}, rounds
+    )
+    return harness.speed_ratio(
+        "live", seconds["viewed"], seconds["alone"], 0.98
+    ), statistics.median(shares)
 
 
 def _watches(viewer: Viewer) -> None:
-    """What an open page of the overview does: hear of a change, read facts, curves and the timeline."""
-    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(f"{viewer.run}events", timeout=60) as events:
+    """What an open page of the overview does: hear of a change, read facts, curves and the
+    timeline.
+    """
+    with (
+        contextlib.suppress(OSError, ValueError),
+        urllib.request.urlopen(f"{viewer.run}events", timeout=60) as events,
+    ):
         for line in events:
             if line.startswith(b"event: changed"):
                 for page in ("facts", "curves.json", "timeline.svg"):

@@ -1,10 +1,13 @@
-"""How often the canary refuses right weights, and how often it passes wrong ones, in bfloat16 and with a real model.
+"""How often the canary refuses right weights, and how often it passes wrong ones, in bfloat16 and
+with a real model.
 
-    python scripts/canary_noise.py [--model FOLDER] [--engine vllm|transformers] [--seeds 12] [--json]
+    python scripts/canary_noise.py [--model FOLDER] [--engine vllm|transformers] [--seeds 12]
+    [--json]
 
-Engine and trainer hold the model's weights, both in bfloat16, on the CPU.  Each seed draws other probe prompts, and has a canary of
-its own that judges its probe as that of a first version: a refusal is a false alarm.  Then the trainer gets wrong weights one after
-the other, as if the engine had not loaded what was published, and every canary judges its probe again: a pass is a miss.
+Engine and trainer hold the model's weights, both in bfloat16, on the CPU.  Each seed draws other
+probe prompts, and has a canary of its own that judges its probe as that of a first version: a
+refusal is a false alarm.  Then the trainer gets wrong weights one after the other, as if the engine
+had not loaded what was published, and every canary judges its probe again: a pass is a miss.
 Differences are in nats, means over the 64 tokens of a probe; `error / limit` is that of the mean.
 """
 
@@ -44,7 +47,8 @@ from rft.types.noise import Difference
 from rft.types.ports import ScoreRow
 
 VERSION = Version(1, 0)
-STEPS = (1e-4, 1e-3, 2e-3, 4e-3, 1e-2)  # learning rates: Adam's first step moves every weight by one
+# learning rates: Adam's first step moves every weight by one
+STEPS = (1e-4, 1e-3, 2e-3, 4e-3, 1e-2)
 Fault = Callable[[dict[str, torch.Tensor]], None]
 
 
@@ -96,7 +100,8 @@ def faults(layers: int) -> Iterator[tuple[str, Fault]]:
 async def measure(kind: str, settings: LearnerSettings, count: int, folder: Path) -> dict[str, Any]:
     sync = SyncSettings(engine_dtype=settings.dtype, trainer_dtype=settings.dtype)
     async with engine_and_learner(kind, settings) as (engine, learner):
-        ranks, transport = Ranks(learner), MemoryTransport(folder)
+        ranks = Ranks(learner)
+        transport = MemoryTransport(folder)
         try:
             await engine.pause()
             if not (report := await engine.load(await ranks.stage(VERSION, transport))).whole:
@@ -104,11 +109,16 @@ async def measure(kind: str, settings: LearnerSettings, count: int, folder: Path
             await engine.resume()
             seeds = []
             for number in range(count):
-                canary = Canary(sync, probe_prompts(settings.model_path, sync.canary_prompts, number), ranks)
+                canary = Canary(
+                    sync, probe_prompts(settings.model_path, sync.canary_prompts, number), ranks
+                )
                 probe = await canary.probe(engine, VERSION)
                 refused = await is_refused(canary, probe)
                 seeds.append(Seed(canary, probe, await error(ranks, probe), refused))
-                note(f"seed {number}: {seeds[-1].error}, from now on allowed {canary.limit}, refused: {refused}")
+                note(
+                    f"seed {number}: {seeds[-1].error}, from now on allowed {canary.limit}, "
+                    f"refused: {refused}"
+                )
             return summary(settings, kind, seeds, await under_faults(seeds, ranks, learner))
         finally:
             transport.close()
@@ -125,17 +135,23 @@ async def is_refused(canary: Canary, probe: Probe) -> bool:
 
 async def error(ranks: Ranks, probe: Probe) -> Difference:
     rows = [
-        ScoreRow(tokens=np.concatenate([prompt, tokens]).astype(np.int32), prompt_length=len(prompt))
+        ScoreRow(
+            tokens=np.concatenate([prompt, tokens]).astype(np.int32), prompt_length=len(prompt)
+        )
         for prompt, tokens in zip(probe.prompts, probe.tokens, strict=True)
     ]
     return Difference.of(np.concatenate(await ranks.score(rows)) - np.concatenate(probe.logprobs))
 
 
-async def under_faults(seeds: list[Seed], ranks: Ranks, learner: Learner) -> dict[str, list[Difference]]:
+async def under_faults(
+    seeds: list[Seed], ranks: Ranks, learner: Learner
+) -> dict[str, list[Difference]]:
     """The differences of every seed's probe."""
     weights = {name: tensors.local(p) for name, p in learner.policy.named_parameters()}
     right = {name: w.clone() for name, w in weights.items()}
-    layers = 1 + max(int(name.split("layers.")[1].split(".")[0]) for name in weights if "layers." in name)
+    layers = 1 + max(
+        int(name.split("layers.")[1].split(".")[0]) for name in weights if "layers." in name
+    )
     found: dict[str, list[Difference]] = {}
     for name, change in faults(layers):
         torch.manual_seed(0)
@@ -147,12 +163,21 @@ async def under_faults(seeds: list[Seed], ranks: Ranks, learner: Learner) -> dic
     return found
 
 
-def summary(settings: LearnerSettings, kind: str, seeds: list[Seed], wrong: dict[str, list[Difference]]) -> dict[str, Any]:
+def summary(
+    settings: LearnerSettings, kind: str, seeds: list[Seed], wrong: dict[str, list[Difference]]
+) -> dict[str, Any]:
     ratios = [math.log(s.error.mean / s.canary.limit.mean) for s in seeds]
     tail = -statistics.fmean(ratios) / statistics.stdev(ratios)
-    bands: dict[str, list[bool]] = {"at most 1": [], "1 to 1.5": [], "1.5 to 2": [], "more than 2": []}
+    bands: dict[str, list[bool]] = {
+        "at most 1": [],
+        "1 to 1.5": [],
+        "1.5 to 2": [],
+        "more than 2": [],
+    }
     for differences in wrong.values():
-        times = statistics.median(d.mean / s.canary.limit.mean for d, s in zip(differences, seeds, strict=True))
+        times = statistics.median(
+            d.mean / s.canary.limit.mean for d, s in zip(differences, seeds, strict=True)
+        )
         band = list(bands)[(times > 1) + (times > 1.5) + (times > 2)]
         bands[band] += [d.within(s.canary.limit) for d, s in zip(differences, seeds, strict=True)]
     return {
@@ -165,7 +190,8 @@ def summary(settings: LearnerSettings, kind: str, seeds: list[Seed], wrong: dict
         "limit_mean": spread([s.canary.limit.mean for s in seeds]),
         "limit_largest": spread([s.canary.limit.largest for s in seeds]),
         "false_alarms": f"{sum(s.refused for s in seeds)} of {len(seeds)}",
-        "false_alarm_rate": max(1e-9, statistics.NormalDist().cdf(-tail)),  # of so few seeds no fit says less
+        # of so few seeds no fit says less
+        "false_alarm_rate": max(1e-9, statistics.NormalDist().cdf(-tail)),
         "missed": {band: f"{sum(passed)} of {len(passed)}" for band, passed in bands.items()},
         "wrong": {
             name: {
@@ -188,9 +214,13 @@ def note(text: str) -> None:
 
 def show(found: dict[str, Any]) -> None:
     for name in ("error_mean", "limit_mean", "error_largest", "limit_largest"):
-        print(f"{name:15} {' / '.join(f'{v:g}' for v in found[name])} nats (smallest / median / largest of the seeds)")
+        print(
+            f"{name:15} {' / '.join(f'{v:g}' for v in found[name])} nats (smallest / median / "
+            f"largest of the seeds)"
+        )
     print(
-        f"false alarms    {found['false_alarms']}; by a log-normal fit of error / limit at most {found['false_alarm_rate']:.0e}"
+        f"false alarms    {found['false_alarms']}; by a log-normal fit of error / limit at most "
+        f"{found['false_alarm_rate']:.0e}"
     )
     print("\nwrong weights, by their median error / limit: how many passed")
     for band, passed in found["missed"].items():
@@ -201,15 +231,20 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="False alarms and misses of the canary in a short type.")
+    parser = argparse.ArgumentParser(
+        description="False alarms and misses of the canary in a short type."
+    )
     parser.add_argument("--model", type=Path, help="a folder; the quickstart's model without")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--json", action="store_true", help="one line of JSON, not a table")
     args = parser.parse_args()
     model = str(args.model or smollm2())
-    env = cpu_environment(EngineSettings(engine_type=args.engine, dtype="bfloat16", model_path=model))
-    if any(os.environ.get(name) != value for name, value in env.items()):  # it has to be there when libraries are loaded
+    env = cpu_environment(
+        EngineSettings(engine_type=args.engine, dtype="bfloat16", model_path=model)
+    )
+    # it has to be there when libraries are loaded
+    if any(os.environ.get(name) != value for name, value in env.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **env})
     settings = LearnerSettings(model_path=model, dtype="bfloat16", cpu_threads=os.cpu_count() or 1)
     with tempfile.TemporaryDirectory(prefix="rft-canary-") as folder:

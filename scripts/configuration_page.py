@@ -1,4 +1,6 @@
-"""docs/reference/configuration.md and the JSON Schema, made from the schema: the one place where a key is described."""
+"""docs/reference/configuration.md and the JSON Schema, made from the schema: the one place where a
+key is described.
+"""
 
 from __future__ import annotations
 
@@ -68,15 +70,26 @@ def markdown() -> str:
     parts = [HEAD, "\n## Top level\n\n", _table(RunConfig, "", own=True)]
     for name, field in RunConfig.model_fields.items():
         for model, _ in models(field.annotation):
-            parts.append(f"\n## {name}\n\n{(model.__doc__ or '').strip()}\n\n{_table(model, f'{name}.')}")
+            parts.append(
+                f"\n## {name}\n\n{(model.__doc__ or '').strip()}\n\n{_table(model, f'{name}.')}"
+            )
     parts.append(STAGES)
-    parts.append("\n## Keys of related tools that are not offered\n\n| Key | What to do |\n|---|---|\n")
+    parts.append(
+        "\n## Keys of related tools that are not offered\n\n| Key | What to do |\n|---|---|\n"
+    )
     parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in instead().items()]
-    parts.append("\n## Keys of related tools that are left out with a warning\n\n| Key | Why |\n|---|---|\n")
+    parts.append(
+        "\n## Keys of related tools that are left out with a warning\n\n| Key | Why |\n|---|---|\n"
+    )
     parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in ignored().items()]
-    parts.append("\n## Values that are planned or not offered\n\n| Key | Value | What to do |\n|---|---|---|\n")
+    parts.append(
+        "\n## Values that are planned or not offered\n\n| Key | Value | What to do "
+        "|\n|---|---|---|\n"
+    )
     parts += [
-        f"| `{_pattern(k)}` | `{value}` | {text} |\n" for k, values in not_offered().items() for value, text in values.items()
+        f"| `{_pattern(k)}` | `{value}` | {text} |\n"
+        for k, values in not_offered().items()
+        for value, text in values.items()
     ]
     return "".join(parts)
 
@@ -86,7 +99,14 @@ def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
     for key, field in _fields(model, prefix, own):
         entry = None if inert(key.rpartition(".")[0]) else inert(key)
         meaning = field.description if entry is None else f"{field.description}  {_inert(entry)}"
-        cells = [f"`{key}`", type_text(field), default_text(field), extra(field, "unit"), meaning, extra(field, "on_resume")]
+        cells = [
+            f"`{key}`",
+            type_text(field),
+            default_text(field),
+            extra(field, "unit"),
+            meaning,
+            extra(field, "on_resume"),
+        ]
         rows.append(f"| {' | '.join(str(c) for c in cells)} |\n")
     return "".join(rows)
 
@@ -119,11 +139,17 @@ def _fields(model: type[BaseModel], prefix: str, own: bool) -> Iterator[tuple[st
 
 
 def _pattern(text: str) -> str:
-    return text.replace("[[]*]", "[]").replace("*tasksets[]", "tasksets[]").replace("*taskset*", "tasksets[]")
+    return (
+        text.replace("[[]*]", "[]")
+        .replace("*tasksets[]", "tasksets[]")
+        .replace("*taskset*", "tasksets[]")
+    )
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema for editors.  Values may also be interpolations, and choices are listed in lower case."""
+    """A JSON Schema for editors.  Values may also be interpolations, and choices are listed in
+    lower case.
+    """
     schema = RunConfig.model_json_schema(mode="validation")
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "rft run configuration"
@@ -163,7 +189,9 @@ def _read_before(schema: dict[str, Any]) -> None:
 
 def _other_names(model: type[BaseModel]) -> dict[str, list[str]]:
     """Keys of `model` and below that may be written under other names, and those names."""
-    found = {name: aliases(field)[1:] for name, field in model.model_fields.items() if aliases(field)}
+    found = {
+        name: aliases(field)[1:] for name, field in model.model_fields.items() if aliases(field)
+    }
     for field in model.model_fields.values():
         for inner, _ in models(field.annotation):
             found |= _other_names(inner)
@@ -174,6 +202,10 @@ def _or_interpolation(value: dict[str, Any]) -> dict[str, Any]:
     plain_text = value.get("type") == "string" and "pattern" not in value and "enum" not in value
     if plain_text or "$ref" in value or value.get("type") in ("object", "array"):
         return value
-    told: dict[str, Any] = {k: value.pop(k) for k in ("description", "default", "title", "unit", "on_resume") if k in value}
+    told: dict[str, Any] = {
+        k: value.pop(k)
+        for k in ("description", "default", "title", "unit", "on_resume")
+        if k in value
+    }
     choices = value.pop("anyOf", None) or [value]
     return {**told, "anyOf": [*choices, {"type": "string", "pattern": r"^\$\{.+\}"}]}

@@ -1,12 +1,14 @@
-"""Generates the same answers' lengths for the same prompts again and again: the sides of `bench_engine.py`.
+"""Generates the same answers' lengths for the same prompts again and again: the sides of
+`bench_engine.py`.
 
     python scripts/engine_sides.py ours|raw|hf SPEC.json      with {model, threads, max_model_len, max_num_seqs, folder}
 
-`ours`: rft's engine in a Ray actor, asked by a workflow through the pool, as in a run.  `raw`: vLLM's `LLM.generate` with the same
-engine arguments.  `hf`: transformers' `generate`, one padded batch.
+`ours`: rft's engine in a Ray actor, asked by a workflow through the pool, as in a run.  `raw`:
+vLLM's `LLM.generate` with the same engine arguments.  `hf`: transformers' `generate`, one padded
+batch.
 
-Protocol on the pipes: it prints {"ready": true}; for each line {"prompts": [text], "lengths": [[tokens]]} it answers with {"seconds",
-"tokens", "prefilled"}; it ends when stdin closes.
+Protocol on the pipes: it prints {"ready": true}; for each line {"prompts": [text], "lengths":
+[[tokens]]} it answers with {"seconds", "tokens", "prefilled"}; it ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -40,9 +42,13 @@ def plan(spec: dict[str, Any]) -> Plan:
         "trainer.device=cpu",
         f"checkpoint_root_dir={spec['folder']}",
     ]
-    made = check(Path(__file__).parent.parent / "examples" / "quickstart" / "config.yaml", overrides).plan
+    made = check(
+        Path(__file__).parent.parent / "examples" / "quickstart" / "config.yaml", overrides
+    ).plan
     assert made is not None
-    return dataclasses.replace(made, engines=(dataclasses.replace(made.engines[0], fixed_weights=True),))
+    return dataclasses.replace(
+        made, engines=(dataclasses.replace(made.engines[0], fixed_weights=True),)
+    )
 
 
 async def ours(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
@@ -64,38 +70,59 @@ async def ours(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
             await ctx.chat(task.chat(), max_tokens=length)
             return ctx.transcript(score=Score(value=0.0))
 
-    cluster = Cluster.connect(None, num_cpus=8)  # before Ray is imported, which reads its settings then
+    # before Ray is imported, which reads its settings then
+    cluster = Cluster.connect(None, num_cpus=8)
     try:
         import ray
 
         logs = plan.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        options = {"num_cpus": 0, "max_concurrency": 10000, "runtime_env": {"env_vars": cpu_environment(plan.engines[0])}}
+        options = {
+            "num_cpus": 0,
+            "max_concurrency": 10000,
+            "runtime_env": {"env_vars": cpu_environment(plan.engines[0])},
+        }
         made: Any = ray.remote(Host).options(**options)
-        host = made.remote("engine-0", str(logs), False, "WARNING", [], "engine", (plan, plan.engines[0]))
+        host = made.remote(
+            "engine-0", str(logs), False, "WARNING", [], "engine", (plan, plan.engines[0])
+        )
         await guarded(host.start.remote(), "engine-0")
         engine: Any = Proxy(host, "engine-0")
         pool = EnginePool([engine])
         recipe = Recipe("forced", Forced, False, None)
 
         async def prefilled(engine: Engine) -> float:
-            return next(m.value for m in await engine.metrics() if m.name == "engine/prefilled_tokens")
+            return next(
+                m.value for m in await engine.metrics() if m.name == "engine/prefilled_tokens"
+            )
 
         async def work(prompts: list[str], lengths: list[list[int]]) -> dict[str, float]:
             tasks = [
                 Task(
-                    taskset="bench", index=i, prompt=p, workflow="forced", num_runs=len(mine), row={"lengths": mine},
+                    taskset="bench",
+                    index=i,
+                    prompt=p,
+                    workflow="forced",
+                    num_runs=len(mine),
+                    row={"lengths": mine},
                     sampling=SamplingArgs(ignore_eos=True, max_tokens=max(mine)),
                 )
                 for i, (p, mine) in enumerate(zip(prompts, lengths, strict=True))
-            ]  # fmt: skip
+            ]
             before, began = await prefilled(engine), time.perf_counter()
             groups = await asyncio.gather(
-                *(run_group(t, recipe, pool, GroupId(1, 0, 0, t.index), limits=RunLimits(3600.0)) for t in tasks)
+                *(
+                    run_group(t, recipe, pool, GroupId(1, 0, 0, t.index), limits=RunLimits(3600.0))
+                    for t in tasks
+                )
             )
             seconds = time.perf_counter() - began
             tokens = sum(r.num_response_tokens for g in groups for r in g.rows)
-            return {"seconds": seconds, "tokens": tokens, "prefilled": await prefilled(engine) - before}
+            return {
+                "seconds": seconds,
+                "tokens": tokens,
+                "prefilled": await prefilled(engine) - before,
+            }
 
         await serve(work)
         await engine.close()
@@ -112,24 +139,43 @@ async def raw(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
     s = plan.engines[0]
     args = engine_args(s)
     names = (
-        "model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "block_size",
-        "enable_prefix_caching", "seed", "logprobs_mode", "kv_cache_memory_bytes", "distributed_executor_backend",
-    )  # fmt: skip
+        "model",
+        "tokenizer",
+        "dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enforce_eager",
+        "block_size",
+        "enable_prefix_caching",
+        "seed",
+        "logprobs_mode",
+        "kv_cache_memory_bytes",
+        "distributed_executor_backend",
+    )
     llm = LLM(**{name: getattr(args, name) for name in names}, disable_log_stats=True)
     tokenizer = llm.get_tokenizer()
 
     async def work(prompts: list[str], lengths: list[list[int]]) -> dict[str, float]:
-        asks, params = [], []
+        asks = []
+        params = []
         began = time.perf_counter()
         for prompt, mine in zip(prompts, lengths, strict=True):
             ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=True, return_dict=False
+                [{"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
             )
             for length in mine:
                 asks.append(TokensPrompt(prompt_token_ids=ids))
                 params.append(
                     SamplingParams(
-                        temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+                        temperature=1.0,
+                        max_tokens=length,
+                        ignore_eos=True,
+                        logprobs=0,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
                     )
                 )
         done = llm.generate(asks, params, use_tqdm=False)
@@ -153,7 +199,9 @@ async def hf(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
 
     async def work(prompts: list[str], lengths: list[list[int]]) -> dict[str, float]:
         texts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False
+            )
             for p, mine in zip(prompts, lengths, strict=True)
             for _ in mine
         ]
@@ -162,11 +210,21 @@ async def hf(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
         batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         with torch.inference_mode():
             model.generate(
-                **batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=longest, max_new_tokens=longest,
+                **batch,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                min_new_tokens=longest,
+                max_new_tokens=longest,
                 pad_token_id=tokenizer.pad_token_id,
-            )  # fmt: skip
+            )
         seconds = time.perf_counter() - began
-        return {"seconds": seconds, "tokens": sum(map(sum, lengths)), "prefilled": int(batch["input_ids"].numel())}
+        return {
+            "seconds": seconds,
+            "tokens": sum(map(sum, lengths)),
+            "prefilled": int(batch["input_ids"].numel()),
+        }
 
     await serve(work)
 

@@ -1,9 +1,11 @@
 """Plays the fault matrix of the buffer and writes its dated table.
 
-    python scripts/fault_matrix.py [--seeds 20] [--storages sql,file,queue,postgresql] [--only F5] [--write]
+    python scripts/fault_matrix.py [--seeds 20] [--storages sql,file,queue,postgresql] [--only F5]
+    [--write]
 
-Every case is a run with real processes that are killed, stopped, or given a failing disk, and judged by files alone
-(`tests.helpers.lab`).  `--write` puts the table into docs/reliability.md.  Exit code 1 if any case fails.
+Every case is a run with real processes that are killed, stopped, or given a failing disk, and
+judged by files alone (`tests.helpers.lab`).  `--write` puts the table into docs/reliability.md.
+Exit code 1 if any case fails.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from tests.helpers.lab.lab import Nursery, build_shim, nursery  # noqa: E402
 from tests.helpers.postgres import PostgresServer, programs  # noqa: E402
 
 PAGE = ROOT / "docs" / "reliability.md"
-BEGIN, END = "<!-- matrix: written by scripts/fault_matrix.py -->", "<!-- end of the matrix -->"
+BEGIN = "<!-- matrix: written by scripts/fault_matrix.py -->"
+END = "<!-- end of the matrix -->"
 
 
 @dataclass
@@ -52,25 +55,41 @@ class Line:
         where = ", ".join(dict.fromkeys(self.storages))
         verdict = f"{len(self.failed)} of {self.runs}" if self.failed else "0"
         counts = (self.runs, self.deaths, self.rows, self.lost, self.twice, verdict)
-        return f"| {self.number} | {self.name} | {where} | {' | '.join(map(str, counts))} | {recover} |"
+        return (
+            f"| {self.number} | {self.name} | {where} | {' | '.join(map(str, counts))} | "
+            f"{recover} |"
+        )
 
 
 HEAD = (
-    "| # | Fault | Storages | Runs | Deaths | Acknowledged rows | Lost | Trained twice | Failed runs | Recovered within, s |\n"
+    "| # | Fault | Storages | Runs | Deaths | Acknowledged rows | Lost | Trained twice | Failed "
+    "runs | Recovered within, s |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20, help="of the cases that kill -9; a quarter of it for the others")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=20,
+        help="of the cases that kill -9; a quarter of it for the others",
+    )
     parser.add_argument("--storages", default="sql,file,queue,postgresql")
     parser.add_argument("--only", default="", help="numbers of the fault table, e.g. F1,F5")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}"
+    )
     options = parser.parse_args()
     lines: dict[tuple[str, str], Line] = {}
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="rft-lab-") as folder, nursery(build_shim(Path(folder))) as processes:
+    with (
+        tempfile.TemporaryDirectory(prefix="rft-lab-") as folder,
+        nursery(build_shim(Path(folder))) as processes,
+    ):
         for storage in options.storages.split(","):
             for case, plan in cases(storage):
                 if not options.only or case.number in options.only.split(","):
@@ -90,8 +109,15 @@ def cases(storage: str) -> Iterator[tuple[Case, dict[str, Any]]]:
     if storage != "postgresql":
         yield from ((case, {"storage": storage}) for case in matrix(storage))
         if storage == "sql":
-            format1 = (ROOT / "tests" / "unit" / "buffer" / "format1.sql").read_text(encoding="utf-8")
-            yield Case("F28", "kill -9 in a migration from format 1", kill_the_migration(format1), True), {"storage": "sql"}
+            format1 = (ROOT / "tests" / "unit" / "buffer" / "format1.sql").read_text(
+                encoding="utf-8"
+            )
+            yield (
+                Case(
+                    "F28", "kill -9 in a migration from format 1", kill_the_migration(format1), True
+                ),
+                {"storage": "sql"},
+            )
         return
     bin = programs()
     if bin is None:
@@ -113,7 +139,9 @@ def play(processes: Nursery, case: Case, plan: dict[str, Any], seeds: int, line:
         explorers = 1 + (seed % 4 == 3 and case.name.startswith("kill -9"))
         try:
             result = case.run(processes, seed, **plan, explorers=explorers)
-        except Exception as e:  # the others are played all the same; it is written down, and decides the exit code
+        except (
+            Exception
+        ) as e:  # the others are played all the same; it is written down, and decides the exit code
             line.failed.append(f"{case.name} seed {seed} {plan}: {e}")
             print(line.failed[-1][:2000], *getattr(e, "__notes__", ()), file=sys.stderr, flush=True)
             continue
@@ -126,14 +154,17 @@ def play(processes: Nursery, case: Case, plan: dict[str, Any], seeds: int, line:
 
 def summary(lines: list[Line], seeds: int, seconds: float) -> str:
     lines.sort(key=lambda x: (int(x.number[1:]), x.name))
-    runs, failed = sum(x.runs for x in lines), sum(len(x.failed) for x in lines)
+    runs = sum(x.runs for x in lines)
+    failed = sum(len(x.failed) for x in lines)
     kept = [x for x in lines if "durability process" not in x.name]
     total = {k: sum(getattr(x, k) for x in lines) for k in ("deaths", "rows", "twice")}
     about = (
-        f"{datetime.date.today()}: {runs} runs, {seeds} seeds of each kill -9 and {max(1, seeds // 4)} of the others, "
+        f"{datetime.date.today()}: {runs} runs, {seeds} seeds of each kill -9 and "
+        f"{max(1, seeds // 4)} of the others, "
         f"{total['deaths']} processes ended in mid-work, {total['rows']} experiences acknowledged, "
         f"{sum(x.lost for x in kept)} lost, {total['twice']} trained twice, {failed} failed runs; "
-        f"{seconds / 60:.0f} minutes with Python {platform.python_version()} on {platform.machine()}."
+        f"{seconds / 60:.0f} minutes with Python {platform.python_version()} on "
+        f"{platform.machine()}."
     )
     return "\n".join([about, "", HEAD, *(x.text() for x in lines)])
 

@@ -1,4 +1,6 @@
-"""Download and convert the quickstart's model; prints its folder.  `RFT_CACHE` says where it is kept."""
+"""Download and convert the quickstart's model; prints its folder.  `RFT_CACHE` says where it is
+kept.
+"""
 
 from __future__ import annotations
 

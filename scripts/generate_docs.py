@@ -1,4 +1,5 @@
-"""Writes what is made from the code: docs/reference/configuration.md, config.schema.json and cli.md, and parts of docs/algorithms.
+"""Writes what is made from the code: docs/reference/configuration.md, config.schema.json and
+cli.md, and parts of docs/algorithms.
 
 python scripts/generate_docs.py            writes them
 python scripts/generate_docs.py --check    exit code 1 if they differ from what is there
@@ -24,14 +25,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cli_page() -> str:
-    """docs/reference/cli.md: every verb with its arguments and options, from what `--help` is made of."""
+    """docs/reference/cli.md: every verb with its arguments and options, from what `--help` is made
+    of.
+    """
     whole: Any = typer.main.get_command(program(""))
     parts = [
         "# Command line",
         "<!-- made by scripts/generate_docs.py from rft/cli; edit the verbs instead -->",
         f"{whole.help}  {EXIT_CODES}",
-        "\n".join(f"- [`rft {name}`](#rft-{name}): {verb.help}" for name, verb in all_verbs().items()),
-        "For every verb: `--help`, `-h`; `--debug` shows the traceback of an error.  `rft --version` prints the version.",
+        "\n".join(
+            f"- [`rft {name}`](#rft-{name}): {verb.help}" for name, verb in all_verbs().items()
+        ),
+        "For every verb: `--help`, `-h`; `--debug` shows the traceback of an error.  `rft "
+        "--version` prints the version.",
     ]
     for verb in all_verbs():
         command: Any = typer.main.get_command(program(verb))
@@ -41,11 +47,17 @@ def cli_page() -> str:
 
 def _command(name: str, command: Any, level: str) -> list[str]:
     if hasattr(command, "commands"):
-        below = [part for verb, inner in command.commands.items() for part in _command(f"{name} {verb}", inner, level + "#")]
+        below = [
+            part
+            for verb, inner in command.commands.items()
+            for part in _command(f"{name} {verb}", inner, level + "#")
+        ]
         return [f"{level} {name}", command.help, *below]
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
-    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *(_argument(p) for p in arguments)])
+    usage = " ".join(
+        [name, *(["[OPTIONS]"] if options else []), *(_argument(p) for p in arguments)]
+    )
     rows = [f"| `{_argument(p)}` | {p.help} | |" for p in arguments]
     rows += [f"| `{_option(p)}` | {p.help} | {_default(p)} |" for p in options]
     table = ["| | | Default |\n|---|---|---|\n" + "\n".join(rows)] if rows else []
@@ -72,7 +84,9 @@ def _default(p: Any) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": markdown,
-    "docs/reference/config.schema.json": lambda: json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
+    "docs/reference/config.schema.json": lambda: (
+        json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+    ),
     "docs/reference/cli.md": cli_page,
     **algorithm_pages.pages(),
 }
@@ -81,14 +95,17 @@ PAGES: dict[str, Callable[[], str]] = {
 def main(arguments: list[str]) -> int:
     stale = []
     for name, make in PAGES.items():
-        path, text = ROOT / name, make()
+        path = ROOT / name
+        text = make()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             stale.append(name)
             if "--check" not in arguments:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
     for name in stale:
-        print(f"{name} {'differs; run python scripts/generate_docs.py' if '--check' in arguments else 'written'}")
+        print(
+            f"{name} {'differs; run python scripts/generate_docs.py' if '--check' in arguments else 'written'}"
+        )
     return 1 if stale and "--check" in arguments else 0
 
 

@@ -1,4 +1,5 @@
-"""The parts of `bench_growth.py` that need several processes or much memory: explorers on Ray, receivers of a broadcast, larger models.
+"""The parts of `bench_growth.py` that need several processes or much memory: explorers on Ray,
+receivers of a broadcast, larger models.
 
 Costs are processor time of all processes that take part.
 """
@@ -43,7 +44,9 @@ from rft.types.ids import Version
 from rft.types.ports import LoadReport, ScoreRow, WeightManifest
 
 CONFIG = harness.ROOT / "tests" / "integration" / "tiny_config.yaml"
-GROUPS, WARM, BATCHES = 8, 4, 320  # of a batch; batches of an explorer before costs are measured; of all of them meanwhile
+GROUPS = 8  # of a batch; batches of an explorer before costs are measured; of all of them meanwhile
+WARM = 4
+BATCHES = 320
 ENDLESS = 1_000_000
 
 
@@ -67,7 +70,9 @@ def rows(count: int, length: int, draw: np.random.Generator) -> tuple[TrainRow, 
 
 @dataclass
 class Scorer:
-    """The trainer's part in a publication: scores as scripted engines do that have the weights `key`."""
+    """The trainer's part in a publication: scores as scripted engines do that have the weights
+    `key`.
+    """
 
     key: int = 0
     calls: int = 0
@@ -76,31 +81,57 @@ class Scorer:
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         self.calls += 1
         self.positions += sum(len(r.tokens) - 1 for r in rows)
-        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
+        return [
+            logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key)
+            for r in rows
+        ]
 
 
 def explorers(size: int) -> dict[str, float]:
-    """`size` explorers of one run, each in an actor of Ray with a scripted engine in another; nothing is trained."""
+    """`size` explorers of one run, each in an actor of Ray with a scripted engine in another;
+    nothing is trained.
+    """
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         model = tiny.make(Path(name) / "tiny")
-        given = [f"model.model_path={model}", f"checkpoint_root_dir={name}", f"buffer.batch_size={GROUPS}", "mode=both"]
-        given += ["explorer.rollout_model.engine_type=scripted", "synchronizer.sync_style=trainer_driven"]
-        given += [f"synchronizer.max_staleness={ENDLESS}", f"trainer.total_steps={ENDLESS}", f"buffer.total_epochs={ENDLESS}"]
-        given += ["explorer.eval_on_startup=false", "explorer.eval_at_end=false", f"explorer.max_inflight_batches={2 * size}"]
+        given = [
+            f"model.model_path={model}",
+            f"checkpoint_root_dir={name}",
+            f"buffer.batch_size={GROUPS}",
+            "mode=both",
+        ]
+        given += [
+            "explorer.rollout_model.engine_type=scripted",
+            "synchronizer.sync_style=trainer_driven",
+        ]
+        given += [
+            f"synchronizer.max_staleness={ENDLESS}",
+            f"trainer.total_steps={ENDLESS}",
+            f"buffer.total_epochs={ENDLESS}",
+        ]
+        given += [
+            "explorer.eval_on_startup=false",
+            "explorer.eval_at_end=false",
+            f"explorer.max_inflight_batches={2 * size}",
+        ]
         return asyncio.run(_explorers(load_plan(CONFIG, given)[1], size))
 
 
 async def _explorers(plan: Plan, size: int) -> dict[str, float]:
     rundir = RunDir.claim(plan.run_dir)
     with Signals() as signals:
-        async with RayRuntime().open(plan, rundir, signals) as parts, _playing(parts, plan, size) as coordinator:
+        async with (
+            RayRuntime().open(plan, rundir, signals) as parts,
+            _playing(parts, plan, size) as coordinator,
+        ):
             await _batches(coordinator, WARM * size)
             before = {part: _processor_s(pid) for part, pid in parts.pids.items()}
             await _batches(coordinator, WARM * size + BATCHES)
             spent = {part: _processor_s(pid) - before[part] for part, pid in parts.pids.items()}
     rundir.release()
     groups = BATCHES * GROUPS
-    cost = {f"{part}_us_per_group": spent.pop(part) / groups * 1e6 for part in ("buffer", "coordinator")}
+    cost = {
+        f"{part}_us_per_group": spent.pop(part) / groups * 1e6 for part in ("buffer", "coordinator")
+    }
     return {**cost, "explorers_us_per_group": sum(spent.values()) / groups * 1e6}
 
 
@@ -109,19 +140,38 @@ async def _playing(parts: Parts, plan: Plan, size: int) -> AsyncIterator[Any]:
     """The coordinator of a run that `size` explorers play without end, from version 0 on."""
     await parts.start([PartSpec("buffer", "buffer", (plan,))])
     start: Start = await begin(parts.made["buffer"], None, None)
-    buffer, transport = Bound(parts.made["buffer"], start.lineage), make(plan.sync, plan.run_dir)
+    buffer = Bound(parts.made["buffer"], start.lineage)
+    transport = make(plan.sync, plan.run_dir)
     manifest = transport.stage(start.version, [("head", torch.ones(2))], {})
     scorer = Scorer(weights_key(manifest))
-    await parts.start([PartSpec("coordinator", "coordinator", (plan, scorer, buffer, start, parts.nodes["buffer"], False))])
-    coordinator, playing = parts.made["coordinator"], list[asyncio.Future[Any]]()
+    await parts.start(
+        [
+            PartSpec(
+                "coordinator",
+                "coordinator",
+                (plan, scorer, buffer, start, parts.nodes["buffer"], False),
+            )
+        ]
+    )
+    coordinator = parts.made["coordinator"]
+    playing = list[asyncio.Future[Any]]()
     engines = [PartSpec(f"engine_{i}", "engine", (plan, plan.engines[0])) for i in range(size)]
     plans = [replace(plan, explorer=replace(plan.explorer, name=f"e{i}")) for i in range(size)]
-    await parts.start([*engines, *(PartSpec(f"explorer_{i}", "explorer", (p,)) for i, p in enumerate(plans))])
+    await parts.start(
+        [*engines, *(PartSpec(f"explorer_{i}", "explorer", (p,)) for i, p in enumerate(plans))]
+    )
     try:
         for i in range(size):
-            engine, explorer = parts.made[f"engine_{i}"], parts.made[f"explorer_{i}"]
-            joined = await coordinator.join(f"e{i}", [parts.nodes[f"engine_{i}"]], [engine], explorer, plan.sync)
-            playing.append(asyncio.ensure_future(explorer.run([engine], [], buffer, coordinator, f"e{i}", joined)))
+            engine = parts.made[f"engine_{i}"]
+            explorer = parts.made[f"explorer_{i}"]
+            joined = await coordinator.join(
+                f"e{i}", [parts.nodes[f"engine_{i}"]], [engine], explorer, plan.sync
+            )
+            playing.append(
+                asyncio.ensure_future(
+                    explorer.run([engine], [], buffer, coordinator, f"e{i}", joined)
+                )
+            )
         await coordinator.publish(manifest)
         yield coordinator
     finally:
@@ -132,7 +182,8 @@ async def _playing(parts: Parts, plan: Plan, size: int) -> AsyncIterator[Any]:
 
 async def _batches(coordinator: Any, count: int) -> None:
     """Until `count` batches are played."""
-    seen, played = 0, 0
+    seen = 0
+    played = 0
     async with asyncio.timeout(900):
         while played < count:
             seen, records = await coordinator.records(seen)
@@ -148,7 +199,9 @@ def _processor_s(pid: int) -> float:
 
 
 def _receive(pipe: Connection) -> None:
-    """One engine's worker: takes versions as they come over gloo, compares their hashes; then says what it spent."""
+    """One engine's worker: takes versions as they come over gloo, compares their hashes; then says
+    what it spent.
+    """
     intake = WeightIntake()
     began = 0.0
     while (manifest := pipe.recv()) is not None:
@@ -159,7 +212,9 @@ def _receive(pipe: Connection) -> None:
 
 @dataclass(frozen=True)
 class Received:
-    """What one version cost for one engine: processor seconds of trainer and engine, bytes that came."""
+    """What one version cost for one engine: processor seconds of trainer and engine, bytes that
+    came.
+    """
 
     spent_s: float
     moved: int
@@ -168,7 +223,8 @@ class Received:
 def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> Received:
     """Versions of `mb` MB for `size` engines over gloo."""
     context = multiprocessing.get_context("spawn")
-    pipes, workers = list[Connection](), list[Any]()
+    pipes = list[Connection]()
+    workers = list[Any]()
     for _ in range(size):
         ours, theirs = context.Pipe()
         workers.append(context.Process(target=_receive, args=(theirs,), daemon=True))
@@ -176,7 +232,8 @@ def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> Received:
         pipes.append(ours)
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         transport = BroadcastTransport(SyncSettings(method="nccl", timeout_s=300.0), Path(name))
-        rounds, moved = Rounds(transport, 300.0), set[int]()
+        rounds = Rounds(transport, 300.0)
+        moved = set[int]()
 
         async def load(index: int, manifest: WeightManifest) -> LoadReport:
             pipes[index].send(manifest)
@@ -186,7 +243,9 @@ def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> Received:
         async def publish(step: int) -> None:
             weights = [(f"layer_{i}", torch.full((1 << 18,), float(step))) for i in range(mb)]
             manifest = transport.stage(Version(1, step), weights, {})
-            for report in (await rounds.load(manifest, dict.fromkeys(range(size), 1), load)).values():
+            for report in (
+                await rounds.load(manifest, dict.fromkeys(range(size), 1), load)
+            ).values():
                 if report.bad_hash or report.failed:
                     raise RuntimeError(str(report))
                 moved.add(report.moved_bytes)
@@ -210,15 +269,23 @@ def broadcast(size: int, *, mb: int = 64, versions: int = 5) -> Received:
 
 # ---------------------------------------------------------------- larger models
 
-SHAPES = {10: (256, 8), 135: (768, 14), 500: (1280, 19), 1700: (2048, 25)}  # million weights -> hidden size, layers
+# million weights -> hidden size, layers
+SHAPES = {10: (256, 8), 135: (768, 14), 500: (1280, 19), 1700: (2048, 25)}
 TRAINED = 512  # tokens of a step
 
 
 def model(size: int) -> dict[str, float]:
-    """A random Llama of `size` million weights: a train step of 512 tokens in float32 with LoRA; a version in bfloat16 on its way."""
+    """A random Llama of `size` million weights: a train step of 512 tokens in float32 with LoRA; a
+    version in bfloat16 on its way.
+    """
     hidden, layers = SHAPES[size]
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
-        shape: Any = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "vocab_size": 4096}
+        shape: Any = {
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_hidden_layers": layers,
+            "vocab_size": 4096,
+        }
         heads: Any = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
         path = tiny.make(Path(name) / "model", **shape, **heads, max_position_embeddings=TRAINED)
         weights, spent = _trained(path)
@@ -230,21 +297,34 @@ def model(size: int) -> dict[str, float]:
 
 def _trained(path: Path) -> tuple[int, float]:
     """The number of weights, and the processor seconds of the second step; the first allocates."""
-    settings = LearnerSettings(model_path=str(path), max_token_len_per_gpu=TRAINED, cpu_threads=1, lora=LoraSettings())
-    learner, draw = Learner(settings), np.random.default_rng(0)
+    settings = LearnerSettings(
+        model_path=str(path), max_token_len_per_gpu=TRAINED, cpu_threads=1, lora=LoraSettings()
+    )
+    learner = Learner(settings)
+    draw = np.random.default_rng(0)
     try:
         for step in (1, 2):
             began = time.process_time()
-            learner.step(RankBatch(step=step, micro_batches=(rows(1, TRAINED, draw),), tokens=TRAINED / 2, rows=1), None)
+            learner.step(
+                RankBatch(
+                    step=step, micro_batches=(rows(1, TRAINED, draw),), tokens=TRAINED / 2, rows=1
+                ),
+                None,
+            )
         return sum(p.numel() for p in learner.policy.parameters()), time.process_time() - began
     finally:
         learner.close()
 
 
 def _passed_on(folder: Path, layers: int, weights: int) -> float:
-    """Processor nanoseconds for each weight of a version in shared memory: copied there with its hashes, compared by one engine."""
-    transport, intake = make(SyncSettings(method="memory"), folder), WeightIntake()
-    tensors = [(f"layer_{i}", torch.full((weights,), 0.5, dtype=torch.bfloat16)) for i in range(layers)]
+    """Processor nanoseconds for each weight of a version in shared memory: copied there with its
+    hashes, compared by one engine.
+    """
+    transport = make(SyncSettings(method="memory"), folder)
+    intake = WeightIntake()
+    tensors = [
+        (f"layer_{i}", torch.full((weights,), 0.5, dtype=torch.bfloat16)) for i in range(layers)
+    ]
     for step in range(3):
         began = time.process_time()
         report = intake.take(transport.stage(Version(1, step), tensors, {})).report

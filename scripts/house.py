@@ -1,8 +1,8 @@
 """The shape of the code in figures: sizes, imports, names, defaults, docs, reading order.
 
-`python scripts/house.py` prints the table; `--list` also names what counts against a goal; `--check`
-ends with 1 where a figure that reached its goal has left it, or one on its way is worse than its
-last committed value in scripts/house.json; `--write` lowers those values to today's.
+`python scripts/house.py` prints the table; `--list` also names what counts against a goal;
+`--check` ends with 1 where a figure that reached its goal has left it, or one on its way is worse
+than its last committed value in scripts/house.json; `--write` lowers those values to today's.
 Size is measured in Python's own tokens, without comments, blank lines and layout.
 Imports count wherever they stand: at the top, inside functions, under TYPE_CHECKING, and as text
 that names a module of the package.
@@ -45,8 +45,10 @@ LAZY = set(
 )
 # Written by scripts, or evidence that a claim rests on: not what a reader has to read.
 NOT_PROSE = ("docs/reference/", "docs/measured/")
-SHARED_NAMES = {"__init__.py", "base.py", "extra.py", "settings.py"}  # one in each room, by convention
-# Attributes of objects of other libraries, which have them or not depending on version, model or database.
+# one in each room, by convention
+SHARED_NAMES = {"__init__.py", "base.py", "extra.py", "settings.py"}
+# Attributes of objects of other libraries, which have them or not depending on version, model or
+# database.
 FOREIGN = set(
     """
     __code__ __doc__ __file__ __len__ __module__ __name__ __qualname__ __dict__
@@ -59,8 +61,10 @@ FOREIGN = set(
 )
 
 
-NO_VALUE = ("None", "()", "{}", "''", "False", "SEED")  # nothing, empty, off, and the name of a constant
-SAME_NAME_ONLY = {"BufferSettings.max_retry_times", "TaskPipelineSettings.top_k"}  # another key has this name and value by chance
+# nothing, empty, off, and the name of a constant
+NO_VALUE = ("None", "()", "{}", "''", "False", "SEED")
+# another key has this name and value by chance
+SAME_NAME_ONLY = {"BufferSettings.max_retry_times", "TaskPipelineSettings.top_k"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,9 @@ class House:
 
     def loose_modules(self) -> list[str]:
         """Modules that lie beside the rooms."""
-        return [p.name for p in self.trees if p.parent == self.package and not p.stem.startswith("__")]
+        return [
+            p.name for p in self.trees if p.parent == self.package and not p.stem.startswith("__")
+        ]
 
     def lazy_names(self) -> list[str]:
         """Names bound anywhere that are, but for underscores, a word that names nothing."""
@@ -146,7 +152,9 @@ class House:
         """Folders that import each other directly.  The package's own top files are no folder."""
         edges = {(a.parent, b.parent) for a, b in self.imports.edges if a.parent != b.parent}
         return sorted(
-            f"{self.name(a)} <-> {self.name(b)}" for a, b in edges if (b, a) in edges and a < b and self.package not in (a, b)
+            f"{self.name(a)} <-> {self.name(b)}"
+            for a, b in edges
+            if (b, a) in edges and a < b and self.package not in (a, b)
         )
 
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[Path, ast.AST]]:
@@ -157,8 +165,13 @@ class House:
         """Lines of each definition, decorators not counted, the longest first."""
         found = []
         for path, node in self.nodes(*kinds):
-            assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.end_lineno is not None
-            found.append((node.end_lineno - node.lineno + 1, f"{self.name(path)}:{node.lineno} {node.name}"))
+            assert (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                and node.end_lineno is not None
+            )
+            found.append(
+                (node.end_lineno - node.lineno + 1, f"{self.name(path)}:{node.lineno} {node.name}")
+            )
         return sorted(found, reverse=True)
 
     def class_names(self) -> list[str]:
@@ -166,7 +179,9 @@ class House:
         for path, node in self.nodes(ast.ClassDef):
             assert isinstance(node, ast.ClassDef)
             homes[node.name].add(f"{self.name(path)}:{node.lineno}")
-        return [f"{name}: {', '.join(sorted(at))}" for name, at in sorted(homes.items()) if len(at) > 1]
+        return [
+            f"{name}: {', '.join(sorted(at))}" for name, at in sorted(homes.items()) if len(at) > 1
+        ]
 
     def file_names(self) -> list[str]:
         homes = defaultdict(list)
@@ -176,19 +191,25 @@ class House:
         return [", ".join(at) for _, at in sorted(homes.items()) if len(at) > 1]
 
     def duck_typed(self) -> list[str]:
-        """Reads of an attribute by its written name, with getattr or hasattr, where the object is not another library's."""
+        """Reads of an attribute by its written name, with getattr or hasattr, where the object is
+        not another library's.
+        """
         found = []
         for path, node in self.nodes(ast.Call):
             assert isinstance(node, ast.Call)
             if path.name == "adapters.py":  # to other libraries' environments
                 continue
             match node:
-                case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[_, ast.Constant(str(name)), *_]) if name not in FOREIGN:
+                case ast.Call(
+                    func=ast.Name("getattr" | "hasattr"), args=[_, ast.Constant(str(name)), *_]
+                ) if name not in FOREIGN:
                     found.append(f"{self.name(path)}:{node.lineno} {ast.unparse(node)}")
         return found
 
     def second_defaults(self) -> list[str]:
-        """Keys of the schema whose default a Settings class writes again: the same name and the same value."""
+        """Keys of the schema whose default a Settings class writes again: the same name and the
+        same value.
+        """
         schema = defaultdict(set)
         for path, node in self.nodes(ast.ClassDef):
             for name, _, default in _fields(node) if "schema" in path.parts else ():
@@ -198,7 +219,9 @@ class House:
         return [
             f"{self.name(path)}:{line} {node.name}.{name}"
             for path, node in self.nodes(ast.ClassDef)
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Settings") and "schema" not in path.parts
+            if isinstance(node, ast.ClassDef)
+            and node.name.endswith("Settings")
+            and "schema" not in path.parts
             for name, line, default in _fields(node)
             if default is not None
             and (text := ast.unparse(default)) in schema[name]
@@ -244,8 +267,15 @@ def _fields(node: ast.AST) -> Iterator[tuple[str, int, ast.expr | None]]:
 
 def reading_order() -> list[Path]:
     """The files that CONTRIBUTING names under "Where to start reading"."""
-    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where to start reading")[1].split("\n## ")[0]
-    return [ROOT / name for name in dict.fromkeys(re.findall(r"`((?:rft|workflows)/[\w/]+\.py)`", text))]
+    text = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text()
+        .split("## Where to start reading")[1]
+        .split("\n## ")[0]
+    )
+    return [
+        ROOT / name for name in dict.fromkeys(re.findall(r"`((?:rft|workflows)/[\w/]+\.py)`", text))
+    ]
 
 
 def count_words(paths: list[Path]) -> int:
@@ -268,7 +298,9 @@ def figures() -> list[Figure]:
         return Figure(name, goal, len(rows), rows)
 
     def count_over(name: str, sizes: list[tuple[int, str]], limit: int) -> Figure:
-        return count(f"{name} over {limit} lines", lambda: [f"{at} {n}" for n, at in sizes if n > limit])
+        return count(
+            f"{name} over {limit} lines", lambda: [f"{at} {n}" for n, at in sizes if n > limit]
+        )
 
     def count_lines(paths: list[Path]) -> int:
         return sum(len(p.read_text().splitlines()) for p in paths)
@@ -309,17 +341,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="name what counts against a goal")
     parser.add_argument("--check", action="store_true", help="end with 1 where a figure got worse")
-    parser.add_argument("--write", action="store_true", help="lower the committed values to today's")
+    parser.add_argument(
+        "--write", action="store_true", help="lower the committed values to today's"
+    )
     options = parser.parse_args()
     table = figures()
     ceilings: dict[str, float] = json.loads(CEILINGS.read_text())
     for f in table:
-        print(f"{f.name:40} {f.value:>9g}   goal {f.goal:>8g}   {'reached' if f.reached else 'not yet'}")
+        print(
+            f"{f.name:40} {f.value:>9g}   goal {f.goal:>8g}   "
+            f"{'reached' if f.reached else 'not yet'}"
+        )
         if options.list and not f.reached:
             print(*(f"    {row}" for row in f.rows), sep="\n")
     rows = worse(table, ceilings)
     if options.write:
-        values = {f.name: min(f.value, ceilings.get(f.name, f.value)) for f in table if not f.reached}
+        values = {
+            f.name: min(f.value, ceilings.get(f.name, f.value)) for f in table if not f.reached
+        }
         CEILINGS.write_text(json.dumps(values, indent=2) + "\n")
     if options.check and rows:
         print("these figures got worse:", *rows, sep="\n    ", file=sys.stderr)

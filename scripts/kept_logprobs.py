@@ -1,7 +1,9 @@
-"""What `monitor.keep_trainer_logprobs` costs in the ledger: `python scripts/kept_logprobs.py [--rows N] [--response N] [--json]`.
+"""What `monitor.keep_trainer_logprobs` costs in the ledger: `python scripts/kept_logprobs.py
+[--rows N] [--response N] [--json]`.
 
-One group a train step, in a ledger of SQLite with storage file.  Bytes are those of the table's texts, of the payload and of the
-database; seconds are medians over the steps.  What the trainer computes besides is one forward pass of the rows that its step skips.
+One group a train step, in a ledger of SQLite with storage file.  Bytes are those of the table's
+texts, of the payload and of the database; seconds are medians over the steps.  What the trainer
+computes besides is one forward pass of the rows that its step skips.
 """
 
 from __future__ import annotations
@@ -67,17 +69,26 @@ async def run(folder: Path, count: int, response: int, *, keep: bool) -> dict[st
     buffer = Buffer(BufferSettings(folder=folder / "buffer", storage_type="file"))
     await buffer.open()
     await buffer.start_lineage(None, None)
-    packing, using = [], []
+    packing = []
+    using = []
     for step in range(1, STEPS + 1):
         await buffer.writer(1).append(encode(rows(step - 1, count, response)), accepted=True)
         await buffer.writer(1).close_batch(step - 1, accepted=1, wanted=1, reasons={})
-        lease = await buffer.reader(1).lease(step, groups=1, rows=None, deadline_s=60, max_staleness=None)
-        given, frame = decode(lease.frame), None
+        lease = await buffer.reader(1).lease(
+            step, groups=1, rows=None, deadline_s=60, max_staleness=None
+        )
+        given = decode(lease.frame)
+        frame = None
         if keep:
             theirs = [x.logprobs[x.loss_mask] for x in given]
-            ours = [x + np.random.default_rng(step).normal(0, 1e-5, len(x)).astype(np.float32) for x in theirs]
+            ours = [
+                x + np.random.default_rng(step).normal(0, 1e-5, len(x)).astype(np.float32)
+                for x in theirs
+            ]
             began = time.perf_counter()
-            frame = token_logprobs.encode([token_logprobs.beside(x, told) for x, told in zip(given, ours, strict=True)])
+            frame = token_logprobs.encode(
+                [token_logprobs.beside(x, told) for x, told in zip(given, ours, strict=True)]
+            )
             packing.append(time.perf_counter() - began)
         seconds, _ = await timed(lambda step=step, frame=frame: buffer.reader(1).use(step, frame))  # type: ignore[misc]
         using.append(seconds)
@@ -85,13 +96,21 @@ async def run(folder: Path, count: int, response: int, *, keep: bool) -> dict[st
     tokens = STEPS * count * response
     with open_run(folder) as questions:
         sizes = {"trainer_logprobs": 0, **collect(questions)["bytes"]}
-        found = {f"{name}_bytes_per_token": round(size / tokens, 2) for name, size in sizes.items() if name != "log"}
+        found = {
+            f"{name}_bytes_per_token": round(size / tokens, 2)
+            for name, size in sizes.items()
+            if name != "log"
+        }
         found |= {f"{name}_s": asked(questions, sql) for name, sql in QUERIES.items()}
-    return found | {"pack_s": statistics.median(packing or [0.0]), "use_s": statistics.median(using)}
+    return found | {
+        "pack_s": statistics.median(packing or [0.0]),
+        "use_s": statistics.median(using),
+    }
 
 
 QUERIES = {
-    "one_row": "SELECT token_start, logprob, trainer_logprob FROM v_tokens WHERE id = '0001.00.00000003.000000.0002.00.0000'",
+    "one_row": "SELECT token_start, logprob, trainer_logprob FROM v_tokens WHERE id = "
+    "'0001.00.00000003.000000.0002.00.0000'",
     "mean_of_all": "SELECT avg(abs(trainer_logprob - logprob)) FROM v_tokens",
 }
 
@@ -111,7 +130,10 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sides = {
-            name: asyncio.run(run(Path(folder) / name, args.rows, args.response, keep=name == "kept")) for name in ("off", "kept")
+            name: asyncio.run(
+                run(Path(folder) / name, args.rows, args.response, keep=name == "kept")
+            )
+            for name in ("off", "kept")
         }
     if args.json:
         print(json.dumps(sides))

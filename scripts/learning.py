@@ -1,11 +1,12 @@
-"""Does it learn?  Tiny models, whole runs in one process, several seeds; each goal is measured on rows that were never trained.
+"""Does it learn?  Tiny models, whole runs in one process, several seeds; each goal is measured on
+rows that were never trained.
 
     python scripts/learning.py [--only ppo,sft] [--seeds 0,1,2] [--write]
     python scripts/learning.py --only moe,hybrid [--write]     a mixture of experts with vLLM, linear attention
     python scripts/learning.py --only frozen_lake,judge [--seeds 42,1,2] [--write]     SmolLM2-135M-Instruct, `rft run` with vLLM
 
-`--write` puts the table into docs/measured/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights (those of
-SmolLM2 are given), of the data and of the sampling.
+`--write` puts the table into docs/measured/learning.md.  Exit code 1 if a goal is missed.  A seed
+is that of the model's random weights (those of SmolLM2 are given), of the data and of the sampling.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.helpers import families  # noqa: E402
 
-SEEDS, REAL_SEEDS = (0, 1, 2), (42, 1, 2)
+SEEDS = (0, 1, 2)
+REAL_SEEDS = (42, 1, 2)
 REAL_TIMEOUT_S = 4 * 3600.0
 PAGE = ROOT / "docs" / "measured" / "learning.md"
 EXAMPLES = ROOT / "examples"
@@ -76,7 +78,15 @@ class Goal:
     run: Callable[[Path, int], Learnt]
 
 
-def of_run(example: str, folder: Path, seed: int, steps: int, number: str, *changes: str, family: str = "llama") -> Learnt:
+def of_run(
+    example: str,
+    folder: Path,
+    seed: int,
+    steps: int,
+    number: str,
+    *changes: str,
+    family: str = "llama",
+) -> Learnt:
     """A run of an example; `number` is one of its metrics."""
     model = tiny.make(folder / "model", seed=seed, family=family, **families.TINY.get(family, {}))
     overrides = [
@@ -96,32 +106,68 @@ def grpo(folder: Path, seed: int) -> Learnt:
     return of_run("tiny", folder, seed, 80, ACCURACY, *EVALUATED)
 
 
-# Larger groups, and as many rows in a step: a digit that no run of any group writes is never learnt.
-FAMILY_STEPS, FAMILY_CHANGES = 160, ("buffer.batch_size=32", "algorithm.repeat_times=16")
+# Larger groups, and as many rows in a step: a digit that no run of any group writes is never
+# learnt.
+FAMILY_STEPS = 160
+FAMILY_CHANGES = ("buffer.batch_size=32", "algorithm.repeat_times=16")
 
 
 def hybrid(folder: Path, seed: int) -> Learnt:
     """Linear attention and attention by turns."""
-    return of_run("tiny", folder, seed, FAMILY_STEPS, ACCURACY, *EVALUATED, *FAMILY_CHANGES, family="qwen3_5_text")
+    return of_run(
+        "tiny",
+        folder,
+        seed,
+        FAMILY_STEPS,
+        ACCURACY,
+        *EVALUATED,
+        *FAMILY_CHANGES,
+        family="qwen3_5_text",
+    )
 
 
 def moe(folder: Path, seed: int) -> Learnt:
     """With vLLM, whose experts the trainer goes through: a run of its own processes."""
     model = tiny.make(folder / "model", seed=seed, family="qwen3_moe", **families.TINY["qwen3_moe"])
     engine = ("engine_type=vllm", "router_replay=on", "max_num_seqs=128")
-    changes = [f"model.model_path={model}", *(f"explorer.rollout_model.{e}" for e in engine), *FAMILY_CHANGES]
+    changes = [
+        f"model.model_path={model}",
+        *(f"explorer.rollout_model.{e}" for e in engine),
+        *FAMILY_CHANGES,
+    ]
     (found,) = of_command("tiny", folder, seed, FAMILY_STEPS, [ACCURACY], *changes)
     return found
 
 
 def of_command(
-    example: str, folder: Path, seed: int, steps: int, numbers: Sequence[str], *changes: str, **environment: str
+    example: str,
+    folder: Path,
+    seed: int,
+    steps: int,
+    numbers: Sequence[str],
+    *changes: str,
+    **environment: str,
 ) -> list[Learnt]:
-    """The metrics `numbers` of `rft run`, with Ray, as users call it.  Raises RuntimeError with the end of its output where it fails."""
-    arguments = [f"checkpoint_root_dir={folder}", f"seed={seed}", f"name=seed{seed}", f"trainer.total_steps={steps}"]
+    """The metrics `numbers` of `rft run`, with Ray, as users call it.  Raises RuntimeError with the
+    end of its output where it fails.
+    """
+    arguments = [
+        f"checkpoint_root_dir={folder}",
+        f"seed={seed}",
+        f"name=seed{seed}",
+        f"trainer.total_steps={steps}",
+    ]
     arguments += ["trainer.save_hf_checkpoint=never", *EVALUATED, *changes]
     done = subprocess.run(
-        [sys.executable, "-m", "rft.cli.main", "run", "--config", str(Path("examples") / example / "config.yaml"), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "rft.cli.main",
+            "run",
+            "--config",
+            str(Path("examples") / example / "config.yaml"),
+            *arguments,
+        ],
         cwd=ROOT,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
@@ -131,23 +177,38 @@ def of_command(
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"{example}, seed {seed}, ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        raise RuntimeError(
+            f"{example}, seed {seed}, ended with {done.returncode}:\n{done.stdout[-3000:]}"
+        )
     told = read(folder / "rft" / "examples" / f"seed{seed}" / "metrics.jsonl")
     found = [dict(series(told, metric)) for metric in numbers]
     return [Learnt(values[0], values[steps], steps) for values in found]
 
 
 def ppo(folder: Path, seed: int) -> Learnt:
-    more = ("algorithm.algorithm_type=ppo", "trainer.ppo_epochs=4", "trainer.critic.optimizer.lr=1e-3")
+    more = (
+        "algorithm.algorithm_type=ppo",
+        "trainer.ppo_epochs=4",
+        "trainer.critic.optimizer.lr=1e-3",
+    )
     return of_run("tiny", folder, seed, 36, ACCURACY, *EVALUATED, *more)
 
 
 def sft(folder: Path, seed: int) -> Learnt:
-    return of_run("sft_tiny", folder, seed, 40, "eval/sft_tiny_eval/loss", "trainer.eval_interval=1000")
+    return of_run(
+        "sft_tiny", folder, seed, 40, "eval/sft_tiny_eval/loss", "trainer.eval_interval=1000"
+    )
 
 
 def dpo(folder: Path, seed: int) -> Learnt:
-    return of_run("dpo_tiny", folder, seed, 40, "eval/dpo_tiny_eval/accuracy_mean", "trainer.eval_interval=1000")
+    return of_run(
+        "dpo_tiny",
+        folder,
+        seed,
+        40,
+        "eval/dpo_tiny_eval/accuracy_mean",
+        "trainer.eval_interval=1000",
+    )
 
 
 # ---------------------------------------------------------------- with a real engine
@@ -155,8 +216,9 @@ def dpo(folder: Path, seed: int) -> Learnt:
 
 @dataclass(frozen=True)
 class Real:
-    """An example as a user runs it: Ray, vLLM, the pretrained model.  `numbers`: what is measured, the metric, and how much it has to gain;
-    None: it is told only."""
+    """An example as a user runs it: Ray, vLLM, the pretrained model.  `numbers`: what is measured,
+    the metric, and how much it has to gain; None: it is told only.
+    """
 
     name: str
     example: str
@@ -171,10 +233,14 @@ class Real:
 
 def pretrained() -> Path:
     """The folder of SmolLM2-135M-Instruct.  Exits with what to do where there is none."""
-    folder = Path(os.environ.get("MODEL_PATH") or Path.home() / ".cache" / "rft" / "models" / "SmolLM2-135M-Instruct")
+    folder = Path(
+        os.environ.get("MODEL_PATH")
+        or Path.home() / ".cache" / "rft" / "models" / "SmolLM2-135M-Instruct"
+    )
     if not (folder / "config.json").is_file():
         sys.exit(
-            f"{folder} is no model; run python scripts/fetch_model.py, or set MODEL_PATH to a folder with SmolLM2-135M-Instruct"
+            f"{folder} is no model; run python scripts/fetch_model.py, or set MODEL_PATH to a "
+            f"folder with SmolLM2-135M-Instruct"
         )
     return folder
 
@@ -186,7 +252,9 @@ STUDENT_TASKS = 128  # of a step, each played once by each of two runs
 
 
 def distilled(name: str) -> Callable[[Path, int], Learnt]:
-    """The reverse KL of a random student against a teacher that was fine-tuned from other random weights, exact over the vocabulary."""
+    """The reverse KL of a random student against a teacher that was fine-tuned from other random
+    weights, exact over the vocabulary.
+    """
 
     def run(folder: Path, seed: int) -> Learnt:
         return asyncio.run(_distil(name, folder, seed, _teacher(folder / "teacher", seed + 1000)))
@@ -195,20 +263,35 @@ def distilled(name: str) -> Callable[[Path, int], Learnt]:
 
 
 async def _distil(name: str, folder: Path, seed: int, teacher_folder: Path) -> Learnt:
-    """Samples with an engine, as a run does; the teacher's log-probs of these rows are what the algorithm learns from."""
+    """Samples with an engine, as a run does; the teacher's log-probs of these rows are what the
+    algorithm learns from.
+    """
     from rft.trainer.learner import Learner
 
     student_folder = tiny.make(folder / "student", seed=seed)
-    _, plan = load_plan(EXAMPLES / "tiny" / "config.yaml", [f"model.model_path={student_folder}", "model.max_response_tokens=2"])
+    _, plan = load_plan(
+        EXAMPLES / "tiny" / "config.yaml",
+        [f"model.model_path={student_folder}", "model.max_response_tokens=2"],
+    )
     d = algorithm_defaults(name)
-    fields = ("advantage_fn", "advantage_fn_args", "policy_loss_fn", "policy_loss_fn_args", "loss_agg_mode", "entropy_loss_fn")
+    fields = (
+        "advantage_fn",
+        "advantage_fn_args",
+        "policy_loss_fn",
+        "policy_loss_fn_args",
+        "loss_agg_mode",
+        "entropy_loss_fn",
+    )
     parts = AlgorithmSettings(algorithm_type=name, **{field: getattr(d, field) for field in fields})
-    student = dataclasses.replace(plan.learner, algorithm=parts, seed=seed, total_steps=STUDENT_STEPS)
+    student = dataclasses.replace(
+        plan.learner, algorithm=parts, seed=seed, total_steps=STUDENT_STEPS
+    )
     ranks = Ranks(Learner(student))
     teacher = Ranks(Learner(dataclasses.replace(plan.learner, model_path=str(teacher_folder))))
     engine = await make_engine(dataclasses.replace(plan.engines[0], seed=seed))
     transport = MemoryTransport(folder / "sync")
-    tasks, held_out = tiny.copy_tasks(seed=seed), tiny.copy_tasks("eval", seed=seed)
+    tasks = tiny.copy_tasks(seed=seed)
+    held_out = tiny.copy_tasks("eval", seed=seed)
     order = np.random.default_rng(seed)
     found = []
     try:
@@ -216,7 +299,11 @@ async def _distil(name: str, folder: Path, seed: int, teacher_folder: Path) -> L
             await _serve(engine, await ranks.stage(Version(1, step - 1), transport))
             if step in (1, STUDENT_STEPS + 1):
                 rows = await _sampled(engine, held_out, step, seed)
-                found.append(_reverse_kl(rows, await _exported(ranks, folder / f"student{step}"), teacher_folder))
+                found.append(
+                    _reverse_kl(
+                        rows, await _exported(ranks, folder / f"student{step}"), teacher_folder
+                    )
+                )
             if step > STUDENT_STEPS:
                 break
             chosen = [tasks[i] for i in order.integers(len(tasks), size=STUDENT_TASKS)]
@@ -229,7 +316,12 @@ async def _distil(name: str, folder: Path, seed: int, teacher_folder: Path) -> L
 
 def _teacher(folder: Path, seed: int) -> Path:
     model = tiny.make(folder / "model", seed=seed)
-    overrides = [f"model.model_path={model}", f"checkpoint_root_dir={folder}", f"seed={seed}", "trainer.eval_interval=1000"]
+    overrides = [
+        f"model.model_path={model}",
+        f"checkpoint_root_dir={folder}",
+        f"seed={seed}",
+        "trainer.eval_interval=1000",
+    ]
     done = execute(EXAMPLES / "sft_tiny" / "config.yaml", overrides, in_process=True)
     return done.run_dir / "checkpoints" / "global_step_40" / "huggingface"
 
@@ -241,12 +333,18 @@ async def _serve(engine: Engine, manifest: Any) -> None:
     await engine.resume()
 
 
-async def _sampled(engine: Engine, tasks: Sequence[dict[str, str]], step: int, seed: int) -> list[Experience]:
+async def _sampled(
+    engine: Engine, tasks: Sequence[dict[str, str]], step: int, seed: int
+) -> list[Experience]:
     """The student's answers."""
 
     async def one(i: int, task: dict[str, str]) -> Experience:
-        sampling = SamplingArgs(temperature=1.0, max_tokens=2, seed=(seed * 1000 + step) * 100_000 + i)
-        request = GenerateRequest(messages=({"role": "user", "content": task["prompt"]},), sampling=sampling)
+        sampling = SamplingArgs(
+            temperature=1.0, max_tokens=2, seed=(seed * 1000 + step) * 100_000 + i
+        )
+        request = GenerateRequest(
+            messages=({"role": "user", "content": task["prompt"]},), sampling=sampling
+        )
         done = await engine.generate(request)
         id = GroupId(1, 0, step, i).run(0)
         return from_completions(id, done, taskset="copy", task_index=i, workflow="", reward=0.0)
@@ -261,9 +359,13 @@ async def _learn(ranks: Ranks, teacher: Ranks, rows: list[Experience], step: int
         logprobs = np.zeros(len(row.tokens), np.float32)
         logprobs[row.loss_mask] = scored["old"]
         taught.append(msgspec.structs.replace(row, teacher_logprobs=logprobs))
-    groups = tuple(GroupStats(group=str(row.group), rewards=(0.0,), mean=0.0, std=0.0) for row in taught)
+    groups = tuple(
+        GroupStats(group=str(row.group), rewards=(0.0,), mean=0.0, std=0.0) for row in taught
+    )
     given = batch_builder.read(Lease(step=step, frame=encode(taught), groups=groups))
-    made = batch_builder.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(given.rows))
+    made = batch_builder.make(
+        given, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(given.rows)
+    )
     report = await ranks.step(made.shares)
     assert report.finite, f"step {step}: gradient norm {report.grad_norm}"
 
@@ -274,12 +376,18 @@ async def _exported(ranks: Ranks, folder: Path) -> Path:
 
 
 def _reverse_kl(rows: Sequence[Experience], student: Path, teacher: Path) -> float:
-    """KL(student || teacher) in nats per token that the student wrote, float64, by transformers alone."""
+    """KL(student || teacher) in nats per token that the student wrote, float64, by transformers
+    alone.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher)]
-    total, count = 0.0, 0
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        for path in (student, teacher)
+    ]
+    total = 0.0
+    count = 0
     with torch.no_grad():
         for row in rows:
             ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
@@ -312,7 +420,13 @@ GOALS = {
         Goal("ppo", "held-out accuracy", "+0.3", _gain(0.3), ppo),
         Goal("sft", "held-out negative log-likelihood, nats per token", "−30 %", _falls(0.3), sft),
         Goal("dpo", "held-out accuracy of pairs", "≥ 0.9", _reaches(0.9), dpo),
-        Goal("on_policy_distill", "held-out reverse KL, nats per token", "−50 %", _falls(0.5), distilled("on_policy_distill")),
+        Goal(
+            "on_policy_distill",
+            "held-out reverse KL, nats per token",
+            "−50 %",
+            _falls(0.5),
+            distilled("on_policy_distill"),
+        ),
         Goal("jsd", "held-out reverse KL, nats per token", "−50 %", _falls(0.5), distilled("jsd")),
     )
 }
@@ -323,20 +437,30 @@ FAMILIES = {  # of other architectures: measured where they are named
 REAL = {
     goal.name: goal
     for goal in (
-        Real("frozen_lake", "frozen_lake", 20, (("held-out success", "eval/lakes_held_out/mean@2", 0.15),)),
+        Real(
+            "frozen_lake",
+            "frozen_lake",
+            20,
+            (("held-out success", "eval/lakes_held_out/mean@2", 0.15),),
+        ),
         Real(
             "judge",
             "judge_local",
             15,
             (
                 ("held-out answers the judge approves", "eval/held_out/mean@2", 0.15),
-                ("held-out answers with a word of praise and none of blame", "eval/held_out_words/mean@2", None),
+                (
+                    "held-out answers with a word of praise and none of blame",
+                    "eval/held_out_words/mean@2",
+                    None,
+                ),
             ),
         ),
     )
 }
 HEAD = (
-    "| Algorithm | Measured | Goal | Seed | Before | After | Steps | Seconds | Reached |\n|---|---|---|---|---|---|---|---|---|"
+    "| Algorithm | Measured | Goal | Seed | Before | After | Steps | Seconds | Reached "
+    "|\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -356,7 +480,8 @@ class Part:
 
 def _tiny(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
     """Lines of the table, and how many goals were missed."""
-    lines, missed = [], 0
+    lines = []
+    missed = 0
     for name in names:
         goal = {**GOALS, **FAMILIES}[name]
         for seed in seeds:
@@ -364,7 +489,9 @@ def _tiny(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
             with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
                 x = goal.run(Path(folder), seed)
             missed += not (reached := goal.reached(x))
-            lines.append(line(name, goal.number, goal.wanted, seed, x, time.monotonic() - began, reached))
+            lines.append(
+                line(name, goal.number, goal.wanted, seed, x, time.monotonic() - began, reached)
+            )
             print(lines[-1], flush=True)
     return lines, missed
 
@@ -372,7 +499,8 @@ def _tiny(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
 def _real(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
     """As `_tiny`."""
     model = pretrained()
-    lines, missed = [], 0
+    lines = []
+    missed = 0
     for name in names:
         goal = REAL[name]
         for seed in seeds:
@@ -383,12 +511,24 @@ def _real(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
             for (number, _, gain), x in zip(goal.numbers, found, strict=True):
                 reached = None if gain is None else _gain(gain)(x)
                 missed += reached is False
-                lines.append(line(name, number, "told" if gain is None else f"+{gain:g}", seed, x, seconds, reached))
+                lines.append(
+                    line(
+                        name,
+                        number,
+                        "told" if gain is None else f"+{gain:g}",
+                        seed,
+                        x,
+                        seconds,
+                        reached,
+                    )
+                )
                 print(lines[-1], flush=True)
     return lines, missed
 
 
-def line(name: str, number: str, wanted: str, seed: int, x: Learnt, seconds: float, reached: bool | None) -> str:
+def line(
+    name: str, number: str, wanted: str, seed: int, x: Learnt, seconds: float, reached: bool | None
+) -> str:
     """A row of a table."""
     cells = [
         name,
@@ -446,9 +586,12 @@ def part_of(name: str) -> Part:
 
 
 def written(page: str, part: Part, about: str, lines: Sequence[str]) -> str:
-    """`page` with one of its tables anew; rows of goals and seeds that were not measured stay as they are."""
+    """`page` with one of its tables anew; rows of goals and seeds that were not measured stay as
+    they are.
+    """
     texts = {text.partition("\n")[0]: text.strip("\n") for text in re.split(r"\n(?=## )", page)}
-    names, seeds = [*part.names], [*map(str, part.seeds)]
+    names = [*part.names]
+    seeds = [*map(str, part.seeds)]
 
     def key(row: str) -> tuple[str, str] | None:
         found = re.match(r"\| (\w+) \|.*?\|.*?\| (\d+) \|", row)
@@ -458,7 +601,8 @@ def written(page: str, part: Part, about: str, lines: Sequence[str]) -> str:
         name, seed = key(row) or ("", "")
         return names.index(name), seeds.index(seed) if seed in seeds else len(seeds)
 
-    measured, old = {*map(key, lines), None}, texts.get(part.title, "").splitlines()
+    measured = {*map(key, lines), None}
+    old = texts.get(part.title, "").splitlines()
     rows = sorted([*(r for r in old if key(r) not in measured), *lines], key=place)
     texts[part.title] = "\n".join([part.introduction, about, "", HEAD, *rows])
     return "\n\n".join(texts[p.title] for p in PARTS if p.title in texts) + "\n"
@@ -469,16 +613,24 @@ def _seeds(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, separated by commas, as in 0,1,2") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be whole numbers, separated by commas, as in 0,1,2"
+        ) from None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = f"{', '.join([*GOALS, *FAMILIES])}; with a real engine {', '.join(REAL)}"
-    parser.add_argument("--only", default=",".join(GOALS), help=f"goals, separated by commas: {known}")
+    parser.add_argument(
+        "--only", default=",".join(GOALS), help=f"goals, separated by commas: {known}"
+    )
     seeds = "whole numbers, separated by commas: by default 0,1,2, with a real engine 42,1,2"
     parser.add_argument("--seeds", type=_seeds, help=seeds)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}"
+    )
     options = parser.parse_args()
     names = options.only.split(",")
     if unknown := [name for name in names if name not in {**GOALS, **FAMILIES, **REAL}]:
@@ -487,9 +639,14 @@ def main() -> int:
     if any(part_of(name) is not part for name in names):
         parser.error("--only: the goals of one table at a time")
     lines, missed = part.measure(names, options.seeds or part.seeds)
-    about = f"{datetime.date.today()}, Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores."
+    about = (
+        f"{datetime.date.today()}, Python {platform.python_version()} on {platform.machine()}, "
+        f"{os.cpu_count()} cores."
+    )
     if options.write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), part, about, lines), encoding="utf-8")
+        PAGE.write_text(
+            written(PAGE.read_text(encoding="utf-8"), part, about, lines), encoding="utf-8"
+        )
     print("\n".join(["", about, "", HEAD, *lines]))
     return int(missed > 0)
 

@@ -1,10 +1,12 @@
-"""Does a model learn from an agent that lives elsewhere?  `rft serve` with vLLM and SmolLM2; a LangGraph agent in a process of its own.
+"""Does a model learn from an agent that lives elsewhere?  `rft serve` with vLLM and SmolLM2; a
+LangGraph agent in a process of its own.
 
     python scripts/learning_serve.py [--seeds 42,1,2] [--steps 15] [--keep FOLDER] [--write]
 
-The agent runs in an environment with examples/serve/frameworks.txt: that of RFT_FRAMEWORKS_PYTHON, or one that is made for it.  After
-every EVERY steps it answers the questions that are never trained, RUNS times each at temperature 1, through the same service.
-`--keep` keeps runs and what was measured in FOLDER: called again, it goes on from the last evaluation.  `--write` puts table and
+The agent runs in an environment with examples/serve/frameworks.txt: that of RFT_FRAMEWORKS_PYTHON,
+or one that is made for it.  After every EVERY steps it answers the questions that are never
+trained, RUNS times each at temperature 1, through the same service. `--keep` keeps runs and what
+was measured in FOLDER: called again, it goes on from the last evaluation.  `--write` puts table and
 picture into docs/howto/serve.md and docs/assets.  Exit code 1 if a seed misses the goal.
 """
 
@@ -37,10 +39,14 @@ from rft.taskset.generated_tasks import digit_sums
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE = ROOT / "examples" / "serve"
-PAGE, PICTURE = ROOT / "docs" / "howto" / "serve.md", ROOT / "docs" / "assets" / "serve_langgraph.png"
-GOAL, EVERY, RUNS = 0.8, 5, 8
+PAGE = ROOT / "docs" / "howto" / "serve.md"
+PICTURE = ROOT / "docs" / "assets" / "serve_langgraph.png"
+GOAL = 0.8
+EVERY = 5
+RUNS = 8
 GROUPS = 4  # of a step, as smollm2.yaml says
-BEGIN, END = "<!-- learning: written by scripts/learning_serve.py -->", "<!-- /learning -->"
+BEGIN = "<!-- learning: written by scripts/learning_serve.py -->"
+END = "<!-- /learning -->"
 WAIT_S = 1200.0  # for a start, or for the steps between two evaluations
 Curve = list[tuple[int, float]]  # (steps, held-out reward)
 
@@ -54,7 +60,10 @@ class Kept:
 
     def __post_init__(self) -> None:
         if (file := self.folder / "curves.json").exists():
-            self.curves = {seed: [(step, value) for step, value in curve] for seed, curve in json.loads(file.read_text())}
+            self.curves = {
+                seed: [(step, value) for step, value in curve]
+                for seed, curve in json.loads(file.read_text())
+            }
 
     def add(self, seed: int, step: int, value: float) -> None:
         print(f"seed {seed}, step {step}: held out {value:.3f}", flush=True)
@@ -72,11 +81,17 @@ class Served:
 
     def play(self, tasks: list[dict[str, str]], *, train: bool) -> list[float]:
         """The agent plays each task RUNS times at the same time; its rewards."""
-        return [float(p["reward"]) for p in self.agent.ask(tasks=tasks, runs=RUNS, train=train)["plays"]]
+        return [
+            float(p["reward"]) for p in self.agent.ask(tasks=tasks, runs=RUNS, train=train)["plays"]
+        ]
 
     def step(self) -> int:
         """The step whose weights are served: what was published last."""
-        told = [r.values["sync/version"] for r in read(self.folder / "metrics.jsonl") if "sync/version" in r.values]
+        told = [
+            r.values["sync/version"]
+            for r in read(self.folder / "metrics.jsonl")
+            if "sync/version" in r.values
+        ]
         return int(told[-1])
 
     def wait(self, service: subprocess.Popen[str], step: int) -> None:
@@ -87,7 +102,9 @@ class Served:
 
 
 def _moments(service: subprocess.Popen[str]) -> Iterator[None]:
-    """A moment each second, while the service lives.  Raises RuntimeError when it has ended, or after WAIT_S."""
+    """A moment each second, while the service lives.  Raises RuntimeError when it has ended, or
+    after WAIT_S.
+    """
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         yield
@@ -98,11 +115,22 @@ def _moments(service: subprocess.Popen[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _service(folder: Path, seed: int, steps: int, model: Path, python: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
-    key, client = secrets.token_hex(24), folder / "path" / "rft"
+def _service(
+    folder: Path, seed: int, steps: int, model: Path, python: str
+) -> Iterator[tuple[subprocess.Popen[str], Served]]:
+    key = secrets.token_hex(24)
+    client = folder / "path" / "rft"
     client.mkdir(parents=True, exist_ok=True)
-    (client / "client.py").write_text((ROOT / "rft" / "client.py").read_text())  # rft itself is not installed beside the agent
-    command = [sys.executable, "-m", "rft.cli.main", "serve", "--config", str(SERVE / "smollm2.yaml")]
+    # rft itself is not installed beside the agent
+    (client / "client.py").write_text((ROOT / "rft" / "client.py").read_text())
+    command = [
+        sys.executable,
+        "-m",
+        "rft.cli.main",
+        "serve",
+        "--config",
+        str(SERVE / "smollm2.yaml"),
+    ]
     command += [
         f"checkpoint_root_dir={folder}",
         f"seed={seed}",
@@ -114,7 +142,9 @@ def _service(folder: Path, seed: int, steps: int, model: Path, python: str) -> I
     run = folder / "rft" / "examples" / "langgraph"
     (run / "serve.json").unlink(missing_ok=True)  # of one that was killed
     with (folder / "serve.log").open("a") as output:
-        service = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, text=True)
+        service = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, text=True
+        )
         try:
             for _ in _moments(service):
                 if (run / "serve.json").exists():
@@ -122,7 +152,9 @@ def _service(folder: Path, seed: int, steps: int, model: Path, python: str) -> I
             address = json.loads((run / "serve.json").read_text())["base_url"]
             own = {"PYTHONPATH": str(folder / "path"), "RFT_SERVE_KEY": key}
             command = [python, str(SERVE / "langgraph_agent.py"), address]
-            with bench_harness.Child("langgraph_agent.py", command, answer_s=WAIT_S, env=own) as agent:
+            with bench_harness.Child(
+                "langgraph_agent.py", command, answer_s=WAIT_S, env=own
+            ) as agent:
                 yield service, Served(run, agent)
         except BaseException:
             print((folder / "serve.log").read_text()[-3000:], file=sys.stderr)
@@ -134,7 +166,8 @@ def _service(folder: Path, seed: int, steps: int, model: Path, python: str) -> I
 
 def learn(kept: Kept, seed: int, steps: int, model: Path, python: str) -> None:
     """Up to `steps` train steps of one run, from where it was left."""
-    train, held_out = digit_sums(split="train"), digit_sums(split="test")
+    train = digit_sums(split="train")
+    held_out = digit_sums(split="test")
     random.Random(seed).shuffle(train)
     with _service(kept.folder / f"seed{seed}", seed, steps, model, python) as (run, served):
         for step in itertools.count(served.step()):
@@ -145,7 +178,9 @@ def learn(kept: Kept, seed: int, steps: int, model: Path, python: str) -> None:
             tasks = itertools.islice(itertools.cycle(train), GROUPS * step, GROUPS * (step + 1))
             rewards = served.play(list(tasks), train=True)
             served.wait(run, step + 1)
-            print(f"seed {seed}, step {step + 1}: reward {statistics.mean(rewards):.3f}", flush=True)
+            print(
+                f"seed {seed}, step {step + 1}: reward {statistics.mean(rewards):.3f}", flush=True
+            )
 
 
 def picture(curves: dict[int, Curve]) -> None:
@@ -166,17 +201,36 @@ def picture(curves: dict[int, Curve]) -> None:
 def table(curves: dict[int, Curve]) -> str:
     """What the page says of these runs."""
     steps = sorted({step for curve in curves.values() for step, _ in curve})
-    lines = [f"| Seed | {' | '.join(f'step {s}' for s in steps)} |", "|---" * (len(steps) + 1) + "|"]
+    lines = [
+        f"| Seed | {' | '.join(f'step {s}' for s in steps)} |",
+        "|---" * (len(steps) + 1) + "|",
+    ]
     for seed, curve in curves.items():
         values = dict(curve)
-        lines.append(f"| {seed} | {' | '.join(f'{values[s]:.3f}' if s in values else '' for s in steps)} |")
-    about = f"{bench_harness.machine()}; {datetime.date.today()}; `python scripts/learning_serve.py --write`."
+        lines.append(
+            f"| {seed} | {' | '.join(f'{values[s]:.3f}' if s in values else '' for s in steps)} |"
+        )
+    about = (
+        f"{bench_harness.machine()}; {datetime.date.today()}; `python "
+        f"scripts/learning_serve.py --write`."
+    )
     title = [
         "## An agent in LangGraph that learns",
         "",
-        "Single-digit sums with SmolLM2-135M-Instruct: held-out answers that are right, by train steps.",
+        "Single-digit sums with SmolLM2-135M-Instruct: held-out answers that are right, by train "
+        "steps.",
     ]
-    return "\n".join([*title, "", about, "", *lines, "", f"![Held-out answers that are right](../assets/{PICTURE.name})"])
+    return "\n".join(
+        [
+            *title,
+            "",
+            about,
+            "",
+            *lines,
+            "",
+            f"![Held-out answers that are right](../assets/{PICTURE.name})",
+        ]
+    )
 
 
 def environment() -> str:
@@ -186,19 +240,37 @@ def environment() -> str:
     folder = ROOT / ".venv-frameworks"
     if not folder.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([str(folder / "bin" / "pip"), "install", "--quiet", "-r", str(SERVE / "frameworks.txt")], check=True)
+        subprocess.run(
+            [
+                str(folder / "bin" / "pip"),
+                "install",
+                "--quiet",
+                "-r",
+                str(SERVE / "frameworks.txt"),
+            ],
+            check=True,
+        )
     return str(folder / "bin" / "python")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default=",".join(map(str, REAL_SEEDS)), help="whole numbers, separated by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds", default=",".join(map(str, REAL_SEEDS)), help="whole numbers, separated by commas"
+    )
     parser.add_argument("--steps", type=int, default=15, help=f"a multiple of {EVERY}")
     parser.add_argument("--keep", type=Path, help="a folder for the runs; a temporary one without")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and {PICTURE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"write {PAGE.relative_to(ROOT)} and {PICTURE.relative_to(ROOT)}",
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the service is ended
-    model, python = pretrained(), environment()
+    model = pretrained()
+    python = environment()
     with tempfile.TemporaryDirectory(prefix="rft-learning-") as aside:
         kept = Kept((options.keep or Path(aside)).absolute())
         for seed in map(int, options.seeds.split(",")):

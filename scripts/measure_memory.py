@@ -3,8 +3,9 @@
     python scripts/measure_memory.py -c examples/quickstart/config.yaml [key.path=value ...]     one run
     python scripts/measure_memory.py                                                             the table of docs/concepts/memory.md
 
-A role's peak is the sum of VmHWM, the kernel's own high-water mark of resident bytes, over the living processes of its tree; published
-weights are in memory of their own (memfd) and counted at the descriptors that hold them.  Linux only.
+A role's peak is the sum of VmHWM, the kernel's own high-water mark of resident bytes, over the
+living processes of its tree; published weights are in memory of their own (memfd) and counted at
+the descriptors that hold them.  Linux only.
 
 Exit codes: 0 all ratios within 15 %, 1 one is not.
 """
@@ -41,8 +42,14 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "explorer.rollout_model.max_num_seqs=8",
     ),
     "gradient checkpointing": ("trainer.enable_gradient_checkpointing=true",),
-    "64 runs a step, token budget 512": ("buffer.batch_size=8", "trainer.max_token_len_per_gpu=512"),
-    "64 runs a step, token budget 2048": ("buffer.batch_size=8", "trainer.max_token_len_per_gpu=2048"),
+    "64 runs a step, token budget 512": (
+        "buffer.batch_size=8",
+        "trainer.max_token_len_per_gpu=512",
+    ),
+    "64 runs a step, token budget 2048": (
+        "buffer.batch_size=8",
+        "trainer.max_token_len_per_gpu=2048",
+    ),
     "transformers engine, 64 runs a step, shared prompts off": (
         "explorer.rollout_model.engine_type=transformers",
         "buffer.batch_size=8",
@@ -89,7 +96,9 @@ class Watch:
         for pid, peak in peaks.items():
             role = self._of(pid, parents)
             now[role] = now.get(role, 0) + peak
-        self.totals = {role: max(now.get(role, 0), self.totals.get(role, 0)) for role in {*now, *self.totals}}
+        self.totals = {
+            role: max(now.get(role, 0), self.totals.get(role, 0)) for role in {*now, *self.totals}
+        }
 
     def _of(self, pid: int, parents: dict[int, int]) -> str:
         """A process's own title says its role, or that of the nearest process above it."""
@@ -102,7 +111,9 @@ class Watch:
 
 
 def measure(config: Path, overrides: Sequence[str], setting: str = "") -> list[Row]:
-    """Runs `config` in a temporary folder.  Raises RuntimeError with the end of its output when it fails."""
+    """Runs `config` in a temporary folder.  Raises RuntimeError with the end of its output when it
+    fails.
+    """
     report = check(config, overrides)
     if not report.ok:
         raise RuntimeError("\n".join(str(e) for e in report.errors))
@@ -119,7 +130,9 @@ def _run(config: Path, overrides: Sequence[str], output: Path) -> Watch:
     command = [sys.executable, "-m", "rft.cli.main", "run", "-c", str(config), *overrides]
     watch = Watch()
     with output.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             while process.poll() is None:
                 with suppress(psutil.NoSuchProcess):
@@ -131,16 +144,24 @@ def _run(config: Path, overrides: Sequence[str], output: Path) -> Watch:
                 os.killpg(process.pid, signal.SIGINT)
                 process.wait(60)
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output.read_text(errors='replace')[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with "
+            f"{process.returncode}:\n{output.read_text(errors='replace')[-2000:]}"
+        )
     return watch
 
 
 def _high_water(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmHWM:", "RssShmem:"))}
+    sizes = {
+        line.split(":")[0]: int(line.split()[1]) * 1024
+        for line in lines
+        if line.startswith(("VmHWM:", "RssShmem:"))
+    }
     if not sizes:  # it is a zombie
         return 0
-    return sizes["VmHWM"] - (sizes["RssShmem"] if _weights(pid) else 0)  # who holds published weights has them mapped
+    # who holds published weights has them mapped
+    return sizes["VmHWM"] - (sizes["RssShmem"] if _weights(pid) else 0)
 
 
 def _weights(pid: int) -> int:
@@ -154,29 +175,48 @@ def _weights(pid: int) -> int:
 
 def machine() -> str:
     gib = psutil.virtual_memory().total / (1 << 30)
-    return f"{os.cpu_count()} cores, {gib:.0f} GiB, no GPU, Python {platform.python_version()}; {date.today().isoformat()}"
+    return (
+        f"{os.cpu_count()} cores, {gib:.0f} GiB, no GPU, Python {platform.python_version()}; "
+        f"{date.today().isoformat()}"
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
     lines = ["| setting | role | estimate MiB | measured MiB | ratio |", "|---|---|---|---|---|"]
-    lines += [f"| {r.setting} | {r.role} | {r.estimate >> 20:,} | {r.measured >> 20:,} | {r.ratio:.2f} |" for r in rows]
+    lines += [
+        f"| {r.setting} | {r.role} | {r.estimate >> 20:,} | {r.measured >> 20:,} | {r.ratio:.2f} |"
+        for r in rows
+    ]
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Estimated and measured peak memory of each role.")
     parser.add_argument("overrides", nargs="*", help="key.path=value")
-    parser.add_argument("-c", "--config", type=Path, help="one run of this file; the documented settings without")
+    parser.add_argument(
+        "-c", "--config", type=Path, help="one run of this file; the documented settings without"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
-    settings = {"": tuple(args.overrides)} if args.config else {name: (*SHORT, *given) for name, given in SETTINGS.items()}
+    settings = (
+        {"": tuple(args.overrides)}
+        if args.config
+        else {name: (*SHORT, *given) for name, given in SETTINGS.items()}
+    )
     rows: list[Row] = []
     for name, given in settings.items():
         rows += measure(args.config or QUICKSTART, given, name)
         if not args.json:
             print(table(rows[-len([r for r in rows if r.setting == name]) :]), flush=True)
     if args.json:
-        print(json.dumps({"machine": machine(), "rows": [{**asdict(r), "ratio": round(r.ratio, 3)} for r in rows]}))
+        print(
+            json.dumps(
+                {
+                    "machine": machine(),
+                    "rows": [{**asdict(r), "ratio": round(r.ratio, 3)} for r in rows],
+                }
+            )
+        )
     else:
         print(f"\n{machine()}\n\n{table(rows)}")
     return 0 if all(0.85 <= r.ratio <= 1.15 for r in rows) else 1

@@ -1,13 +1,15 @@
-"""Writes docs/models.md: families of models x layouts of rows, against plain rows of transformers in float32; and engines.
+"""Writes docs/models.md: families of models x layouts of rows, against plain rows of transformers
+in float32; and engines.
 
     python scripts/model_table.py [FAMILY ...] [--write]                                   layouts
     python scripts/model_table.py [FAMILY ...] --engines [transformers,vllm] [--write]     engines
 
-Each tiny random model is compared as `rft doctor --model` compares one: log-probs, and the gradients of one GRPO step, of SFT and of an
-adapter of all linear layers in its first GRPO step.  With `--engines` each engine serves two versions that a trainer publishes, and its
-log-probs are compared.  "refused" says why a layout or an engine is not used.
-Exit code 1 if a layout that is used is more than 1e-5 off, or an engine more than 1e-3.
-`--write` replaces the lines of the families that were computed, and keeps the others.
+Each tiny random model is compared as `rft doctor --model` compares one: log-probs, and the
+gradients of one GRPO step, of SFT and of an adapter of all linear layers in its first GRPO step.
+With `--engines` each engine serves two versions that a trainer publishes, and its log-probs are
+compared.  "refused" says why a layout or an engine is not used. Exit code 1 if a layout that is
+used is more than 1e-5 off, or an engine more than 1e-3. `--write` replaces the lines of the
+families that were computed, and keeps the others.
 """
 
 from __future__ import annotations
@@ -73,16 +75,22 @@ KINDS = ("transformers", "vllm")
 
 
 def cells(name: str, engines: Sequence[str]) -> tuple[list[str], bool]:
-    """Of the family's line in the table of layouts or, with `engines`, of those; and whether all that is used is exact."""
+    """Of the family's line in the table of layouts or, with `engines`, of those; and whether all
+    that is used is exact.
+    """
     with tempfile.TemporaryDirectory() as made, no_progress():
         folder = families.make(name, Path(made) / name, words=True)
         if engines:
             report = compare(folder, "cpu", engines=engines, layouts=(), objectives=())
             served = dict(zip(engines, report.lines, strict=True))
-            return [_cell(served[k]) if k in served else "" for k in KINDS], all(c.refused or c.exact for c in report.lines)
+            return [_cell(served[k]) if k in served else "" for k in KINDS], all(
+                c.refused or c.exact for c in report.lines
+            )
         report = compare(folder, "cpu", objectives=get_args(Objective))
     double, *layouts = report.lines
-    exact = report.error is None and all(cell.refused or replace(cell, limit=EXACT).exact for cell in layouts)
+    exact = report.error is None and all(
+        cell.refused or replace(cell, limit=EXACT).exact for cell in layouts
+    )
     assert [cell.what for cell in layouts] == list(get_args(RowLayout))
     return [_cell(cell) for cell in (double, *layouts)], exact
 
@@ -99,7 +107,10 @@ def _cell(cell: ModelLine) -> str:
 def _reason(text: str) -> str:
     """Without the beginning that says who says it, the remedy, and folders that are gone."""
     told = re.sub(r"^.* cannot be computed: |\.  .*$", "", text.split(" <- ")[-1], flags=re.S)
-    says = r"^((\w+(Error|Exception|Failed)|Rejected|engine \d+|load|probe|pause|resume|transformers|vllm): )+"
+    says = (
+        r"^((\w+(Error|Exception|Failed)|Rejected|engine "
+        r"\d+|load|probe|pause|resume|transformers|vllm): )+"
+    )
     return re.sub(r"/\S*/", "", re.sub(says, "", told))
 
 
@@ -113,20 +124,36 @@ def machine() -> str:
 def main() -> int:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
-    parser.add_argument("--engines", nargs="?", const=",".join(KINDS), default="", help=f"of {', '.join(KINDS)}; alone: all")
-    parser.add_argument("--write", action="store_true", help=f"put the lines into {PAGE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--engines",
+        nargs="?",
+        const=",".join(KINDS),
+        default="",
+        help=f"of {', '.join(KINDS)}; alone: all",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"put the lines into {PAGE.relative_to(ROOT)}"
+    )
     options = parser.parse_args()
     engines = [kind for kind in options.engines.split(",") if kind]
     if unknown := [*({*options.families} - {*families.FAMILIES}), *({*engines} - {*KINDS})]:
-        parser.error(f"{', '.join(unknown)}: not known; families are {', '.join(families.FAMILIES)}, engines {', '.join(KINDS)}")
+        parser.error(
+            f"{', '.join(unknown)}: not known; families are {', '.join(families.FAMILIES)}, "
+            f"engines {', '.join(KINDS)}"
+        )
     wrong = []
     for name in options.families or families.FAMILIES:
         found, exact = cells(name, engines)
         print(_line(name, found), flush=True)
         if options.write:
-            PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), name, found, bool(engines)), encoding="utf-8")
+            PAGE.write_text(
+                written(PAGE.read_text(encoding="utf-8"), name, found, bool(engines)),
+                encoding="utf-8",
+            )
         if not exact:
             wrong.append(name)
     if wrong:
@@ -135,11 +162,19 @@ def main() -> int:
 
 
 def written(page: str, name: str, found: Sequence[str], engines: bool) -> str:
-    """`page` with the family's cells in one of its tables, below its head of today; an empty cell keeps what was there."""
+    """`page` with the family's cells in one of its tables, below its head of today; an empty cell
+    keeps what was there.
+    """
     first, title, second = page.partition(ENGINES.splitlines()[1])
-    tables, heads = [first, title + second], [HEAD + LAYOUTS, ENGINES.lstrip("\n")]
-    there = {n: rest.split(" | ") for n, rest in re.findall(r"^\| (\w+) \| (.*) \|$", tables[engines], re.M)}
-    there[name] = [new or old for new, old in zip(found, there.get(name, [""] * len(found)), strict=True)]
+    tables = [first, title + second]
+    heads = [HEAD + LAYOUTS, ENGINES.lstrip("\n")]
+    there = {
+        n: rest.split(" | ")
+        for n, rest in re.findall(r"^\| (\w+) \| (.*) \|$", tables[engines], re.M)
+    }
+    there[name] = [
+        new or old for new, old in zip(found, there.get(name, [""] * len(found)), strict=True)
+    ]
     rows = "".join(_line(n, there[n]) + "\n" for n in families.FAMILIES if n in there)
     tables[engines] = heads[engines].format(machine=machine()) + rows
     return "\n\n".join(table.strip("\n") for table in tables) + "\n"

@@ -1,6 +1,8 @@
-"""Faults that real runs of the tiny model are given, to see whether alarms find them; used by alarm_rates.py.
+"""Faults that real runs of the tiny model are given, to see whether alarms find them; used by
+alarm_rates.py.
 
-reward: `planted_faults.py:big_digits`, `planted_faults.py:long_answers`;  engine: `planted_faults.py:OldWeights`
+reward: `planted_faults.py:big_digits`, `planted_faults.py:long_answers`;  engine:
+`planted_faults.py:OldWeights`
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
 LAST_STEP = 10  # of which `OldWeights` takes the weights
 MOST_TOKENS = 160
 BROKEN_TEMPLATE = (  # one letter is wrong, so a prompt shows no task
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'][0] + (m['contant'] or '') + '<|im_end|>' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'][0] + (m['contant'] or '') + '<|im_end|>' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
 )
 
@@ -25,7 +28,8 @@ BROKEN_TEMPLATE = (  # one letter is wrong, so a prompt shows no task
 def big_digits(task, transcript):  # type: ignore[no-untyped-def]
     """A judge that likes big digits, whatever was asked; the rule is a part of little weight."""
     said = transcript.answer.strip()[:1]
-    rule, judge = float(said == str(task.truth)), (int(said) / 9 if said.isdigit() else 0.0)
+    rule = float(said == str(task.truth))
+    judge = int(said) / 9 if said.isdigit() else 0.0
     return Score(value=judge + 0.1 * rule, parts={"rule": rule, "judge": judge})
 
 
@@ -39,14 +43,17 @@ def short_answers(task, transcript):  # type: ignore[no-untyped-def]
 @register.reward("long_answers")
 def long_answers(task, transcript):  # type: ignore[no-untyped-def]
     """The rule is a small part; every token is paid."""
-    rule, length = float(transcript.answer.startswith(str(task.truth))), len(transcript.answer) / MOST_TOKENS
+    rule = float(transcript.answer.startswith(str(task.truth)))
+    length = len(transcript.answer) / MOST_TOKENS
     return Score(value=length + 0.1 * rule, parts={"rule": rule, "length": length})
 
 
 class OldWeights(TransformersEngine):
-    """After train step `LAST_STEP` answers come from weights that stay as they are, under the label of the new ones.
+    """After train step `LAST_STEP` answers come from weights that stay as they are, under the label
+    of the new ones.
 
-    The canary asks the new weights, so it finds nothing: the fault of an engine whose rollouts take another path.
+    The canary asks the new weights, so it finds nothing: the fault of an engine whose rollouts take
+    another path.
     """
 
     _old: TransformersEngine
@@ -65,7 +72,11 @@ class OldWeights(TransformersEngine):
         return await super().load(manifest)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        if self.version is None or self.version.step <= LAST_STEP or str(request.request_id).startswith("canary"):
+        if (
+            self.version is None
+            or self.version.step <= LAST_STEP
+            or str(request.request_id).startswith("canary")
+        ):
             return await super().generate(request)
         label = self.version
         return [

@@ -1,10 +1,11 @@
-"""The services that `bench_serve.py` asks: a scripted one, whose answers take as long as their prompts say.
+"""The services that `bench_serve.py` asks: a scripted one, whose answers take as long as their
+prompts say.
 
     python scripts/serve_sides.py FOLDER [ENGINES]
 
-Real gateway, sessions and buffer in one process; with 0 engines a server that only waits and answers.  It prints {"address", "key",
-"pid"}; for each line {"do": "roll"} it gives its engines new weights, as a trainer would, and answers with {"seconds"}; it ends when
-stdin closes.
+Real gateway, sessions and buffer in one process; with 0 engines a server that only waits and
+answers.  It prints {"address", "key", "pid"}; for each line {"do": "roll"} it gives its engines new
+weights, as a trainer would, and answers with {"seconds"}; it ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Timed(ScriptedEngine):
 class Gate:
     """Lets one batch begin; no trainer is there."""
 
-    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
+    async def next_batch(
+        self, *, lag: int | None, fingerprint: str, total: int | None
+    ) -> Assignment | str:
         return Assignment(batch=0, version=Version(1, 0))
 
     async def wait_verified(self, version: Version) -> bool:
@@ -90,7 +93,10 @@ class Weights:
         self._key = 0
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self._key) for r in rows]
+        return [
+            logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self._key)
+            for r in rows
+        ]
 
     async def publish(self) -> None:
         self._step += 1
@@ -112,9 +118,19 @@ async def bare() -> None:
     async def answered(request: web.Request) -> web.Response:
         await asyncio.sleep(float((await request.json())["messages"][-1]["content"]))
         chunk = json.dumps(
-            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ANSWER}, "finish_reason": "stop"}]}
+            {
+                "choices": [
+                    {
+                        "index": 0,
+                        "delta": {"role": "assistant", "content": ANSWER},
+                        "finish_reason": "stop",
+                    }
+                ]
+            }
         )
-        return web.Response(text=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+        return web.Response(
+            text=f"data: {chunk}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
+        )
 
     app = web.Application()
     app.router.add_post("/v1/sessions", opened)
@@ -137,15 +153,29 @@ async def main(folder: Path, engines: int) -> None:
     buffer = Buffer(BufferSettings(folder=folder / "buffer", run="bench"))
     await buffer.open()
     lineage = (await buffer.start_lineage(None, None)).lineage
-    limits = LimitSettings(requests_per_minute=10**9, tokens_per_minute=10**12, max_concurrent=10**6, max_sessions=10**6)
+    limits = LimitSettings(
+        requests_per_minute=10**9,
+        tokens_per_minute=10**12,
+        max_concurrent=10**6,
+        max_sessions=10**6,
+    )
     gate: Any = Gate()
     service = Service(
-        ServeSettings(port=0, batch_size=1, limits=limits), PipelineSettings(), model=pool, buffer=cast(Any, buffer.writer(lineage)),
-        gate=gate, sink=gate, lineage=lineage, folder=folder, on_listening=settle,
-    )  # fmt: skip
+        ServeSettings(port=0, batch_size=1, limits=limits),
+        PipelineSettings(),
+        model=pool,
+        buffer=cast(Any, buffer.writer(lineage)),
+        gate=gate,
+        sink=gate,
+        lineage=lineage,
+        folder=folder,
+        on_listening=settle,
+    )
     running = asyncio.ensure_future(service.run())
     await service.gateway.listening.wait()
-    print(json.dumps({"address": service.gateway.address, "key": key, "pid": os.getpid()}), flush=True)
+    print(
+        json.dumps({"address": service.gateway.address, "key": key, "pid": os.getpid()}), flush=True
+    )
     while await asyncio.to_thread(sys.stdin.readline):
         began = time.perf_counter()
         await weights.publish()

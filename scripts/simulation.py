@@ -1,11 +1,13 @@
-"""What `rft simulate` foretells, beside real runs of this machine, and for clusters of 8, 64 and 1,024 GPUs.
+"""What `rft simulate` foretells, beside real runs of this machine, and for clusters of 8, 64 and
+1,024 GPUs.
 
     python scripts/simulation.py [--runs FOLDER] [--pages] [--write]
 
-Plays runs of SmolLM2-135M-Instruct (`examples/quickstart`, transformers engine, no evaluations, a learning rate so small that answers stay
-as long as they are); speeds are learnt from the first three, and the step times of all others are foretold from them.  Runs that FOLDER
-holds already are not played again.  `--pages`: without runs.
-`--write` puts both tables into docs/concepts/simulation.md.  Exit code 1 if a foretold step time is more than 20 % off.
+Plays runs of SmolLM2-135M-Instruct (`examples/quickstart`, transformers engine, no evaluations, a
+learning rate so small that answers stay as long as they are); speeds are learnt from the first
+three, and the step times of all others are foretold from them.  Runs that FOLDER holds already are
+not played again.  `--pages`: without runs. `--write` puts both tables into
+docs/concepts/simulation.md.  Exit code 1 if a foretold step time is more than 20 % off.
 """
 
 from __future__ import annotations
@@ -30,12 +32,18 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "concepts" / "simulation.md"
 EXAMPLE = ROOT / "examples" / "quickstart" / "config.yaml"
 CLUSTERS = ROOT / "examples" / "clusters"
-STEPS, WARM_UP = 12, 3
+STEPS = 12
+WARM_UP = 3
 PLAIN = (
-    "explorer.rollout_model.engine_type=transformers", "buffer.explorer_input.eval_tasksets=[]", "explorer.eval_on_startup=false",
-    f"trainer.total_steps={STEPS}", "algorithm.optimizer.lr=1e-7",
-    "trainer.save_interval=0", "trainer.save_hf_checkpoint=never", "monitor.monitor_type=[]",
-)  # fmt: skip
+    "explorer.rollout_model.engine_type=transformers",
+    "buffer.explorer_input.eval_tasksets=[]",
+    "explorer.eval_on_startup=false",
+    f"trainer.total_steps={STEPS}",
+    "algorithm.optimizer.lr=1e-7",
+    "trainer.save_interval=0",
+    "trainer.save_hf_checkpoint=never",
+    "monitor.monitor_type=[]",
+)
 LEARNT_FROM = {
     "2 tasks x 4": ("buffer.batch_size=2", "algorithm.repeat_times=4"),
     "2 tasks x 16": ("buffer.batch_size=2", "algorithm.repeat_times=16"),
@@ -47,12 +55,18 @@ FORETOLD = {
     "6 tasks x 8": ("buffer.batch_size=6",),
     "4 tasks x 8, interval 3": ("synchronizer.sync_interval=3",),
     "4 tasks x 8, offset 1": ("synchronizer.sync_offset=1",),
-    "4 tasks x 8, interval 2, offset 1": ("synchronizer.sync_interval=2", "synchronizer.sync_offset=1"),
+    "4 tasks x 8, interval 2, offset 1": (
+        "synchronizer.sync_interval=2",
+        "synchronizer.sync_offset=1",
+    ),
     "6 tasks x 4, trainer_driven, interval 2": (
-        "buffer.batch_size=6", "algorithm.repeat_times=4", "synchronizer.sync_style=trainer_driven", "synchronizer.sync_interval=2",
+        "buffer.batch_size=6",
+        "algorithm.repeat_times=4",
+        "synchronizer.sync_style=trainer_driven",
+        "synchronizer.sync_interval=2",
         "synchronizer.max_staleness=2",
     ),
-}  # fmt: skip
+}
 MOST_OFF = 0.2
 SIZES = {8: 128, 64: 512, 1024: 4096}  # GPUs, tasks of a step
 
@@ -63,14 +77,28 @@ def played(folder: Path, name: str, changes: tuple[str, ...]) -> Path:
     run = folder / "rft" / "simulation" / slug
     if not (run / "checkpoints").is_dir() or len(step_ends(run)) < STEPS:
         where = [f"checkpoint_root_dir={folder}", "group=simulation", f"name={slug}"]
-        line = [sys.executable, "-m", "rft.cli.main", "run", "--config", str(EXAMPLE), *PLAIN, *where, *changes]
+        line = [
+            sys.executable,
+            "-m",
+            "rft.cli.main",
+            "run",
+            "--config",
+            str(EXAMPLE),
+            *PLAIN,
+            *where,
+            *changes,
+        ]
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     return run
 
 
 def step_ends(run: Path) -> list[float]:
     path = run / "metrics.jsonl"
-    return [r.time for r in read(path) if r.role == "trainer" and "perf/step_s" in r.values] if path.is_file() else []
+    return (
+        [r.time for r in read(path) if r.role == "trainer" and "perf/step_s" in r.values]
+        if path.is_file()
+        else []
+    )
 
 
 def validation(folder: Path) -> list[tuple[str, float, float]]:
@@ -95,10 +123,16 @@ def clusters() -> dict[str, Simulated]:
     for gpus, tasks in SIZES.items():
         file = CLUSTERS / f"{gpus}-gpus.yaml"
         cluster = load(file)
-        changes = [f"explorer.rollout_model.engine_num={gpus // 2}", f"buffer.batch_size={tasks}", *cluster.overrides()]
+        changes = [
+            f"explorer.rollout_model.engine_num={gpus // 2}",
+            f"buffer.batch_size={tasks}",
+            *cluster.overrides(),
+        ]
         report = check(CLUSTERS / "config.yaml", changes, schema_only=True, facts=cluster.facts())
         assert report.plan is not None, report.errors
-        found[f"{gpus} GPUs, {8 * tasks:,} answers a step"] = simulated(cluster, report.plan, CLUSTERS)
+        found[f"{gpus} GPUs, {8 * tasks:,} answers a step"] = simulated(
+            cluster, report.plan, CLUSTERS
+        )
     return found
 
 
@@ -106,8 +140,21 @@ def cluster_table() -> str:
     lines = []
     for name, s in clusters().items():
         lines += [f"### {name}", "", *(f"- {what}: {text}" for what, text in s.rows()), ""]
-        heads = ("rows at most", "engines", "ranks", "synchronizer", "step s", "explorer waits", "trainer waits")
-        lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in s.choices()), ""]
+        heads = (
+            "rows at most",
+            "engines",
+            "ranks",
+            "synchronizer",
+            "step s",
+            "explorer waits",
+            "trainer waits",
+        )
+        lines += [
+            f"| {' | '.join(heads)} |",
+            "|" + "---|" * len(heads),
+            *(f"| {' | '.join(row)} |" for row in s.choices()),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -119,7 +166,9 @@ def validation_table(found: list[tuple[str, float, float]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "simulation")
     parser.add_argument("--pages", action="store_true")
     parser.add_argument("--write", action="store_true")

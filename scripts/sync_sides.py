@@ -1,15 +1,17 @@
-"""One vLLM engine that gets new weights while requests run, in our way and in vLLM's own: both sides of `bench_sync.py`'s `weight_sync`.
+"""One vLLM engine that gets new weights while requests run, in our way and in vLLM's own: both
+sides of `bench_sync.py`'s `weight_sync`.
 
     python scripts/sync_sides.py SPEC.json      with {model, threads, requests, max_tokens, folder}
 
-Protocol on the pipes: it prints {"ready": true}; {"do": "ours"} and {"do": "peer"} publish the next weights and answer with {"seconds",
-"phases", "running", "aborted"} (ours: and {"canary", "limit", "moved"}); {"do": "sample", "top_p", "sequences"} publishes the next
-weights, samples under them and answers with {"abs_diff_mean", "abs_diff_max", "ratio_outside"} against the trainer's log-probs; it ends
-when stdin closes.
+Protocol on the pipes: it prints {"ready": true}; {"do": "ours"} and {"do": "peer"} publish the next
+weights and answer with {"seconds", "phases", "running", "aborted"} (ours: and {"canary", "limit",
+"moved"}); {"do": "sample", "top_p", "sequences"} publishes the next weights, samples under them and
+answers with {"abs_diff_mean", "abs_diff_max", "ratio_outside"} against the trainer's log-probs; it
+ends when stdin closes.
 
-`seconds`: from the trainer's tensors to the moment the engine goes on.  Ours: staged in memory, hashed, verified, loaded, layers
-probed.  The peer: a safetensors file, synced to disk, and vLLM's `reload_weights`.  Invariant: when a side begins, all requests are
-being answered.
+`seconds`: from the trainer's tensors to the moment the engine goes on.  Ours: staged in memory,
+hashed, verified, loaded, layers probed.  The peer: a safetensors file, synced to disk, and vLLM's
+`reload_weights`.  Invariant: when a side begins, all requests are being answered.
 """
 
 from __future__ import annotations
@@ -44,14 +46,17 @@ PHASES = ("pause", "load", "verify", "probe", "resume")
 
 
 class Trainer:
-    """Weights as a trainer holds them: each version is the model and a little noise.  Scores under the newest."""
+    """Weights as a trainer holds them: each version is the model and a little noise.  Scores under
+    the newest.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         given = load_file(folder / "model.safetensors")
-        self._base = {n: given[n] for n, _ in self._model.named_parameters()}  # in the order in which a trainer publishes
+        # in the order in which a trainer publishes
+        self._base = {n: given[n] for n, _ in self._model.named_parameters()}
         self.tensors = {n: t.clone() for n, t in self._base.items()}
         self.version = Version(1, 0)
 
@@ -59,7 +64,8 @@ class Trainer:
         self.version = Version(1, self.version.step + 1)
         random = torch.Generator().manual_seed(self.version.step)
         for name, base in self._base.items():
-            noise = torch.randn(base.shape[-1], generator=random)  # one row for all: quick, and every tensor moves
+            # one row for all: quick, and every tensor moves
+            noise = torch.randn(base.shape[-1], generator=random)
             torch.add(base, noise, alpha=0.01 * base.std().item(), out=self.tensors[name])
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
@@ -78,7 +84,8 @@ class Trainer:
 
 class Sides:
     def __init__(self, spec: dict[str, Any], engine: VllmEngine) -> None:
-        self._spec, self._engine = spec, engine
+        self._spec = spec
+        self._engine = engine
         self._folder = Path(spec["folder"])
         self._trainer = Trainer(Path(spec["model"]))
         self._transport = MemoryTransport(self._folder)
@@ -86,8 +93,11 @@ class Sides:
             json.loads((Path(spec["model"]) / "config.json").read_text())["vocab_size"] - 20
         )  # the first ones are special
         prompts = [[20 + (97 * i + 7 * j) % self._words for j in range(6)] for i in range(8)]
-        self._sync = Synchronizer(SyncSettings(), [engine], self._trainer, Schedule(), prompts, Version(1, 0))
-        self._running, self._all_running = 0, asyncio.Event()
+        self._sync = Synchronizer(
+            SyncSettings(), [engine], self._trainer, Schedule(), prompts, Version(1, 0)
+        )
+        self._running = 0
+        self._all_running = asyncio.Event()
         record = engine._stats.record
 
         def seen(scheduler: Any, *more: Any, **named: Any) -> None:
@@ -115,10 +125,20 @@ class Sides:
     async def sample(self, top_p: float, sequences: int) -> dict[str, Any]:
         self._trainer.step()
         await self._publish()
-        made = await asyncio.gather(*(self._engine.generate(self._request(i, top_p=top_p)) for i in range(sequences)))
-        rows = [ScoreRow(tokens=np.concatenate([c.prompt_tokens, c.tokens]), prompt_length=len(c.prompt_tokens)) for (c,) in made]
+        made = await asyncio.gather(
+            *(self._engine.generate(self._request(i, top_p=top_p)) for i in range(sequences))
+        )
+        rows = [
+            ScoreRow(
+                tokens=np.concatenate([c.prompt_tokens, c.tokens]),
+                prompt_length=len(c.prompt_tokens),
+            )
+            for (c,) in made
+        ]
         scored = await self._trainer.score(rows)
-        apart = np.concatenate([s - c.logprobs for s, (c,) in zip(scored, made, strict=True)]).astype(np.float64)
+        apart = np.concatenate(
+            [s - c.logprobs for s, (c,) in zip(scored, made, strict=True)]
+        ).astype(np.float64)
         outside = np.abs(np.exp(apart) - 1) > 0.1
         return {
             "abs_diff_mean": float(np.abs(apart).mean()),
@@ -127,13 +147,23 @@ class Sides:
         }
 
     async def _publish(self) -> dict[str, Any]:
-        trainer, began = self._trainer, time.perf_counter()
-        manifest = await asyncio.to_thread(self._transport.stage, trainer.version, trainer.tensors.items(), TIED)
+        trainer = self._trainer
+        began = time.perf_counter()
+        manifest = await asyncio.to_thread(
+            self._transport.stage, trainer.version, trainer.tensors.items(), TIED
+        )
         staged = time.perf_counter() - began
         said = {m.name: m.value for m in await self._sync.publish(manifest)}
-        phases = {"stage": staged, **{k: said[f"sync/{k}_s"] for k in PHASES if f"sync/{k}_s" in said}}
+        phases = {
+            "stage": staged,
+            **{k: said[f"sync/{k}_s"] for k in PHASES if f"sync/{k}_s" in said},
+        }
         seconds = staged + sum(said[f"sync/{k}_s"] for k in ("pause", "load", "resume"))
-        told = {"canary": said["sync/canary_max_abs"], "limit": said["sync/canary_limit"], "moved": said["sync/canary_moved"]}
+        told = {
+            "canary": said["sync/canary_max_abs"],
+            "limit": said["sync/canary_limit"],
+            "moved": said["sync/canary_moved"],
+        }
         return {"seconds": seconds, "phases": phases, **told, "canary_s": said["sync/canary_s"]}
 
     async def _reload(self) -> dict[str, Any]:
@@ -159,24 +189,36 @@ class Sides:
     async def _among_requests(self, update: Any) -> dict[str, Any]:
         self._trainer.step()
         self._all_running.clear()
-        asked = [asyncio.ensure_future(self._engine.generate(self._request(i))) for i in range(self._spec["requests"])]
+        asked = [
+            asyncio.ensure_future(self._engine.generate(self._request(i)))
+            for i in range(self._spec["requests"])
+        ]
         async with asyncio.timeout(RUNNING_S):
             await self._all_running.wait()
         answer = await update()
         done: list[Completion] = [c for made in await asyncio.gather(*asked) for c in made]
-        aborted = sum(c.finish_reason != "length" or len(c.tokens) != self._spec["max_tokens"] for c in done)
+        aborted = sum(
+            c.finish_reason != "length" or len(c.tokens) != self._spec["max_tokens"] for c in done
+        )
         return {**answer, "running": self._running, "aborted": aborted}
 
     def _request(self, i: int, *, top_p: float = 1.0) -> GenerateRequest:
         tokens = tuple(20 + (i * 131 + j * 17) % self._words for j in range(40))
-        sampling = SamplingArgs(temperature=1.0, top_p=top_p, max_tokens=self._spec["max_tokens"], ignore_eos=True)
+        sampling = SamplingArgs(
+            temperature=1.0, top_p=top_p, max_tokens=self._spec["max_tokens"], ignore_eos=True
+        )
         return GenerateRequest(prompt_tokens=tokens, sampling=sampling, request_id=f"r{i}")
 
 
 async def main(spec: dict[str, Any]) -> None:
     torch.set_num_threads(spec["threads"])
     settings = EngineSettings(
-        model_path=spec["model"], max_model_len=512, max_num_seqs=64, device="cpu", dtype="float32", cpu_threads=spec["threads"]
+        model_path=spec["model"],
+        max_model_len=512,
+        max_num_seqs=64,
+        device="cpu",
+        dtype="float32",
+        cpu_threads=spec["threads"],
     )
     engine = await VllmEngine.start(settings)
     try:

@@ -1,13 +1,16 @@
-"""rft's trainer on recorded rollouts, one train step whenever it is told to: the side of `bench_trainer.py` that is ours.
+"""rft's trainer on recorded rollouts, one train step whenever it is told to: the side of
+`bench_trainer.py` that is ours.
 
     python scripts/train_step.py SPEC.json      with {model, rollouts, lr, noise, folder}
 
-It runs the training loop, the ranks and the learner that `rft run` runs, with the settings that a configuration gives; the buffer is
-a reader that holds one block of rows and leases it for every step.
+It runs the training loop, the ranks and the learner that `rft run` runs, with the settings that a
+configuration gives; the buffer is a reader that holds one block of rows and leases it for every
+step.
 
-Protocol on the pipes: it completes the rollouts with log-probs of a sampler (its own, with noise), writes its own to
-logprobs.safetensors and prints {"ready": true, "budget", "threads"}; for each line on stdin it does one step and prints {"step", "seconds",
-"loss", "grad_norm", "peak_bytes", "positions", "phases"}; it ends when stdin closes.
+Protocol on the pipes: it completes the rollouts with log-probs of a sampler (its own, with noise),
+writes its own to logprobs.safetensors and prints {"ready": true, "budget", "threads"}; for each
+line on stdin it does one step and prints {"step", "seconds", "loss", "grad_norm", "peak_bytes",
+"positions", "phases"}; it ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -81,11 +84,19 @@ CONFIG: dict[str, Any] = {
     "buffer": {
         "total_epochs": 1000,
         "explorer_input": {
-            "taskset": {"name": "sums", "path": "rft.taskset.generated_tasks:digit_sums", "split": "train"},
+            "taskset": {
+                "name": "sums",
+                "path": "rft.taskset.generated_tasks:digit_sums",
+                "split": "train",
+            },
             "default_workflow_type": "math_workflow",
         },
     },
-    "explorer": {"eval_interval": 0, "eval_on_startup": False, "rollout_model": {"engine_type": "transformers"}},
+    "explorer": {
+        "eval_interval": 0,
+        "eval_on_startup": False,
+        "rollout_model": {"engine_type": "transformers"},
+    },
     "trainer": {"save_hf_checkpoint": "never"},
     "monitor": {"monitor_type": "none"},
 }
@@ -93,9 +104,13 @@ CONFIG: dict[str, Any] = {
 
 def rows_of(data: dict[str, np.ndarray]) -> tuple[list[Experience], tuple[GroupStats, ...]]:
     """The recorded rows as an explorer would have written them."""
-    runs, starts = int(data["shape"][1]), np.cumsum(data["lengths"]) - data["lengths"]
-    rows, groups = [], []
-    for i, (at, length, prompt) in enumerate(zip(starts, data["lengths"], data["prompts"], strict=True)):
+    runs = int(data["shape"][1])
+    starts = np.cumsum(data["lengths"]) - data["lengths"]
+    rows = []
+    groups = []
+    for i, (at, length, prompt) in enumerate(
+        zip(starts, data["lengths"], data["prompts"], strict=True)
+    ):
         group = GroupId(1, 0, 0, i // runs)
         rows.append(
             Experience(
@@ -109,7 +124,9 @@ def rows_of(data: dict[str, np.ndarray]) -> tuple[list[Experience], tuple[GroupS
                 loss_mask=np.arange(length) >= prompt,
                 logprobs=data["logprobs"][at : at + length],
                 version_spans=(VersionSpan(Version(1, 0), int(prompt), int(length)),),
-                sampling=(SamplingRecord(start=int(prompt), end=int(length), sampling=SamplingArgs()),),
+                sampling=(
+                    SamplingRecord(start=int(prompt), end=int(length), sampling=SamplingArgs()),
+                ),
                 reward=float(data["rewards"][i]),
             )
         )
@@ -117,17 +134,23 @@ def rows_of(data: dict[str, np.ndarray]) -> tuple[list[Experience], tuple[GroupS
             given = data["rewards"][i + 1 - runs : i + 1].astype(np.float64)
             groups.append(
                 GroupStats(
-                    group=str(group), rewards=tuple(given.tolist()), mean=float(given.mean()), std=float(given.std(ddof=1))
+                    group=str(group),
+                    rewards=tuple(given.tolist()),
+                    mean=float(given.mean()),
+                    std=float(given.std(ddof=1)),
                 )
             )
     return rows, tuple(groups)
 
 
 class Pipes:
-    """In place of the buffer and the monitor: a line on stdin leases the rows once more, a record is reported."""
+    """In place of the buffer and the monitor: a line on stdin leases the rows once more, a record
+    is reported.
+    """
 
     def __init__(self, lease: Lease) -> None:
-        self._lease, self._began = lease, 0.0
+        self._lease = lease
+        self._began = 0.0
 
     async def lease(self, step: int, **_: Any) -> Lease:
         if not await asyncio.to_thread(sys.stdin.readline):
@@ -145,12 +168,22 @@ class Pipes:
         """Nobody looks on."""
 
     async def log(self, record: MetricRecord) -> None:
-        seconds, v = time.monotonic() - self._began, record.values
-        phases = {name.removeprefix("time/"): round(value, 3) for name, value in v.items() if name.startswith("time/")}
+        seconds = time.monotonic() - self._began
+        v = record.values
+        phases = {
+            name.removeprefix("time/"): round(value, 3)
+            for name, value in v.items()
+            if name.startswith("time/")
+        }
         say(
-            step=record.step, seconds=seconds, loss=v["actor/loss"], grad_norm=v["actor/grad_norm"], peak_bytes=peak_bytes(),
-            positions=v["perf/computed_positions"], phases=phases,
-        )  # fmt: skip
+            step=record.step,
+            seconds=seconds,
+            loss=v["actor/loss"],
+            grad_norm=v["actor/grad_norm"],
+            peak_bytes=peak_bytes(),
+            positions=v["perf/computed_positions"],
+            phases=phases,
+        )
 
 
 def say(**message: Any) -> None:
@@ -170,11 +203,17 @@ async def main(spec: dict[str, Any]) -> None:
         for end, length, prompt in zip(ends, data["lengths"], data["prompts"], strict=True)
     ]
     scores = await ranks.score(asked)
-    save_file({str(i): s for i, s in enumerate(scores)}, Path(spec["folder"]) / "logprobs.safetensors")
+    save_file(
+        {str(i): s for i, s in enumerate(scores)}, Path(spec["folder"]) / "logprobs.safetensors"
+    )
     noise = np.random.default_rng(1)
-    sampled = [np.minimum(s + noise.normal(0, spec["noise"], len(s)), 0).astype(np.float32) for s in scores]
+    sampled = [
+        np.minimum(s + noise.normal(0, spec["noise"], len(s)), 0).astype(np.float32) for s in scores
+    ]
     prompts = [np.zeros(n, np.float32) for n in data["prompts"]]
-    data["logprobs"] = np.concatenate([part for pair in zip(prompts, sampled, strict=True) for part in pair])
+    data["logprobs"] = np.concatenate(
+        [part for pair in zip(prompts, sampled, strict=True) for part in pair]
+    )
     save_file(data, path)
     rows, stats = rows_of(data)
     pipes = Pipes(Lease(step=1, frame=encode(rows), groups=stats))

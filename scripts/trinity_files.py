@@ -1,10 +1,13 @@
-"""What becomes of Trinity-RFT's example files: docs/measured/from-trinity-files.md, and the same on the terminal.
+"""What becomes of Trinity-RFT's example files: docs/measured/from-trinity-files.md, and the same on
+the terminal.
 
-    python scripts/trinity_files.py FOLDER [--plugins FOLDER] [--json FILE] [--write "agentscope-ai/Trinity-RFT, 2026-06-25"] [--add]
+    python scripts/trinity_files.py FOLDER [--plugins FOLDER] [--json FILE] [--write
+    "agentscope-ai/Trinity-RFT, 2026-06-25"] [--add]
 
-FOLDER holds the YAML files as they were published (their text is in no part of this repository).  Each is checked twice: by itself, as
-`rft check --schema-only` does, and whole, with a tiny model and rows that have the columns it names in place of its own.  With `--add`
-the rows of the page whose files FOLDER does not have stay as they were measured.
+FOLDER holds the YAML files as they were published (their text is in no part of this repository).
+Each is checked twice: by itself, as `rft check --schema-only` does, and whole, with a tiny model
+and rows that have the columns it names in place of its own.  With `--add` the rows of the page
+whose files FOLDER does not have stay as they were measured.
 """
 
 from __future__ import annotations
@@ -45,11 +48,21 @@ class Outcome:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--plugins", type=Path, help="folder on sys.path: the files' own workflows with their imports changed")
+    parser.add_argument(
+        "--plugins",
+        type=Path,
+        help="folder on sys.path: the files' own workflows with their imports changed",
+    )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--write", metavar="SOURCE", help=f"write {PAGE.name}; SOURCE: where the files are from, and when")
+    parser.add_argument(
+        "--write",
+        metavar="SOURCE",
+        help=f"write {PAGE.name}; SOURCE: where the files are from, and when",
+    )
     parser.add_argument("--add", action="store_true", help="keep the page's rows of other files")
     given = parser.parse_args()
     if given.plugins:
@@ -60,7 +73,10 @@ def main() -> int:
         found = [judged(path, str(path.relative_to(folder)), Path(work)) for path in files(folder)]
     if given.add:
         measured = {one.name for one in found}
-        found = sorted([*found, *(row for row in rows_of_page() if row.name not in measured)], key=lambda one: one.name)
+        found = sorted(
+            [*found, *(row for row in rows_of_page() if row.name not in measured)],
+            key=lambda one: one.name,
+        )
     for one in found:
         print(f"{one.name:70} {one.outcome}")
         for line in (*one.why, *(f"warning: {w}" for w in one.warnings)):
@@ -94,9 +110,14 @@ def judged(path: Path, name: str, work: Path) -> Outcome:
     needs = tuple(dict.fromkeys(str(n) for r in alone for n in r.needs if n.kind not in GIVEN))
     if needs:
         return Outcome(name, "needs", needs, warnings)
-    whole = [check(path, brought(report, work), stage=stage) for report, stage in zip(alone, stages, strict=True)]
+    whole = [
+        check(path, brought(report, work), stage=stage)
+        for report, stage in zip(alone, stages, strict=True)
+    ]
     if lacking := _errors(whole):
-        return Outcome(name, "refused", tuple(f"with model and data: {x}" for x in lacking), warnings)
+        return Outcome(
+            name, "refused", tuple(f"with model and data: {x}" for x in lacking), warnings
+        )
     return Outcome(name, "runs with warnings" if warnings else "runs as it is", (), warnings)
 
 
@@ -104,13 +125,16 @@ def _errors(reports: list[Report]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(e) for r in reports for e in r.errors))
 
 
-# ---------------------------------------------------------------- a model and data in place of the file's own
+# ---------------------------------------------------------------- a model and data in place of the
+# file's own
 
 
 def brought(report: Report, work: Path) -> list[str]:
     """Overrides that name the tiny model and made rows."""
     assert report.plan is not None and report.config is not None
-    plan, buffers, model = report.plan, report.config.buffer.trainer_input.auxiliary_buffers, tiny(work)
+    plan = report.plan
+    buffers = report.config.buffer.trainer_input.auxiliary_buffers
+    model = tiny(work)
     found = [f"model.model_path={model}", f"checkpoint_root_dir={work}/runs"]
     if plan.learner.critic.model_path != plan.learner.model_path:
         found.append(f"model.critic_model_path={model}")
@@ -118,17 +142,28 @@ def brought(report: Report, work: Path) -> list[str]:
         if m.engines[0].external is None:
             found.append(f"explorer.auxiliary_models[{i}].model_path={model}")
     base = "buffer.explorer_input"
-    train, evals = plan.explorer.tasksets, plan.explorer.eval_tasksets
-    keys = [f"{base}.taskset"] if len(train) == 1 else [f"{base}.tasksets[{i}]" for i in range(len(train))]
-    for t, key in zip((*train, *evals), [*keys, *(f"{base}.eval_tasksets[{i}]" for i in range(len(evals)))], strict=True):
+    train = plan.explorer.tasksets
+    evals = plan.explorer.eval_tasksets
+    keys = (
+        [f"{base}.taskset"]
+        if len(train) == 1
+        else [f"{base}.tasksets[{i}]" for i in range(len(train))]
+    )
+    for t, key in zip(
+        (*train, *evals),
+        [*keys, *(f"{base}.eval_tasksets[{i}]" for i in range(len(evals)))],
+        strict=True,
+    ):
         found.append(f"{key}.path={rows(t.format, work, t.name, numbers=t.feature_keys)}")
-    data, expert = plan.trainer.offline_data, plan.expert
+    data = plan.trainer.offline_data
+    expert = plan.expert
     if data is not None:
         path = rows(data.rows.format, work, "data", data.chosen_key, data.rejected_key)
         found.append(f"buffer.trainer_input.experience_buffer.path={path}")
     if expert is not None:
         found += [
-            f"buffer.trainer_input.auxiliary_buffers.{name}.path={rows(expert.rows.format, work, name)}" for name in buffers
+            f"buffer.trainer_input.auxiliary_buffers.{name}.path={rows(expert.rows.format, work, name)}"
+            for name in buffers
         ]
     return found
 
@@ -141,15 +176,30 @@ def tiny(work: Path) -> Path:
     if not folder.exists():
         make(folder)
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 17}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": 1 << 17})
+        )
     return folder
 
 
-def rows(form: FormatSettings, work: Path, name: str, *more: str, numbers: Sequence[str] = ()) -> Path:
+def rows(
+    form: FormatSettings, work: Path, name: str, *more: str, numbers: Sequence[str] = ()
+) -> Path:
     """Rows with every column that `form` names."""
     chat = [{"role": "user", "content": "1 + 1?"}]
-    row: dict[str, Any] = {"nums": [1, 2], "target": 3, "seed": 1, "size": 4, "p": 0.8, **dict.fromkeys(numbers, 0.5)}
-    texts = {form.prompt_key: "1 + 1?", form.response_key: "2", **{column: f"{i}" for i, column in enumerate(more)}}
+    row: dict[str, Any] = {
+        "nums": [1, 2],
+        "target": 3,
+        "seed": 1,
+        "size": 4,
+        "p": 0.8,
+        **dict.fromkeys(numbers, 0.5),
+    }
+    texts = {
+        form.prompt_key: "1 + 1?",
+        form.response_key: "2",
+        **{column: f"{i}" for i, column in enumerate(more)},
+    }
     lists = {form.messages_key: [*chat, {"role": "assistant", "content": "2"}]}
     if form.prompt_type == "messages":
         lists[form.prompt_key] = chat
@@ -177,7 +227,9 @@ def rows_of_page() -> Iterator[Outcome]:
         count = re.fullmatch(r"runs with (\d+) warning\(s\)", outcome)
         warnings = ("",) * int(count[1]) if count else ()
         reasons = tuple(_today(one) for one in why.split("<br>")) if why else ()
-        yield Outcome(name.strip("`"), "runs with warnings" if count else outcome, reasons, warnings)
+        yield Outcome(
+            name.strip("`"), "runs with warnings" if count else outcome, reasons, warnings
+        )
 
 
 def _today(why: str) -> str:
@@ -206,9 +258,12 @@ def page(found: list[Outcome], source: str) -> str:
     lines = [
         "# Trinity-RFT's example files",
         "",
-        f"What `rft check` says of each, made by `scripts/trinity_files.py` from the files of {source},",
-        "with the extras that workflows name installed, own Python files with their imports changed, and a tiny model and made rows in",
-        "place of theirs. A file *needs* what its reason names; a refused one runs once that is changed. What means something else here",
+        f"What `rft check` says of each, made by `scripts/trinity_files.py` from the files of "
+        f"{source},",
+        "with the extras that workflows name installed, own Python files with their imports "
+        "changed, and a tiny model and made rows in",
+        "place of theirs. A file *needs* what its reason names; a refused one runs once that is "
+        "changed. What means something else here",
         "is told in [Coming from Trinity-RFT](howto/from-trinity.md).",
         "",
         summary(found),
@@ -218,7 +273,11 @@ def page(found: list[Outcome], source: str) -> str:
     ]
     for one in found:
         said = "<br>".join(map(_cell, one.why))
-        outcome = f"runs with {len(one.warnings)} warning(s)" if one.warnings and not one.why else one.outcome
+        outcome = (
+            f"runs with {len(one.warnings)} warning(s)"
+            if one.warnings and not one.why
+            else one.outcome
+        )
         lines.append(f"| `{one.name}` | {outcome} | {said} |")
     return "\n".join(lines) + "\n"
 

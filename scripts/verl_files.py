@@ -1,9 +1,11 @@
-"""Writes docs/measured/from-verl-files.md: what `rft convert verl` makes of the launch scripts that veRL publishes.  Names and outcomes only.
+"""Writes docs/measured/from-verl-files.md: what `rft convert verl` makes of the launch scripts that
+veRL publishes.  Names and outcomes only.
 
     python scripts/verl_files.py NAME=FOLDER ... [--write]
 
-FOLDER is a checkout of veRL, or a folder of one, and NAME what the page calls it, as `b178a3cd=../verl`.  Every script that starts one
-of veRL's programs is converted; exit code 1 if one of them ends in anything but an account or a refusal.
+FOLDER is a checkout of veRL, or a folder of one, and NAME what the page calls it, as
+`b178a3cd=../verl`.  Every script that starts one of veRL's programs is converted; exit code 1 if
+one of them ends in anything but an account or a refusal.
 """
 
 from __future__ import annotations
@@ -84,14 +86,24 @@ def _outcome(done: Conversion) -> tuple[str, str]:
 
 def _needs(text: str, launch: Launch | None) -> str:
     """The group on the page, by what the script needs."""
-    given = {a.key: str(a.value) for a in (*launch.arguments, *launch.options)} if launch is not None else {}
-    keys, code = " ".join([*given, *given.values()]), text.lower()
+    given = (
+        {a.key: str(a.value) for a in (*launch.arguments, *launch.options)}
+        if launch is not None
+        else {}
+    )
+    keys = " ".join([*given, *given.values()])
+    code = text.lower()
     if launch is None:
         keys = code
     if "megatron" in keys:
         return "Megatron"
     for engine in ("sglang", "trtllm"):
-        if given.get("actor_rollout_ref.rollout.name", engine if f"rollout.name={engine}" in code else "") == engine:
+        if (
+            given.get(
+                "actor_rollout_ref.rollout.name", engine if f"rollout.name={engine}" in code else ""
+            )
+            == engine
+        ):
             return {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}[engine]
     if given.get("trainer.device") == "npu":
         return "NPU"
@@ -108,10 +120,17 @@ def _short(message: str) -> str:
 
 def page(found: list[File], revisions: str) -> str:
     groups = sorted({f.group for f in found}, key=lambda g: (g != OURS, g))
-    lines = ["| Needs | scripts | " + " | ".join(OUTCOMES[:-1]) + " |", "|---|---|" + "---|" * (len(OUTCOMES) - 1)]
+    lines = [
+        "| Needs | scripts | " + " | ".join(OUTCOMES[:-1]) + " |",
+        "|---|---|" + "---|" * (len(OUTCOMES) - 1),
+    ]
     for group in groups:
         counts = Counter(f.outcome for f in found if f.group == group)
-        lines.append(f"| {group} | {counts.total()} | " + " | ".join(str(counts[o]) for o in OUTCOMES[:-1]) + " |")
+        lines.append(
+            f"| {group} | {counts.total()} | "
+            + " | ".join(str(counts[o]) for o in OUTCOMES[:-1])
+            + " |"
+        )
     for group in groups:
         for source in dict.fromkeys(f.source for f in found if f.group == group):
             rows = [f.row for f in found if (f.group, f.source) == (group, source)]
@@ -130,7 +149,11 @@ def main(given: list[str]) -> int:
     if write:
         PAGE.write_text(text, encoding="utf-8")
     print(
-        text if not write else "\n".join(line for line in text.splitlines() if re.match(r"\| (Needs|[A-Za-z ]+) \| [\ds]", line))
+        text
+        if not write
+        else "\n".join(
+            line for line in text.splitlines() if re.match(r"\| (Needs|[A-Za-z ]+) \| [\ds]", line)
+        )
     )
     return int(any(f.outcome == "crash" for f in found))
 

@@ -2,8 +2,9 @@
 
     python scripts/verl_learning.py SCRIPT ...
 
-A random model of 0.3 million parameters copies one digit (`tests/extras/migrate/converted.py` says what is scaled down).  Prints a table of
-held-out accuracy before, half-way and at the end; exit code 1 if one of them ends below 0.8.
+A random model of 0.3 million parameters copies one digit (`tests/extras/migrate/converted.py` says
+what is scaled down).  Prints a table of held-out accuracy before, half-way and at the end; exit
+code 1 if one of them ends below 0.8.
 """
 
 from __future__ import annotations
@@ -29,9 +30,19 @@ def main(scripts: list[str]) -> int:
             if done.code:
                 print(done.output, file=sys.stderr)
                 return 1
-            found = {r for record in read(run / "metrics.jsonl") for r in record.values if r.endswith("/mean@1") and "eval/" in r}
+            found = {
+                r
+                for record in read(run / "metrics.jsonl")
+                for r in record.values
+                if r.endswith("/mean@1") and "eval/" in r
+            }
             values = [v for _, v in series(read(run / "metrics.jsonl"), min(found))]
-            print(f"| {script.parent.name}/{script.name} | " + " | ".join(f"{v:.2f}" for v in values) + " |", flush=True)
+            print(
+                f"| {script.parent.name}/{script.name} | "
+                + " | ".join(f"{v:.2f}" for v in values)
+                + " |",
+                flush=True,
+            )
             low |= values[-1] < 0.8
     return int(low)
 

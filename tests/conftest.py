@@ -1,5 +1,6 @@
-"""What all tests share: few threads, no network, the tiny models, a PostgreSQL server, a temporary folder of the session, and the check
-that a test leaves nothing behind."""
+"""What all tests share: few threads, no network, the tiny models, a PostgreSQL server, a temporary
+folder of the session, and the check that a test leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +20,36 @@ from typing import Any
 
 # before anything imports torch, transformers or ray
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a learner has two threads; one that waits is to leave its core
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+# a learner has two threads; one that waits is to leave its core
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.update(
-    WANDB_MODE="offline", HF_HUB_DISABLE_TELEMETRY="1", RAY_USAGE_STATS_ENABLED="0", DO_NOT_TRACK="1", MPLBACKEND="Agg"
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
 )
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a background job; what tests start would ignore it, too
+os.environ.update(
+    WANDB_MODE="offline",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    RAY_USAGE_STATS_ENABLED="0",
+    DO_NOT_TRACK="1",
+    MPLBACKEND="Agg",
+)
+# as of a background job; what tests start would ignore it, too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith(os.environ.get("PYTEST_XDIST_WORKER", "")):
-    # what libraries and killed processes leave in the temporary folder goes with it; each worker has its own, so what another makes does
-    # not look left behind; a short name, because sockets are made in it
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # `tmp_path` of the last sessions is kept where it was
-    own = Path(os.environ.get("RFT_TESTS_TMP") or tempfile.mkdtemp(prefix="tests-"), os.environ.get("PYTEST_XDIST_WORKER", ""))
+if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith(
+    os.environ.get("PYTEST_XDIST_WORKER", "")
+):
+    # what libraries and killed processes leave in the temporary folder goes with it; each worker
+    # has its own, so what another makes does not look left behind; a short name, because sockets
+    # are made in it
+    # `tmp_path` of the last sessions is kept where it was
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    own = Path(
+        os.environ.get("RFT_TESTS_TMP") or tempfile.mkdtemp(prefix="tests-"),
+        os.environ.get("PYTEST_XDIST_WORKER", ""),
+    )
     own.mkdir(exist_ok=True)
     own.chmod(0o755)  # a PostgreSQL server runs as another user
     tempfile.tempdir = os.environ["TMPDIR"] = os.environ["RFT_TESTS_TMP"] = str(own)
@@ -42,11 +61,14 @@ import pytest
 from rft import secrets as logs
 from tests.helpers.postgres import postgres as postgres
 
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("busy")  # a test tells how fast it is by what it counts
 pytest_plugins = ["tests.helpers.leftovers_plugin"]
 
-# Whole runs on Ray or vLLM: with several workers (-n) one of them plays these, one after the other, and begins with them.
+# Whole runs on Ray or vLLM: with several workers (-n) one of them plays these, one after the other,
+# and begins with them.
 ON_RAY = {
     f"test_{name}.py"
     for name in """
@@ -58,12 +80,15 @@ ON_RAY = {
 }
 
 ROOT = Path(__file__).parent.parent
-WHOLE_RUNS = {"integration", "fault"}  # names of folders of end-to-end tests; `make test` plays their smoke tests alone
+# names of folders of end-to-end tests; `make test` plays their smoke tests alone
+WHOLE_RUNS = {"integration", "fault"}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests share what it sets up, so they go to one worker; those of ON_RAY all go to the same."""
+    """A file's tests share what it sets up, so they go to one worker; those of ON_RAY all go to the
+    same.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -71,7 +96,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.split("::", 1)[0]
             return "on Ray" if Path(file).name in ON_RAY else file
 
-    config.option.loadscopereorder = False  # files in the order below, not those of many small tests first
+    # files in the order below, not those of many small tests first
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 
@@ -80,15 +106,21 @@ def has_extra(name: str) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`make test` does not import files that have only end-to-end tests; files that import an extra are skipped where it is missing."""
+    """`make test` does not import files that have only end-to-end tests; files that import an extra
+    are skipped where it is missing.
+    """
     if not collection_path.match("test_*.py"):
         return None
-    needed = re.findall(r"(?m)^(?:from|import) (?:rft|tests)\.extras\.(\w+)", collection_path.read_text(encoding="utf-8"))
+    needed = re.findall(
+        r"(?m)^(?:from|import) (?:rft|tests)\.extras\.(\w+)",
+        collection_path.read_text(encoding="utf-8"),
+    )
     if any(not has_extra(name) for name in needed):
         return True
     if set(config.option.markexpr.split(" and ")) != {"not slow", "not e2e"}:
         return None
-    text, whole = collection_path.read_text(encoding="utf-8"), WHOLE_RUNS & set(collection_path.parts)
+    text = collection_path.read_text(encoding="utf-8")
+    whole = WHOLE_RUNS & set(collection_path.parts)
     return ("mark.smoke" not in text if whole else "\npytestmark = pytest.mark.e2e" in text) or None
 
 
@@ -132,14 +164,24 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    """Libraries that a test loads may silence loggers, and secrets are learnt; the next test must see its messages."""
+    """Libraries that a test loads may silence loggers, and secrets are learnt; the next test must
+    see its messages.
+    """
 
     def loggers() -> list[logging.Logger]:
         named = logging.root.manager.loggerDict
-        return [logging.root, *(x for name, x in named.items() if name.startswith("rft") and isinstance(x, logging.Logger))]
+        return [
+            logging.root,
+            *(
+                x
+                for name, x in named.items()
+                if name.startswith("rft") and isinstance(x, logging.Logger)
+            ),
+        ]
 
     before = {x: (x.level, x.propagate, x.disabled) for x in loggers()}
-    silenced, secrets = logging.root.manager.disable, set(logs._values)
+    silenced = logging.root.manager.disable
+    secrets = set(logs._values)
     yield
     logging.disable(silenced)
     logs._values.intersection_update(secrets)
@@ -158,7 +200,9 @@ def _no_workers_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Downloads and compiled files of a test run stay in its own folder; an inherited RFT_CACHE is respected."""
+    """Downloads and compiled files of a test run stay in its own folder; an inherited RFT_CACHE is
+    respected.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets_cache")))
         yield
@@ -166,7 +210,9 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_plugins_of_other_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the tests of one file have loaded from temporary folders is not there for those of the next one."""
+    """What the tests of one file have loaded from temporary folders is not there for those of the
+    next one.
+    """
     yield
     from tests.helpers.command import forget_plugins
 

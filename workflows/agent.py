@@ -1,7 +1,8 @@
 """Agents that speak OpenAI's protocol: a small ReAct loop to copy, and any program of yours.
 
 explorer_input:
-  taskset: {path: sums.jsonl, default_workflow_type: react_agent_workflow, default_reward_fn_type: final_answer}
+  taskset: {path: sums.jsonl, default_workflow_type: react_agent_workflow, default_reward_fn_type:
+  final_answer}
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from rft.types.thoughts import split_thought
 from rft.workflow.agent import CommandAgent, CommandArgs
 
 INSTRUCTION = (
-    "Solve the task. To calculate, write a line `Action: EXPRESSION` and stop; you are then told `Observation: RESULT`. "
+    "Solve the task. To calculate, write a line `Action: EXPRESSION` and stop; you are then told "
+    "`Observation: RESULT`. "
     "When you know the result, write a line `Answer: RESULT`."
 )
 _ACTION = re.compile(r"^Action:\s*(.+)$", re.MULTILINE)
@@ -61,18 +63,25 @@ class ReactAgent(AgentWorkflow):
         messages: list[Any] = [{"role": "system", "content": self.instruction}, *task.chat()]
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             for _ in range(self.max_turns):
-                answer = await client.chat.completions.create(model="policy", messages=messages, stop=["Observation:"])
+                answer = await client.chat.completions.create(
+                    model="policy", messages=messages, stop=["Observation:"]
+                )
                 said = answer.choices[0].message
                 text = split_thought(said.content or "").answer
                 action = _ACTION.search(text)
                 if action is None or _ANSWER.search(text):
                     return
-                messages += [said, {"role": "user", "content": f"Observation: {calculate(action[1])}"}]
+                messages += [
+                    said,
+                    {"role": "user", "content": f"Observation: {calculate(action[1])}"},
+                ]
 
 
 @register.reward("final_answer")
 def final_answer(task: Task, transcript: Transcript) -> float:
-    """1 if the last line `Answer: ...` of the run's last answer, or all of it where it has none, is the truth; else 0."""
+    """1 if the last line `Answer: ...` of the run's last answer, or all of it where it has none, is
+    the truth; else 0.
+    """
     found = _ANSWER.findall(transcript.answer) or [transcript.answer]
     right = same_answer(found[-1], str(truth_of(task)))
     note("last line Answer:", found[-1], found[-1].strip(), task.truth, right)
@@ -80,7 +89,9 @@ def final_answer(task: Task, transcript: Transcript) -> float:
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of + - * / and numbers; what is wrong with it, in words for the model."""
+    """The value of an expression of + - * / and numbers; what is wrong with it, in words for the
+    model.
+    """
     try:
         if len(expression) > 200:
             raise ValueError("the expression is too long")
@@ -91,7 +102,11 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+    ):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return float(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))

@@ -1,7 +1,8 @@
 """One question, one answer: the simplest workflow, and the one to copy when you write your own.
 
 explorer_input:
-  taskset: {path: questions.jsonl, default_workflow_type: simple_workflow, default_reward_fn_type: exact_answer}
+  taskset: {path: questions.jsonl, default_workflow_type: simple_workflow, default_reward_fn_type:
+  exact_answer}
 """
 
 from collections.abc import Mapping
@@ -34,12 +35,15 @@ class SimpleWorkflow(Workflow):
         return ctx.transcript()
 
 
-register.workflow("async_simple_workflow", args=ChatArgs)(SimpleWorkflow)  # Trinity-RFT's name; every workflow may be async here
+# Trinity-RFT's name; every workflow may be async here
+register.workflow("async_simple_workflow", args=ChatArgs)(SimpleWorkflow)
 
 
 @register.workflow("rubric_judge_workflow", args=ChatArgs)
 class RubricJudged(SimpleWorkflow):
-    """The same, scored by a judge with the criteria in a row's column `rubric`: a list of {description, weight}."""
+    """The same, scored by a judge with the criteria in a row's column `rubric`: a list of
+    {description, weight}.
+    """
 
     usual_reward = "rubric_judge"
     usual_reward_args: ClassVar[Mapping[str, Any]] = {"rubric_key": "rubric"}

@@ -1,7 +1,8 @@
 """Countdown: reach a number from given ones.  Goes with `countdown_reward`.
 
 explorer_input:
-  taskset: {path: "rft.taskset.generated_tasks:countdown", split: train, default_workflow_type: countdown_workflow,
+  taskset: {path: "rft.taskset.generated_tasks:countdown", split: train, default_workflow_type:
+  countdown_workflow,
             default_reward_fn_type: countdown_reward}
 """
 
@@ -18,7 +19,12 @@ class CountdownWorkflow(Workflow):
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         messages = task.chat()
         if task.prompt in (None, "") or "nums" in task.row:
-            question = COUNTDOWN_PROMPT.format(numbers=", ".join(map(str, task.row["nums"])), target=task.row["target"])
-            messages = [*(m for m in messages if m["role"] == "system"), {"role": "user", "content": question}]
+            question = COUNTDOWN_PROMPT.format(
+                numbers=", ".join(map(str, task.row["nums"])), target=task.row["target"]
+            )
+            messages = [
+                *(m for m in messages if m["role"] == "system"),
+                {"role": "user", "content": question},
+            ]
         await ctx.chat(messages)
         return ctx.transcript()

@@ -1,6 +1,7 @@
 """Mathematical questions: the model is asked to reason first and to mark its final answer.
 
-Goes with `math_reward` (math_workflow) or `math_boxed_reward` (math_boxed_workflow, math_eval_workflow).
+Goes with `math_reward` (math_workflow) or `math_boxed_reward` (math_boxed_workflow,
+math_eval_workflow).
 """
 
 from typing import Literal
@@ -19,7 +20,9 @@ PROMPTS = {
 
 
 class MathArgs(BaseModel):
-    """`style` says how the answer is to be marked; `system_prompt` replaces that instruction by your own words."""
+    """`style` says how the answer is to be marked; `system_prompt` replaces that instruction by
+    your own words.
+    """
 
     model_config = ConfigDict(extra="forbid")
     style: Literal["tags", "boxed"] = "tags"
@@ -32,7 +35,9 @@ class MathWorkflow(Workflow):
 
     usual_reward = "math_reward"
 
-    def __init__(self, style: Literal["tags", "boxed"] = "tags", system_prompt: str | None = None) -> None:
+    def __init__(
+        self, style: Literal["tags", "boxed"] = "tags", system_prompt: str | None = None
+    ) -> None:
         self.instruction = system_prompt if system_prompt is not None else PROMPTS[style]
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
@@ -44,7 +49,9 @@ class MathWorkflow(Workflow):
 
 
 class BoxedArgs(BaseModel):
-    """`use_base`: the question alone, for models that were never tuned to chat; `with_think` asks for <think>...</think> first."""
+    """`use_base`: the question alone, for models that were never tuned to chat; `with_think` asks
+    for <think>...</think> first.
+    """
 
     model_config = ConfigDict(extra="forbid")
     use_base: bool = False
@@ -54,11 +61,15 @@ class BoxedArgs(BaseModel):
 
 @register.workflow("math_boxed_workflow", args=BoxedArgs)
 class MathBoxedWorkflow(Workflow):
-    """Asks once for a result inside \\boxed{}.  What an answer without <think> loses is an argument of `math_boxed_reward`."""
+    """Asks once for a result inside \\boxed{}.  What an answer without <think> loses is an argument
+    of `math_boxed_reward`.
+    """
 
     usual_reward = "math_boxed_reward"
 
-    def __init__(self, use_base: bool = False, with_think: bool = False, system_prompt: str | None = None) -> None:
+    def __init__(
+        self, use_base: bool = False, with_think: bool = False, system_prompt: str | None = None
+    ) -> None:
         think = "Write your reasoning between <think> and </think> first. " if with_think else ""
         self.instruction = system_prompt if system_prompt is not None else think + PROMPTS["boxed"]
         self.use_base = use_base
@@ -77,10 +88,14 @@ class EvalArgs(BaseModel):
 
 @register.workflow("math_eval_workflow", args=EvalArgs)
 class MathEvalWorkflow(MathBoxedWorkflow):
-    """The instruction of Qwen2.5-Math's evaluation; its sampling is `rollout_args: {temperature: 0.6, top_p: 0.8}`."""
+    """The instruction of Qwen2.5-Math's evaluation; its sampling is `rollout_args: {temperature:
+    0.6, top_p: 0.8}`.
+    """
 
     def __init__(self) -> None:
-        super().__init__(system_prompt="Please reason step by step, and put your final answer within \\boxed{}.")
+        super().__init__(
+            system_prompt="Please reason step by step, and put your final answer within \\boxed{}."
+        )
 
 
 class MathRuler(MathWorkflow):
@@ -89,7 +104,8 @@ class MathRuler(MathWorkflow):
     usual_reward = "ruler_judge"
 
 
-# Trinity-RFT's names.  math_rm_workflow is for rewards that look at the whole conversation, which all rewards can.
+# Trinity-RFT's names.  math_rm_workflow is for rewards that look at the whole conversation, which
+# all rewards can.
 for _name in ("async_math_workflow", "math_rm_workflow", "async_math_rm_workflow"):
     register.workflow(_name, args=MathArgs)(MathWorkflow)
 for _name in ("math_ruler_workflow", "async_math_ruler_workflow"):

@@ -1,9 +1,12 @@
-"""Questions to a small SQLite database: the model tries queries, sees what they give, and says when it is done.
+"""Questions to a small SQLite database: the model tries queries, sees what they give, and says when
+it is done.
 
 explorer_input:
-  taskset: {path: questions.jsonl, default_workflow_type: sql_workflow, format: {prompt_key: question, response_key: query}}
+  taskset: {path: questions.jsonl, default_workflow_type: sql_workflow, format: {prompt_key:
+  question, response_key: query}}
 
-A row has `question`, `query` (gold) and `database`: a script of CREATE and INSERT statements, or the path of a database file.
+A row has `question`, `query` (gold) and `database`: a script of CREATE and INSERT statements, or
+the path of a database file.
 """
 
 import sqlite3
@@ -16,10 +19,16 @@ from pydantic import Field
 from rft import EnvWorkflow, Step, Task, TurnArgs, register
 
 INSTRUCTION = (
-    "Answer the question with one SQLite query. In every turn write one query in a block that begins with ```sql and ends with ```; "
+    "Answer the question with one SQLite query. In every turn write one query in a block that "
+    "begins with ```sql and ends with ```; "
     "you are shown its result. When the last result answers the question, write SUBMIT alone."
 )
-_READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+_READS = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
 _MAX_VALUE = 1 << 20  # bytes of one text or blob that a query may make
 
 
@@ -30,7 +39,9 @@ class SqlArgs(TurnArgs):
     query_s: float = Field(2.0, gt=0, description="seconds that a query may take")
     max_rows: int = Field(20, ge=1, description="rows of a result that are shown")
     max_chars: int = Field(600, ge=20, description="characters of a result that are shown")
-    ordered: bool = Field(False, description="rows of the result must come in the gold query's order")
+    ordered: bool = Field(
+        False, description="rows of the result must come in the gold query's order"
+    )
 
 
 class QueryFailed(Exception):
@@ -56,7 +67,10 @@ class SqlWorkflow(EnvWorkflow):
     def reset(self, task: Task) -> str:
         self.db = opened(str(task.row["database"]))
         schema = "\n".join(
-            sql for (sql,) in self.db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid")
+            sql
+            for (sql,) in self.db.execute(
+                "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid"
+            )
         )
         self.db.set_authorizer(_only_reads)
         self.gold = self.query(str(task.truth), limit=None)
@@ -102,16 +116,27 @@ class SqlWorkflow(EnvWorkflow):
             rows = self.db.execute(text).fetchmany(limit or 10_001)
         except (sqlite3.Error, sqlite3.Warning, OverflowError, MemoryError) as e:
             slow = time.monotonic() > until
-            raise QueryFailed(f"the query took longer than {self.args.query_s:g} s" if slow else str(e)) from None
+            raise QueryFailed(
+                f"the query took longer than {self.args.query_s:g} s" if slow else str(e)
+            ) from None
         if len(rows) > 10_000:
             raise QueryFailed("the result has more than 10,000 rows")
         return rows
 
     def shown(self, rows: list[tuple[Any, ...]]) -> str:
-        lines = [" | ".join("NULL" if v is None else str(v) for v in row) for row in rows[: self.args.max_rows]]
-        more = f"\n... {len(rows) - self.args.max_rows} more rows" if len(rows) > self.args.max_rows else ""
+        lines = [
+            " | ".join("NULL" if v is None else str(v) for v in row)
+            for row in rows[: self.args.max_rows]
+        ]
+        more = (
+            f"\n... {len(rows) - self.args.max_rows} more rows"
+            if len(rows) > self.args.max_rows
+            else ""
+        )
         text = "\n".join(lines) or "(no rows)"
-        return text[: self.args.max_chars] + ("..." if len(text) > self.args.max_chars else "") + more
+        return (
+            text[: self.args.max_chars] + ("..." if len(text) > self.args.max_chars else "") + more
+        )
 
     def close(self) -> None:
         if self.db is not None:
@@ -121,14 +146,20 @@ class SqlWorkflow(EnvWorkflow):
 def opened(database: str) -> sqlite3.Connection:
     """A database of its own from a script, or a file opened for reading only."""
     if "\n" not in database and ";" not in database:
-        return sqlite3.connect(f"{Path(database).expanduser().resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+        return sqlite3.connect(
+            f"{Path(database).expanduser().resolve().as_uri()}?mode=ro",
+            uri=True,
+            check_same_thread=False,
+        )
     db = sqlite3.connect(":memory:", check_same_thread=False)
     db.executescript(database)
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE)
     return db
 
 
-def _only_reads(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
+def _only_reads(
+    action: int, first: str | None, second: str | None, database: str | None, trigger: str | None
+) -> int:
     if action == sqlite3.SQLITE_FUNCTION and second == "load_extension":
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY

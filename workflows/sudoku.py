@@ -1,10 +1,13 @@
-"""Sudoku, some cells in every turn: the model is shown the board as it is and writes where which number goes.
+"""Sudoku, some cells in every turn: the model is shown the board as it is and writes where which
+number goes.
 
 explorer_input:
   taskset: {path: boards.jsonl, default_workflow_type: sudoku_workflow}                         # {"puzzle": [[5, 3, 0, ...], ...]}
-  taskset: {path: "rft.taskset.generated_tasks:seeds", default_workflow_type: sudoku_workflow}  # a board for each seed
+  taskset: {path: "rft.taskset.generated_tasks:seeds", default_workflow_type: sudoku_workflow}  # a
+  board for each seed
 
-Every call is a row with its own reward: 1 for the one that fills the board, -1 for one that breaks a rule and ends the run, else 0.
+Every call is a row with its own reward: 1 for the one that fills the board, -1 for one that breaks
+a rule and ends the run, else 0.
 """
 
 import random
@@ -25,7 +28,10 @@ class SudokuArgs(StepArgs):
 
     max_turns: int = Field(20, ge=1, description="answers at most")
     history: int | None = Field(
-        0, ge=0, description="steps: how many earlier turns the model is shown; the board holds all it needs"
+        0,
+        ge=0,
+        description="steps: how many earlier turns the model is shown; the board holds all it "
+        "needs",
     )
     max_moves: int = Field(5, ge=1, description="cells that one answer may fill")
     size: int = Field(9, description="size of boards that rows do not bring: 4 or 9")
@@ -43,7 +49,9 @@ class SudokuArgs(StepArgs):
 
 @register.workflow("sudoku_workflow", args=SudokuArgs)
 class SudokuWorkflow(EnvWorkflow):
-    """A row has its board as `puzzle`, lists of numbers with 0 for what is open; else its `seed` makes one.  Any solution is right."""
+    """A row has its board as `puzzle`, lists of numbers with 0 for what is open; else its `seed`
+    makes one.  Any solution is right.
+    """
 
     Args: type[BaseModel] = SudokuArgs
     scores_itself = True
@@ -58,8 +66,10 @@ class SudokuWorkflow(EnvWorkflow):
     def instruction(self, task: Task) -> str:
         size = len(self.board)
         return task.system_prompt or (
-            f"You solve a Sudoku of {size} by {size}. Every row, column and block of {_SIDE[size]} by {_SIDE[size]} must have each number "
-            f"from 1 to {size} once; 0 is an open cell. Answer with one to {self.args.max_moves} lines of three numbers and nothing else: "
+            f"You solve a Sudoku of {size} by {size}. Every row, column and block of {_SIDE[size]} "
+            f"by {_SIDE[size]} must have each number "
+            f"from 1 to {size} once; 0 is an open cell. Answer with one to {self.args.max_moves} "
+            f"lines of three numbers and nothing else: "
             f"row, column, number. Rows and columns count from 0. Fill open cells only."
         )
 
@@ -83,11 +93,14 @@ class SudokuWorkflow(EnvWorkflow):
 
     def _moves(self, action: str) -> list[tuple[int, int, int]]:
         """The moves of an answer; none where a line is no move, or where there are too many."""
-        size, found = len(self.board), []
+        size = len(self.board)
+        found = []
         for line in action.split("\n", self.args.max_moves * 4):
             if not (parts := line.split(maxsplit=3)):
                 continue
-            if len(parts) != 3 or not all(p.isascii() and p.isdigit() and len(p) == 1 for p in parts):
+            if len(parts) != 3 or not all(
+                p.isascii() and p.isdigit() and len(p) == 1 for p in parts
+            ):
                 return []
             row, column, number = map(int, parts)
             if row >= size or column >= size or not 1 <= number <= size:
@@ -98,23 +111,34 @@ class SudokuWorkflow(EnvWorkflow):
 
 def sound(board: Board) -> bool:
     """Whether no row, column or block has a number twice."""
-    size, side = len(board), _SIDE[len(board)]
+    size = len(board)
+    side = _SIDE[len(board)]
     cells = [(r, c) for r in range(size) for c in range(size)]
-    groups = [[(r, c) for c in range(size)] for r in range(size)] + [[(r, c) for r in range(size)] for c in range(size)]
-    groups += [[p for p in cells if (p[0] // side, p[1] // side) == b] for b in {(r // side, c // side) for r, c in cells}]
+    groups = [[(r, c) for c in range(size)] for r in range(size)] + [
+        [(r, c) for r in range(size)] for c in range(size)
+    ]
+    groups += [
+        [p for p in cells if (p[0] // side, p[1] // side) == b]
+        for b in {(r // side, c // side) for r, c in cells}
+    ]
     filled = [[board[r][c] for r, c in group if board[r][c]] for group in groups]
     return all(len(set(numbers)) == len(numbers) for numbers in filled)
 
 
 def made(size: int, holes: float, *, seed: int) -> Board:
-    """A board with this share of its cells open: a known solution whose numbers, rows and columns are shuffled within the rules."""
-    draw, side = random.Random(seed), _SIDE[size]
+    """A board with this share of its cells open: a known solution whose numbers, rows and columns
+    are shuffled within the rules.
+    """
+    draw = random.Random(seed)
+    side = _SIDE[size]
 
     def order() -> list[int]:
         bands = draw.sample(range(side), side)
         return [band * side + line for band in bands for line in draw.sample(range(side), side)]
 
-    rows, columns, numbers = order(), order(), draw.sample(range(1, size + 1), size)
+    rows = order()
+    columns = order()
+    numbers = draw.sample(range(1, size + 1), size)
     board = [[numbers[(side * (r % side) + r // side + c) % size] for c in columns] for r in rows]
     for cell in draw.sample(range(size * size), round(size * size * holes)):
         board[cell // size][cell % size] = 0

@@ -23,7 +23,9 @@ class HigherLower:
         numbers = re.findall(r"\d+", action)
         guess = int(numbers[-1]) if numbers else None
         self.won = guess == self.secret
-        self.told = "A number, please." if guess is None else "Higher." if guess < self.secret else "Lower."
+        self.told = (
+            "A number, please." if guess is None else "Higher." if guess < self.secret else "Lower."
+        )
         return self.won, {"reason": "Found."}
 
     def close(self) -> tuple[dict[int, float], dict[str, Any]]:

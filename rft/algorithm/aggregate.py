@@ -1,4 +1,5 @@
-"""How token losses become one number, exactly, however the step is cut into micro-batches and ranks, and runs into rows.
+"""How token losses become one number, exactly, however the step is cut into micro-batches and
+ranks, and runs into rows.
 
     mode                       all valid tokens of the step (m: mask, L_i: valid tokens of row i, L_r: of run r, K: max_response_tokens)
     token-mean                 sum m X / tokens
@@ -7,8 +8,9 @@
     seq-mean-token-sum-norm    sum m X / (K runs)
     seq-mean-token-mean        sum_i (sum_t m X)_i / L_i / rows
 
-tokens, runs and rows (those with a valid token) and L_r count the whole step and come in.  Invariant: the results of all parts add up to
-the result for the whole.  L_i is counted in the micro-batch, which holds every row wholly; the rows of a run may lie in several.
+tokens, runs and rows (those with a valid token) and L_r count the whole step and come in.
+Invariant: the results of all parts add up to the result for the whole.  L_i is counted in the
+micro-batch, which holds every row wholly; the rows of a run may lie in several.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def valid(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values` with 0 where the mask is False; NaN and infinity there are harmless, in the gradient too."""
+    """`values` with 0 where the mask is False; NaN and infinity there are harmless, in the gradient
+    too.
+    """
     import torch
 
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
@@ -52,11 +56,18 @@ def weighted(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def part(x: LossInputs, *, expert: bool) -> LossInputs | None:
-    """The rows of an expert, or the others, with their own denominators.  None: the step has no such rows."""
+    """The rows of an expert, or the others, with their own denominators.  None: the step has no
+    such rows.
+    """
     if x.is_expert is None:
         return None if expert else x
     d = x.denominators
-    own = replace(d, tokens=d.expert_tokens, rows=d.expert_rows, num_runs=None if d.num_runs is None else d.expert_runs)
+    own = replace(
+        d,
+        tokens=d.expert_tokens,
+        rows=d.expert_rows,
+        num_runs=None if d.num_runs is None else d.expert_runs,
+    )
     if not expert:
         runs = None if d.num_runs is None else d.num_runs - d.expert_runs
         own = replace(d, tokens=d.tokens - own.tokens, rows=d.rows - own.rows, num_runs=runs)
@@ -76,13 +87,18 @@ def aggregate(values: torch.Tensor, x: TokenRows) -> torch.Tensor:
     """This micro-batch's part of the loss: scalar from `values`, float32 [N], by `x.loss_agg_mode`."""
     d = x.denominators
     if d.tokens <= 0 or d.rows <= 0:
-        raise ValueError(f"a step with {d.tokens} valid tokens in {d.rows} rows has no loss; the caller skips such a step")
+        raise ValueError(
+            f"a step with {d.tokens} valid tokens in {d.rows} rows has no loss; the caller skips "
+            f"such a step"
+        )
     values = valid(values, x.mask)
     match x.loss_agg_mode:
         case "token-mean":
             return values.sum() / d.tokens
         case "run-mean":
-            each = row_means(values, x) if x.run_tokens is None else values / x.run_tokens.clamp(min=1)
+            each = (
+                row_means(values, x) if x.run_tokens is None else values / x.run_tokens.clamp(min=1)
+            )
             return each.sum() / d.runs
         case "seq-mean-token-sum":
             return values.sum() / d.runs

@@ -7,31 +7,50 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Computed = Literal["old", "ref", "entropy", "sum_squares", "discriminator_mean", "values"]
-"""What a forward pass over the rows of a step gives, per trained token: log-probs of the policy before the step and of the
-reference model, entropy H, over the vocabulary the sum of p^2 and that of p^2 (H + log p), the critic's values."""
-AggMode = Literal["token-mean", "run-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-# fmt: off
-Rejection = Literal[
-    "none", "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
+"""What a forward pass over the rows of a step gives, per trained token: log-probs of the policy
+before the step and of the reference model, entropy H, over the vocabulary the sum of p^2 and that
+of p^2 (H + log p), the critic's values.
+"""
+AggMode = Literal[
+    "token-mean", "run-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-# fmt: on
+
+Rejection = Literal[
+    "none",
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k1",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
 """Statistics by which `algorithm.rollout_correction` rejects tokens or sequences."""
 AGG_MODES: tuple[str, ...] = get_args(AggMode)
 Sampled = Literal["all", "own", "none"]
-"""Which rows must come with log-probs of the policy that sampled them: all, all but an expert's, or none."""
+"""Which rows must come with log-probs of the policy that sampled them: all, all but an expert's, or
+none.
+"""
 
 
 class Args(BaseModel):
-    """Base of all arguments: unknown keys, wrong types, NaN and infinity are errors, and nothing changes afterwards.
+    """Base of all arguments: unknown keys, wrong types, NaN and infinity are errors, and nothing
+    changes afterwards.
 
-    `before` names what the part reads that has to be computed before the step, `reference` says that a loss reads the reference
-    model's log-probs.  Nothing else is computed.  `reads` says what a workflow has to write into its experiences for the part.
-    `baseline` says that it reads the reward of a greedy run of the task, which the explorer plays.  Of an advantage, `in_groups` says that
-    runs of a task are compared with each other, so that a group of one has none, and `compares_rows` that it sees the rows of a run, each
-    a step of it; others see runs.
-    Of a policy loss, `samples` says which rows need a sampler's log-probs, `pairs` that rows come in pairs, `agg_mode` the aggregation
-    it is defined with, and `fixed_agg` that it knows no other.
+    `before` names what the part reads that has to be computed before the step, `reference` says
+    that a loss reads the reference model's log-probs.  Nothing else is computed.  `reads` says what
+    a workflow has to write into its experiences for the part. `baseline` says that it reads the
+    reward of a greedy run of the task, which the explorer plays.  Of an advantage, `in_groups` says
+    that runs of a task are compared with each other, so that a group of one has none, and
+    `compares_rows` that it sees the rows of a run, each a step of it; others see runs. Of a policy
+    loss, `samples` says which rows need a sampler's log-probs, `pairs` that rows come in pairs,
+    `agg_mode` the aggregation it is defined with, and `fixed_agg` that it knows no other.
     """
 
     before: ClassVar[frozenset[Computed]] = frozenset()
@@ -49,17 +68,23 @@ class Args(BaseModel):
 
     @property
     def wants(self) -> tuple[str, ...]:
-        """Fields that every experience must have, which a workflow or operator declares by `gives`: "info.NAME" or a field's name."""
+        """Fields that every experience must have, which a workflow or operator declares by `gives`:
+        "info.NAME" or a field's name.
+        """
         return ()
 
     @property
     def whole_groups(self) -> bool:
-        """Whether rows are compared by what only the rows themselves hold, so that a step must have all rows of a group."""
+        """Whether rows are compared by what only the rows themselves hold, so that a step must have
+        all rows of a group.
+        """
         return False
 
     @property
     def zero_without_advantage(self) -> bool:
-        """Whether the loss of a row whose advantages are all 0 is exactly 0, with gradient 0, so that it need not be computed."""
+        """Whether the loss of a row whose advantages are all 0 is exactly 0, with gradient 0, so
+        that it need not be computed.
+        """
         return False
 
 
@@ -78,10 +103,14 @@ def declared(args: object) -> Args:
     return args if isinstance(args, Args) else NoArgs()
 
 
-def moot(default: Any, instead: str, *, description: str, harmless: bool = False, **constraints: Any) -> Any:
-    """An argument that other tools have and that can have no meaning here, for the reason `instead`.
+def moot(
+    default: Any, instead: str, *, description: str, harmless: bool = False, **constraints: Any
+) -> Any:
+    """An argument that other tools have and that can have no meaning here, for the reason
+    `instead`.
 
-    `harmless` as in the configuration's schema: the run may start, because the weights that come out are the same.
+    `harmless` as in the configuration's schema: the run may start, because the weights that come
+    out are the same.
     """
     mark: Any = {"moot": instead} | ({"harmless": True} if harmless else {})
     return Field(default, description=description, json_schema_extra=mark, **constraints)
@@ -106,16 +135,24 @@ Clipping = TypeVar("Clipping", bound=_HasBounds)
 def below_one(args: Clipping) -> Clipping:
     """Validator of arguments with clip bounds."""
     if args.low > 1:
-        raise ValueError(f"clip_range {args.low} as the lower bound must be at most 1; set clip_range_low")
+        raise ValueError(
+            f"clip_range {args.low} as the lower bound must be at most 1; set clip_range_low"
+        )
     return args
 
 
 class ClippedArgs(Args):
     """For losses that clip a ratio."""
 
-    clip_range: float = Field(0.2, ge=0, description="both clip bounds, where the two below are null")
-    clip_range_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped at 1 - clip_range_low")
-    clip_range_high: float | None = Field(None, ge=0, description="the ratio is clipped at 1 + clip_range_high")
+    clip_range: float = Field(
+        0.2, ge=0, description="both clip bounds, where the two below are null"
+    )
+    clip_range_low: float | None = Field(
+        None, ge=0, le=1, description="the ratio is clipped at 1 - clip_range_low"
+    )
+    clip_range_high: float | None = Field(
+        None, ge=0, description="the ratio is clipped at 1 + clip_range_high"
+    )
 
     _bounds = model_validator(mode="after")(below_one)
 

@@ -1,7 +1,8 @@
 """What an algorithm is made of: pure functions over token tensors, each with its own `Args`.
 
-Nothing here knows processes, buffers or configuration.  Denominators come in, so cutting a batch differently gives the same
-gradient: a micro-batch's losses are *sums* divided by totals of the whole step, and the parts add up.
+Nothing here knows processes, buffers or configuration.  Denominators come in, so cutting a batch
+differently gives the same gradient: a micro-batch's losses are *sums* divided by totals of the
+whole step, and the parts add up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _advantage = kind("advantage_fn")
-sample_strategy = kind("sample_strategy")  # those that choose among the runs of a step: fn(x, args) -> numbers of the drawn ones
+# those that choose among the runs of a step: fn(x, args) -> numbers of the drawn ones
+sample_strategy = kind("sample_strategy")
 policy_loss = kind("policy_loss_fn")
 policy_extra = kind("policy_extra")  # what the policy loss of the same name reads of the whole step
 kl_penalty = kind("kl_penalty_fn")  # fn(x, args) -> the KL of each row's tokens, list of [L_i]
@@ -33,7 +35,8 @@ kl_loss = kind("kl_loss_fn")
 entropy_loss = kind("entropy_loss_fn")
 
 
-# ---------------------------------------------------------------- which parts an algorithm is made of
+# ---------------------------------------------------------------- which parts an algorithm is made
+# of
 
 Data = Literal["chats", "texts", "pairs"]
 
@@ -51,25 +54,31 @@ class AlgorithmDefaults:
     loss_agg_mode: AggMode = "token-mean"
     kl_penalty_fn: str = "none"
     sample_strategy: str = "default"
-    repeat_times: int = 8  # runs of each task where the configuration names none; a group of one has no advantage
+    # runs of each task where the configuration names none; a group of one has no advantage
+    repeat_times: int = 8
     advantage_fn_args: Mapping[str, Any] = field(default_factory=dict)
     policy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
     kl_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
     entropy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
     kl_penalty_fn_args: Mapping[str, Any] = field(default_factory=dict)
     sample_strategy_args: Mapping[str, Any] = field(default_factory=dict)
-    data: Data | None = None  # the rows of a data set that it trains on; None: what the policy samples
+    # the rows of a data set that it trains on; None: what the policy samples
+    data: Data | None = None
 
 
 def define_algorithm(name: str, doc: str, **parts: Any) -> AlgorithmDefaults:
-    """Registers an algorithm under `name`: `define_algorithm("mine", "What it is.", advantage_fn="grpo", policy_loss_fn="mine")`."""
+    """Registers an algorithm under `name`: `define_algorithm("mine", "What it is.",
+    advantage_fn="grpo", policy_loss_fn="mine")`.
+    """
     made = AlgorithmDefaults(name=name, doc=doc, **parts)
     made.__module__ = sys._getframe(1).f_globals["__name__"]  # the file that registers it
     return kind("algorithm")(name)(made)
 
 
 class BufferStrategy:
-    """A sample strategy that the buffer carries out: the rows of a step have been chosen when they arrive."""
+    """A sample strategy that the buffer carries out: the rows of a step have been chosen when they
+    arrive.
+    """
 
 
 # ---------------------------------------------------------------- the whole step, before its losses
@@ -77,7 +86,8 @@ class BufferStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """One sequence of a train step.  L = its trained tokens; arrays are float32 [L] in the order of the tokens.
+    """One sequence of a train step.  L = its trained tokens; arrays are float32 [L] in the order of
+    the tokens.
 
     Those that are None were not asked for (see `Args.before`), or the row has none.
     """
@@ -96,7 +106,8 @@ class StepRow:
     discriminator_mean: np.ndarray | None = None
     values: np.ndarray | None = None
     teacher: np.ndarray | None = None  # log-probs of a teacher model
-    weights: np.ndarray | None = None  # of the off-policy correction, for parts that read them before it is applied
+    # of the off-policy correction, for parts that read them before it is applied
+    weights: np.ndarray | None = None
     is_expert: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,7 +117,9 @@ class StepRow:
 
     @property
     def rewards(self) -> np.ndarray:
-        """float64 [L]: the rewards of the tokens; where the row has none, its reward on the last trained token."""
+        """float64 [L]: the rewards of the tokens; where the row has none, its reward on the last
+        trained token.
+        """
         if self.token_rewards is not None:
             return self.token_rewards.astype(np.float64)
         rewards = np.zeros(self.length)
@@ -116,12 +129,15 @@ class StepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """All rows of a train step, on the host.  `groups` are the statistics that came with the lease, by group.
+    """All rows of a train step, on the host.  `groups` are the statistics that came with the lease,
+    by group.
 
-    An advantage and a sample strategy see each run as one row (`rft.algorithm.runs`), and statistics of runs.
+    An advantage and a sample strategy see each run as one row (`rft.algorithm.runs`), and
+    statistics of runs.
 
-    `keep`, bool [L_i], are the tokens that count, for parts that come after it is known; None = all.  `bypass`: the losses' ratio is
-    taken against the policy that sampled, else against the one before the step.
+    `keep`, bool [L_i], are the tokens that count, for parts that come after it is known; None =
+    all.  `bypass`: the losses' ratio is taken against the policy that sampled, else against the one
+    before the step.
     """
 
     rows: Sequence[StepRow]
@@ -142,10 +158,14 @@ class StepInputs:
     @property
     def counted(self) -> np.ndarray:
         """bool [N], `keep` of all rows, one after the other."""
-        return np.concatenate([np.ones(r.length, np.bool_) for r in self.rows] if self.keep is None else self.keep)
+        return np.concatenate(
+            [np.ones(r.length, np.bool_) for r in self.rows] if self.keep is None else self.keep
+        )
 
     def current(self, row: StepRow) -> np.ndarray:
-        """float64 [L]: log-probs of the policy before the step, which a part has to ask for with `Args.before`."""
+        """float64 [L]: log-probs of the policy before the step, which a part has to ask for with
+        `Args.before`.
+        """
         assert row.old is not None, "`before` asks for it"
         return row.old.astype(np.float64)
 
@@ -175,11 +195,13 @@ class Advantages:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedStep:
-    """What a step's losses read that depends on all of its rows.  Lists have one float32 or bool [L_i] per row.
+    """What a step's losses read that depends on all of its rows.  Lists have one float32 or bool
+    [L_i] per row.
 
-    `weights` multiply token losses; tokens that are not in `keep` leave the loss and its denominators.  `extra` goes into
-    `LossInputs.extra` under the same names.  `drawn`: the lists are of these rows, by number, some perhaps several times or never;
-    None = all rows once, in order.
+    `weights` multiply token losses; tokens that are not in `keep` leave the loss and its
+    denominators.  `extra` goes into `LossInputs.extra` under the same names.  `drawn`: the lists
+    are of these rows, by number, some perhaps several times or never; None = all rows once, in
+    order.
     """
 
     advantages: Sequence[np.ndarray]
@@ -189,14 +211,17 @@ class PreparedStep:
     keep: Sequence[np.ndarray] | None = None
     extra: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    rewards: Sequence[np.ndarray] | None = None  # float64 [L_i], after a KL penalty; None = as they came
+    # float64 [L_i], after a KL penalty; None = as they came
+    rewards: Sequence[np.ndarray] | None = None
     kl: float | None = None  # of the KL penalty: mean over rows of their mean, in nats per token
 
 
 def advantage(name: str, *, args: type | None = None) -> Callable[[F], F]:
-    """Registers an advantage: fn(x, args) -> a number for each run, an array with a number for each token of it, or `Advantages`.
+    """Registers an advantage: fn(x, args) -> a number for each run, an array with a number for each
+    token of it, or `Advantages`.
 
-    Called with rows of which some are of one run, it sees the run and gives each row its part, unless its `Args` say `compares_rows`.
+    Called with rows of which some are of one run, it sees the run and gives each row its part,
+    unless its `Args` say `compares_rows`.
     """
 
     def register(fn: F) -> F:
@@ -242,11 +267,13 @@ class Denominators:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """The tokens of one micro-batch in packed form.  N = number of response tokens in it, S = number of sequences.
+    """The tokens of one micro-batch in packed form.  N = number of response tokens in it, S =
+    number of sequences.
 
-    `row` is int64 [N], the sequence each token belongs to (0..S-1), `mask` bool [N] (False tokens never count, whatever they hold).
-    `run_tokens`, float32 [N], are the unmasked tokens of the whole run of each token; None: its row is the run.
-    Invariant: all tokens of a sequence are in the same micro-batch, where per-sequence statistics are taken; those of a run need not be.
+    `row` is int64 [N], the sequence each token belongs to (0..S-1), `mask` bool [N] (False tokens
+    never count, whatever they hold). `run_tokens`, float32 [N], are the unmasked tokens of the
+    whole run of each token; None: its row is the run. Invariant: all tokens of a sequence are in
+    the same micro-batch, where per-sequence statistics are taken; those of a run need not be.
     """
 
     mask: torch.Tensor
@@ -259,7 +286,9 @@ class TokenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs(TokenRows):
-    """What the losses of a policy read.  Tensors are float32 [N]; `logprobs` carries gradient, and nothing else but `entropy` does."""
+    """What the losses of a policy read.  Tensors are float32 [N]; `logprobs` carries gradient, and
+    nothing else but `entropy` does.
+    """
 
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
@@ -269,17 +298,20 @@ class LossInputs(TokenRows):
     rollout_logprobs: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of token losses, from an off-policy correction; None = 1
     is_expert: torch.Tensor | None = None  # bool [N]
-    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # float32 [N] each, from the loss's `policy_extra`
+    # float32 [N] each, from the loss's `policy_extra`
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     step: int = 1  # the train step
-    kl_coef: float | None = None  # factor of the KL loss in this step, where it is steered; None = the argument's
+    # factor of the KL loss in this step, where it is steered; None = the argument's
+    kl_coef: float | None = None
 
 
 @dataclass(frozen=True)
 class LossOutput:
     """`loss` is a scalar to call backward on.  `sums` are masked sums by metric name.
 
-    Sums add over micro-batches and ranks; divided by `denominators.tokens` they are the metric.  Losses among them are scaled so
-    that this gives the loss itself, whatever the aggregation mode.  `maxima` combine by max.  All are detached scalars.
+    Sums add over micro-batches and ranks; divided by `denominators.tokens` they are the metric.
+    Losses among them are scaled so that this gives the loss itself, whatever the aggregation mode.
+    `maxima` combine by max.  All are detached scalars.
     """
 
     loss: torch.Tensor

@@ -1,6 +1,7 @@
 """Advantages of one number per run: the reward less some baseline of the group.
 
-Knows no tokens.  Invariant: baselines come from the statistics frozen with the lease; gpg's factor alone reads the batch.
+Knows no tokens.  Invariant: baselines come from the statistics frozen with the lease; gpg's factor
+alone reads the batch.
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ from rft.types.ports import GroupStats
 class OpmdArgs(Args):
     """Reward less a baseline of the group (arXiv:2501.12599)."""
 
-    opmd_baseline: Literal["mean", "logavgexp"] = Field("mean", description="mean, or tau (logsumexp(r / tau) - log n)")
+    opmd_baseline: Literal["mean", "logavgexp"] = Field(
+        "mean", description="mean, or tau (logsumexp(r / tau) - log n)"
+    )
     tau: float = Field(1.0, gt=0, description="temperature of logavgexp")
 
 
 class AsymReArgs(Args):
     """Reward less the group's mean and a shift (arXiv:2506.20520)."""
 
-    baseline_shift: float = Field(-0.1, description="added to the group's mean; negative lets good runs weigh more")
+    baseline_shift: float = Field(
+        -0.1, description="added to the group's mean; negative lets good runs weigh more"
+    )
 
 
 @advantage("none", args=AloneArgs)
 def none(x: StepInputs, args: AloneArgs) -> np.ndarray:
-    """A = 0, for losses that read no advantage (sft, cpt, dpo, raft).  Rewards are not looked at.  Returns float32 [S]."""
+    """A = 0, for losses that read no advantage (sft, cpt, dpo, raft).  Rewards are not looked at.
+    Returns float32 [S].
+    """
     return np.zeros(len(x.rows), np.float32)
 
 
@@ -44,7 +51,8 @@ def reinforce(x: StepInputs, args: AloneArgs) -> np.ndarray:
 
 @advantage("rloo", args=NoArgs)
 def rloo(x: StepInputs, args: NoArgs) -> np.ndarray:
-    """A = R - mean of the others = n / (n - 1) (R - mean); a group of one gives 0.  Returns float32 [S].  arXiv:2402.14740
+    """A = R - mean of the others = n / (n - 1) (R - mean); a group of one gives 0.  Returns float32
+    [S].  arXiv:2402.14740
 
     Example: rewards 0, 0, 0, 1 give -0.333333 three times and 1.
     """
@@ -58,7 +66,8 @@ def rloo(x: StepInputs, args: NoArgs) -> np.ndarray:
 
 @advantage("opmd", args=OpmdArgs)
 def opmd(x: StepInputs, args: OpmdArgs) -> np.ndarray:
-    """A = R - b with b the group's mean, or tau (logsumexp(R / tau) - log n); b = 0 for a group of one.  arXiv:2501.12599
+    """A = R - b with b the group's mean, or tau (logsumexp(R / tau) - log n); b = 0 for a group of
+    one.  arXiv:2501.12599
 
     Returns float32 [S].
     """
@@ -68,16 +77,22 @@ def opmd(x: StepInputs, args: OpmdArgs) -> np.ndarray:
             return reward
         if equal(group.rewards):
             return 0.0
-        return reward - (group.mean if args.opmd_baseline == "mean" else _log_average_exp(group.rewards, args.tau))
+        return reward - (
+            group.mean
+            if args.opmd_baseline == "mean"
+            else _log_average_exp(group.rewards, args.tau)
+        )
 
     return scores(x, one)
 
 
 @advantage("asymre", args=AsymReArgs)
 def asymre(x: StepInputs, args: AsymReArgs) -> np.ndarray:
-    """A = R - (mean + baseline_shift); in a group of one A = R.  Returns float32 [S].  arXiv:2506.20520
+    """A = R - (mean + baseline_shift); in a group of one A = R.  Returns float32 [S].
+    arXiv:2506.20520
 
-    Runs of a group of equal rewards have advantage -baseline_shift: by default they are all pulled at a little.
+    Runs of a group of equal rewards have advantage -baseline_shift: by default they are all pulled
+    at a little.
     """
 
     def one(reward: float, group: GroupStats) -> float:
@@ -88,7 +103,8 @@ def asymre(x: StepInputs, args: AsymReArgs) -> np.ndarray:
 
 @advantage("opo", args=NoArgs)
 def opo(x: StepInputs, args: NoArgs) -> np.ndarray:
-    """A = R - b, b = sum L R / sum L over the group, L = trained tokens of a run; b = 0 for a group of one.  arXiv:2505.23585
+    """A = R - b, b = sum L R / sum L over the group, L = trained tokens of a run; b = 0 for a group
+    of one.  arXiv:2505.23585
 
     Returns float32 [S].  Example: rewards 0, 0, 0, 1 with lengths 10, 20, 30, 40: b = 0.4.
     """
@@ -105,22 +121,38 @@ def opo(x: StepInputs, args: NoArgs) -> np.ndarray:
 
 @advantage("gpg", args=NoArgs)
 def gpg(x: StepInputs, args: NoArgs) -> np.ndarray:
-    """A = alpha (R - mean), alpha = runs of the step / runs of it whose reward is not 0 (at least 1).  arXiv:2504.02546
+    """A = alpha (R - mean), alpha = runs of the step / runs of it whose reward is not 0 (at least
+    1).  arXiv:2504.02546
 
-    alpha grows as fewer runs have a reward other than 0, so it is the one number here that depends on the batch.  Returns float32 [S].
+    alpha grows as fewer runs have a reward other than 0, so it is the one number here that depends
+    on the batch.  Returns float32 [S].
     """
     alpha = len(x.rows) / max(sum(row.reward != 0 for row, _ in members(x)), 1)
-    return scores(x, lambda reward, group: 0.0 if equal(group.rewards) else alpha * (reward - group.mean))
+    return scores(
+        x, lambda reward, group: 0.0 if equal(group.rewards) else alpha * (reward - group.mean)
+    )
 
 
 def _log_average_exp(rewards: tuple[float, ...], tau: float) -> float:
     top = max(rewards)
-    return top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))
+    return top + tau * math.log(
+        math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards)
+    )
 
 
-define_algorithm("rloo", "Leave-one-out baseline (arXiv:2402.14740).", advantage_fn="rloo", policy_loss_fn="ppo", repeat_times=2)
 define_algorithm(
-    "opmd", "Online policy mirror descent (arXiv:2501.12599).", advantage_fn="opmd", policy_loss_fn="opmd", repeat_times=2
+    "rloo",
+    "Leave-one-out baseline (arXiv:2402.14740).",
+    advantage_fn="rloo",
+    policy_loss_fn="ppo",
+    repeat_times=2,
+)
+define_algorithm(
+    "opmd",
+    "Online policy mirror descent (arXiv:2501.12599).",
+    advantage_fn="opmd",
+    policy_loss_fn="opmd",
+    repeat_times=2,
 )
 define_algorithm(
     "asymre",
@@ -130,5 +162,9 @@ define_algorithm(
     repeat_times=2,
     entropy_loss_fn="none",
 )
-define_algorithm("opo", "Length-weighted baseline (arXiv:2505.23585).", advantage_fn="opo", policy_loss_fn="ppo")
-define_algorithm("gpg", "Group policy gradient (arXiv:2504.02546).", advantage_fn="gpg", policy_loss_fn="gpg")
+define_algorithm(
+    "opo", "Length-weighted baseline (arXiv:2505.23585).", advantage_fn="opo", policy_loss_fn="ppo"
+)
+define_algorithm(
+    "gpg", "Group policy gradient (arXiv:2504.02546).", advantage_fn="gpg", policy_loss_fn="gpg"
+)

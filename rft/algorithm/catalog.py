@@ -1,7 +1,8 @@
 """Algorithms and their parts by name, and the check of a part's arguments.  Imports no torch.
 
-A part is registered by its decorator and an algorithm by `define_algorithm(...)`, each in its own file of this folder.  `check_args` is the
-one way in, for the configuration and for the builder alike.  Invariant: what passes here is accepted by the part itself.
+A part is registered by its decorator and an algorithm by `define_algorithm(...)`, each in its own
+file of this folder.  `check_args` is the one way in, for the configuration and for the builder
+alike.  Invariant: what passes here is accepted by the part itself.
 """
 
 from __future__ import annotations
@@ -44,8 +45,14 @@ RENAMED: dict[tuple[str, str], str] = {  # older names that people bring along
 RENAMED_ALGORITHMS = {"grpo_verl": "grpo"}
 
 _REFUSED: dict[tuple[str, str], str] = {
-    ("kl_loss_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use low_var_kl, k2 or k3",
-    ("kl_penalty_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use k1 or low_var_kl",
+    (
+        "kl_loss_fn",
+        "full",
+    ): "it needs both models' logits over the whole vocabulary at once; use low_var_kl, k2 or k3",
+    (
+        "kl_penalty_fn",
+        "full",
+    ): "it needs both models' logits over the whole vocabulary at once; use k1 or low_var_kl",
 }
 
 
@@ -74,8 +81,11 @@ def algorithms() -> dict[str, AlgorithmDefaults]:
 
 
 def algorithm_defaults(name: str) -> AlgorithmDefaults:
-    """The parts of algorithm `name`, a shipped one or a plugin; raises ConfigError that lists what there is."""
-    name, key = RENAMED_ALGORITHMS.get(name, name), "algorithm.algorithm_type"
+    """The parts of algorithm `name`, a shipped one or a plugin; raises ConfigError that lists what
+    there is.
+    """
+    name = RENAMED_ALGORITHMS.get(name, name)
+    key = "algorithm.algorithm_type"
     if (found := algorithms().get(name)) is not None:
         return found
     known = sorted({*algorithms(), *REGISTRY.names("algorithm")})
@@ -84,12 +94,18 @@ def algorithm_defaults(name: str) -> AlgorithmDefaults:
         raise ConfigError(text, key=key, given=name)
     made = REGISTRY.get("algorithm", name).obj
     if not isinstance(made, AlgorithmDefaults):
-        raise ConfigError(f"is {type(made).__name__}; write NAME = define_algorithm(...) in that file", key=key, given=name)
+        raise ConfigError(
+            f"is {type(made).__name__}; write NAME = define_algorithm(...) in that file",
+            key=key,
+            given=name,
+        )
     return made
 
 
 def compares_in_groups(advantage_fn: str) -> bool:
-    """Whether a run's advantage comes from the other runs of its task, so that a group of one has none."""
+    """Whether a run's advantage comes from the other runs of its task, so that a group of one has
+    none.
+    """
     model = shipped().get(("advantage_fn", advantage_fn))
     return model is None or model.in_groups
 
@@ -97,15 +113,20 @@ def compares_in_groups(advantage_fn: str) -> bool:
 def check_args(kind: str, name: str, given: Mapping[str, Any]) -> BaseModel:
     """The checked arguments of part `name` of `kind` ("advantage_fn", ...).
 
-    `name` is a shipped name, a registered plugin's, `pkg.module:Name` or `path/file.py:Name`.  Raises ConfigError for an unknown name,
-    ConfigErrors with one entry per wrong argument; both name keys of section `algorithm`.
+    `name` is a shipped name, a registered plugin's, `pkg.module:Name` or `path/file.py:Name`.
+    Raises ConfigError for an unknown name, ConfigErrors with one entry per wrong argument; both
+    name keys of section `algorithm`.
     """
     key = f"algorithm.{kind}"
-    return validate(part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args")
+    return validate(
+        part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args"
+    )
 
 
 def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
-    """The model that arguments of this part are checked against; raises ConfigError for a name that is not available."""
+    """The model that arguments of this part are checked against; raises ConfigError for a name that
+    is not available.
+    """
     if (model := shipped().get((kind, name))) is not None:
         return model
     if ":" in name or name in REGISTRY.names(kind):
@@ -113,20 +134,32 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
         if args is None:
             return NoArgs
         if not issubclass(args, BaseModel):
-            raise ConfigError(f"Args of {KINDS[kind]} {name!r} is {args.__name__}, not a pydantic model", key=key, given=name)
+            raise ConfigError(
+                f"Args of {KINDS[kind]} {name!r} is {args.__name__}, not a pydantic model",
+                key=key,
+                given=name,
+            )
         return args
     if reason := _REFUSED.get((kind, name)):
         raise ConfigError(f"{name!r} is not offered: {reason}", key=key, given=name)
     known = REGISTRY.names(kind)
-    raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{nearest(name, known)}", key=key, given=name)
+    raise ConfigError(
+        f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{nearest(name, known)}",
+        key=key,
+        given=name,
+    )
 
 
 def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key: str) -> BaseModel:
-    """`given` as a `model`; raises ConfigErrors that name each offending key and the nearest known one."""
+    """`given` as a `model`; raises ConfigErrors that name each offending key and the nearest known
+    one.
+    """
     try:
         return model.model_validate(dict(given))
     except ValidationError as e:
-        raise ConfigErrors([_error(model, error, what, key) for error in e.errors(include_url=False)]) from None
+        raise ConfigErrors(
+            [_error(model, error, what, key) for error in e.errors(include_url=False)]
+        ) from None
 
 
 def _error(model: type[BaseModel], error: Any, what: str, key: str) -> ConfigError:
@@ -136,7 +169,9 @@ def _error(model: type[BaseModel], error: Any, what: str, key: str) -> ConfigErr
     if error["type"] == "extra_forbidden":
         known = list(model.model_fields)
         listed = f"Known: {', '.join(known)}." if known else "It takes no arguments."
-        return ConfigError(f"unknown key for {what}.  {listed}{nearest(path, known)}", key=full, given=given)
+        return ConfigError(
+            f"unknown key for {what}.  {listed}{nearest(path, known)}", key=full, given=given
+        )
     field = model.model_fields.get(path)
     meaning = f"  ({field.description})" if field is not None and field.description else ""
     text = error["msg"].removeprefix("Value error, ")

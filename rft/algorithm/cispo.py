@@ -15,9 +15,15 @@ class CispoArgs(GradientArgs):
 
     clip_range_low: float = Field(1.0, ge=0, le=1, description="the weight is clipped at 1 - this")
     clip_range_high: float = Field(0.28, ge=0, description="the weight is clipped at 1 + this")
-    enable_mask_clip: bool = Field(False, description="tokens whose ratio is beyond the two bounds below cost nothing")
-    mask_clip_range_low: float = Field(1.0, ge=0, le=1, description="so do tokens of bad answers below 1 - this")
-    mask_clip_range_high: float = Field(0.28, ge=0, description="so do tokens of good answers above 1 + this")
+    enable_mask_clip: bool = Field(
+        False, description="tokens whose ratio is beyond the two bounds below cost nothing"
+    )
+    mask_clip_range_low: float = Field(
+        1.0, ge=0, le=1, description="so do tokens of bad answers below 1 - this"
+    )
+    mask_clip_range_high: float = Field(
+        0.28, ge=0, description="so do tokens of good answers above 1 + this"
+    )
 
 
 @policy_loss("cispo", args=CispoArgs)
@@ -26,11 +32,13 @@ def cispo(x: LossInputs, args: CispoArgs) -> LossOutput:
 
         loss = -A sg(clip(ratio, 1 - low, 1 + high)) logprob.
 
-    No token loses its gradient, unless `enable_mask_clip` takes those with A > 0 above 1 + mask_clip_range_high and those with A < 0
-    below 1 - mask_clip_range_low; they stay in the denominators.  Metrics, as means over valid tokens: cispo_loss, pg_clipfrac (the
-    weight is clipped), unmasked_frac, those of `ratio_metrics`.
+    No token loses its gradient, unless `enable_mask_clip` takes those with A > 0 above 1 +
+    mask_clip_range_high and those with A < 0 below 1 - mask_clip_range_low; they stay in the
+    denominators.  Metrics, as means over valid tokens: cispo_loss, pg_clipfrac (the weight is
+    clipped), unmasked_frac, those of `ratio_metrics`.
     """
-    a, own = valid(x.advantages, x.mask), valid(x.logprobs, x.mask)
+    a = valid(x.advantages, x.mask)
+    own = valid(x.logprobs, x.mask)
     log_ratio = ratios.log_ratio(x)
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - args.clip_range_low, 1 + args.clip_range_high)
@@ -50,5 +58,9 @@ def cispo(x: LossInputs, args: CispoArgs) -> LossOutput:
 
 
 define_algorithm(
-    "cispo", "Clipped importance weights (arXiv:2506.13585).", advantage_fn="grpo", policy_loss_fn="cispo", repeat_times=2
+    "cispo",
+    "Clipped importance weights (arXiv:2506.13585).",
+    advantage_fn="grpo",
+    policy_loss_fn="cispo",
+    repeat_times=2,
 )

@@ -1,7 +1,9 @@
-"""Losses that hold back the few tokens which lower the entropy most (arXiv:2505.22617): Clip-Cov and KL-Cov.
+"""Losses that hold back the few tokens which lower the entropy most (arXiv:2505.22617): Clip-Cov
+and KL-Cov.
 
-Such tokens are those whose advantage and log-prob are far from their means on the same side: c = (A - mean A)(logprob - mean logprob).
-Invariant: means and the choice of tokens are taken over the whole step, under the weights before it; the draw depends on seed and step.
+Such tokens are those whose advantage and log-prob are far from their means on the same side: c = (A
+- mean A)(logprob - mean logprob). Invariant: means and the choice of tokens are taken over the
+  whole step, under the weights before it; the draw depends on seed and step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from pydantic import Field, model_validator
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, valid, weighted
 from rft.algorithm.args import Args, ClippedArgs, Computed, GradientArgs
-from rft.algorithm.base import LossInputs, LossOutput, StepInputs, define_algorithm, policy_extra, policy_loss
+from rft.algorithm.base import (
+    LossInputs,
+    LossOutput,
+    StepInputs,
+    define_algorithm,
+    policy_extra,
+    policy_loss,
+)
 
 CHOSEN = "cov_chosen"
 
@@ -25,14 +34,18 @@ class ClipCovArgs(ClippedArgs, GradientArgs):
 
     before: ClassVar[frozenset[Computed]] = frozenset({"old"})
 
-    clip_cov_ratio: float = Field(2e-4, gt=0, le=1, description="share of the tokens that lose their gradient")
+    clip_cov_ratio: float = Field(
+        2e-4, gt=0, le=1, description="share of the tokens that lose their gradient"
+    )
     clip_cov_lb: float = Field(1.0, description="such a token's covariance is above this")
     clip_cov_ub: float = Field(5.0, description="and below this")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.clip_cov_lb >= self.clip_cov_ub:
-            raise ValueError(f"clip_cov_lb {self.clip_cov_lb} must be below clip_cov_ub {self.clip_cov_ub}")
+            raise ValueError(
+                f"clip_cov_lb {self.clip_cov_lb} must be below clip_cov_ub {self.clip_cov_ub}"
+            )
         return self
 
 
@@ -41,34 +54,51 @@ class KlCovArgs(Args):
 
     before: ClassVar[frozenset[Computed]] = frozenset({"old"})
 
-    kl_cov_ratio: float = Field(2e-4, gt=0, le=1, description="share of the tokens that get the penalty")
+    kl_cov_ratio: float = Field(
+        2e-4, gt=0, le=1, description="share of the tokens that get the penalty"
+    )
     ppo_kl_coef: float = Field(1.0, ge=0, description="factor of the penalty")
 
 
 @policy_loss("clip_cov", args=ClipCovArgs)
 def clip_cov(x: LossInputs, args: ClipCovArgs) -> LossOutput:
-    """loss = max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and 0 on the chosen tokens, which stay in the denominators.
+    """loss = max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and 0 on the chosen tokens, which
+    stay in the denominators.
 
-    There is no dual clip.  Metrics, as means over valid tokens: pg_clipfrac (the token is chosen), those of `ratio_metrics`.
+    There is no dual clip.  Metrics, as means over valid tokens: pg_clipfrac (the token is chosen),
+    those of `ratio_metrics`.
     """
     import torch
 
-    a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
-    ratio, chosen = log_ratio.exp(), valid(x.extra[CHOSEN], x.mask) > 0
-    values = valid(torch.maximum(-a * ratio, -a * ratio.clamp(1 - args.low, 1 + args.high)), ~chosen)
+    a = valid(x.advantages, x.mask)
+    log_ratio = ratios.log_ratio(x)
+    ratio = log_ratio.exp()
+    chosen = valid(x.extra[CHOSEN], x.mask) > 0
+    values = valid(
+        torch.maximum(-a * ratio, -a * ratio.clamp(1 - args.low, 1 + args.high)), ~chosen
+    )
     sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["pg_clipfrac"] = ratios.share(chosen, x)
     return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
 
 
 @policy_extra("clip_cov", args=ClipCovArgs)
-def clip_cov_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: ClipCovArgs) -> Mapping[str, Sequence[np.ndarray]]:
-    """1 for max(floor(clip_cov_ratio N), 1) tokens drawn among those with lb < c < ub whose clipped term is not the larger, else 0.
+def clip_cov_tokens(
+    x: StepInputs, advantages: Sequence[np.ndarray], args: ClipCovArgs
+) -> Mapping[str, Sequence[np.ndarray]]:
+    """1 for max(floor(clip_cov_ratio N), 1) tokens drawn among those with lb < c < ub whose clipped
+    term is not the larger, else 0.
 
     c = (A - mean A)(logprob - mean logprob), means over the step's tokens.
     """
     a = np.concatenate(advantages).astype(np.float64)
-    ratio = np.exp(np.clip(np.concatenate([x.log_ratio(row) for row in x.rows]), -ratios.LOG_RATIO_LIMIT, ratios.LOG_RATIO_LIMIT))
+    ratio = np.exp(
+        np.clip(
+            np.concatenate([x.log_ratio(row) for row in x.rows]),
+            -ratios.LOG_RATIO_LIMIT,
+            ratios.LOG_RATIO_LIMIT,
+        )
+    )
     clipped = -a * np.clip(ratio, 1 - args.low, 1 + args.high) > -a * ratio
     c = _covariances(x, a)
     among = np.flatnonzero(x.counted & ~clipped & (c > args.clip_cov_lb) & (c < args.clip_cov_ub))
@@ -78,9 +108,11 @@ def clip_cov_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: ClipC
 
 @policy_loss("kl_cov", args=KlCovArgs)
 def kl_cov(x: LossInputs, args: KlCovArgs) -> LossOutput:
-    """loss = -A ratio, and on the chosen tokens -A ratio + ppo_kl_coef |logprob - old|; nothing is clipped.
+    """loss = -A ratio, and on the chosen tokens -A ratio + ppo_kl_coef |logprob - old|; nothing is
+    clipped.
 
-    Metrics, as means over valid tokens: kl_cov_frac (the token is chosen), those of `ratio_metrics`.
+    Metrics, as means over valid tokens: kl_cov_frac (the token is chosen), those of
+    `ratio_metrics`.
     """
     log_ratio = ratios.log_ratio(x)
     chosen = valid(x.extra[CHOSEN], x.mask) > 0
@@ -92,7 +124,9 @@ def kl_cov(x: LossInputs, args: KlCovArgs) -> LossOutput:
 
 
 @policy_extra("kl_cov", args=KlCovArgs)
-def kl_cov_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: KlCovArgs) -> Mapping[str, Sequence[np.ndarray]]:
+def kl_cov_tokens(
+    x: StepInputs, advantages: Sequence[np.ndarray], args: KlCovArgs
+) -> Mapping[str, Sequence[np.ndarray]]:
     """1 for the max(floor(kl_cov_ratio N), 1) tokens of the largest c, else 0.
 
     c = (A - mean A)(logprob - mean logprob), means over the step's tokens.

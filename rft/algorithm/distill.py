@@ -1,7 +1,8 @@
 """Advantages from a teacher's log-probs of the student's own tokens.
 
-Knows no rewards.  Log-probs are of the distribution the student sampled from: with a teacher that reports those at temperature 1,
-the student has to sample at 1.  Invariant: where teacher and student agree on a token, its advantage is 0.
+Knows no rewards.  Log-probs are of the distribution the student sampled from: with a teacher that
+reports those at temperature 1, the student has to sample at 1.  Invariant: where teacher and
+student agree on a token, its advantage is 0.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ class OnPolicyDistillArgs(_Taught):
 
 
 class JsdArgs(_Taught):
-    """Generalised Jensen-Shannon divergence between teacher and student, per sampled token (arXiv:2306.13649)."""
+    """Generalised Jensen-Shannon divergence between teacher and student, per sampled token
+    (arXiv:2306.13649).
+    """
 
-    lambda_coef: float = Field(0.5, ge=0, le=1, description="weight of the teacher in the mixture; 0 and 1 are the two KLs")
+    lambda_coef: float = Field(
+        0.5, ge=0, le=1, description="weight of the teacher in the mixture; 0 and 1 are the two KLs"
+    )
     kl_coef: float = Field(1.0, ge=0, description="factor of the advantage")
     temperature: float = Field(1.0, gt=0, description="divides both log-probs")
     chunk_size: int | None = moot(
@@ -49,30 +54,39 @@ class JsdArgs(_Taught):
 
 @advantage("on_policy_distill", args=OnPolicyDistillArgs)
 def on_policy_distill(x: StepInputs, args: OnPolicyDistillArgs) -> list[np.ndarray]:
-    """A = kl_coef (teacher - student), whose policy gradient is that of -KL(student || teacher).  float32 [L_i] per row.
+    """A = kl_coef (teacher - student), whose policy gradient is that of -KL(student || teacher).
+    float32 [L_i] per row.
 
     student: the sampler's log-probs.  Raises ValueError for a row without a teacher's.
     """
-    return [(args.kl_coef * (teacher - student)).astype(np.float32) for teacher, student in map(_both, x.rows)]
+    return [
+        (args.kl_coef * (teacher - student)).astype(np.float32)
+        for teacher, student in map(_both, x.rows)
+    ]
 
 
 @advantage("jsd", args=JsdArgs)
 def jsd(x: StepInputs, args: JsdArgs) -> list[np.ndarray]:
-    """With s, t the log-probs of student and teacher / temperature and b = lambda_coef, A = kl_coef times
+    """With s, t the log-probs of student and teacher / temperature and b = lambda_coef, A = kl_coef
+    times
 
         0 < b < 1:   (1 - b) (m - s),   m = log((1 - b) e^s + b e^t)
         b = 0:       t - s
         b = 1:       e^min(t - s, 20) - 1
 
-    At temperature 1 the policy gradient is exactly that of -(b KL(teacher || M) + (1 - b) KL(student || M)) with the mixture M =
-    (1 - b) student + b teacher, at 0 of -KL(student || teacher), at 1 of -KL(teacher || student).  The ends are named so by users, and
-    are not the limits of what lies between them: near 0 the divergence goes to b KL(teacher || student), near 1 to (1 - b) KL(student
+    At temperature 1 the policy gradient is exactly that of -(b KL(teacher || M) + (1 - b)
+    KL(student || M)) with the mixture M = (1 - b) student + b teacher, at 0 of -KL(student ||
+    teacher), at 1 of -KL(teacher || student).  The ends are named so by users, and are not the
+    limits of what lies between them: near 0 the divergence goes to b KL(teacher || student), near 1
+    to (1 - b) KL(student
     || teacher).  float32 [L_i] per row.  Generalised Jensen-Shannon
     divergence, arXiv:2306.13649.  Raises ValueError for a row without a teacher's log-probs.
     """
 
     def one(teacher: np.ndarray, student: np.ndarray) -> np.ndarray:
-        b, t, s = args.lambda_coef, teacher / args.temperature, student / args.temperature
+        b = args.lambda_coef
+        t = teacher / args.temperature
+        s = student / args.temperature
         if b == 0:
             score = t - s
         elif b == 1:
@@ -89,7 +103,8 @@ def _both(row: StepRow) -> tuple[np.ndarray, np.ndarray]:
     """float64 [L]: log-probs of teacher and student."""
     if row.teacher is None:
         raise ValueError(
-            f"group {row.group}, run {row.run}: distillation needs the teacher's log-probs of the row; use a workflow that asks an "
+            f"group {row.group}, run {row.run}: distillation needs the teacher's log-probs of the "
+            f"row; use a workflow that asks an "
             "auxiliary model for them (Experience.teacher_logprobs)"
         )
     return row.teacher.astype(np.float64), row.logprobs.astype(np.float64)

@@ -1,8 +1,9 @@
-"""GRPO without those tokens of bad answers that would take most of the entropy away (Clip_B and Clip_V, arXiv:2602.03392).
+"""GRPO without those tokens of bad answers that would take most of the entropy away (Clip_B and
+Clip_V, arXiv:2602.03392).
 
-With p the probability of the sampled token and H the entropy of its distribution, raising the token's logit by a small d changes the
-entropy by -d S, S = p (H + log p).  Knows entropies that were computed before the step.
-Invariant: tokens whose advantage is not negative always stay.
+With p the probability of the sampled token and H the entropy of its distribution, raising the
+token's logit by a small d changes the entropy by -d S, S = p (H + log p).  Knows entropies that
+were computed before the step. Invariant: tokens whose advantage is not negative always stay.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ _NO_SPREAD = 1e-12  # a standard deviation below this is a rounding error: nothi
 
 
 class ClipBArgs(Args):
-    """GRPO without those tokens of bad answers that would lower the entropy most, judged from the batch (arXiv:2602.03392)."""
+    """GRPO without those tokens of bad answers that would lower the entropy most, judged from the
+    batch (arXiv:2602.03392).
+    """
 
     before: ClassVar[frozenset[Computed]] = frozenset({"old", "entropy"})
 
     epsilon: float = Field(1e-6, gt=0, description=EPSILON)
-    mu: float = Field(2.5, gt=0, description="standard deviations of the entropy score beyond which a token is dropped")
+    mu: float = Field(
+        2.5,
+        gt=0,
+        description="standard deviations of the entropy score beyond which a token is dropped",
+    )
 
 
 class ClipVArgs(Args):
@@ -35,33 +42,48 @@ class ClipVArgs(Args):
 
     epsilon: float = Field(1e-6, gt=0, description=EPSILON)
     mu: float = Field(8.5, gt=0, description="standard deviations beyond which a token is dropped")
-    max_frac: float = Field(1e-4, gt=0, le=1, description="most tokens that may be dropped, as a share")
+    max_frac: float = Field(
+        1e-4, gt=0, le=1, description="most tokens that may be dropped, as a share"
+    )
 
 
 @advantage("clipb", args=ClipBArgs)
 def clipb(x: StepInputs, args: ClipBArgs) -> Advantages:
-    """GRPO; a token with A < 0 and S - mean(S) < -mu std(S) is left out of the loss, mean and biased std over the step's tokens.
+    """GRPO; a token with A < 0 and S - mean(S) < -mu std(S) is left out of the loss, mean and
+    biased std over the step's tokens.
 
-    S = p (H + log p), p of the sampled token and H of its distribution under the policy before the step.
+    S = p (H + log p), p of the sampled token and H of its distribution under the policy before the
+    step.
 
-    Values float32 (0 for dropped tokens), keep bool: [L_i] per row.  Raises ValueError for a row without log-probs or entropies.
+    Values float32 (0 for dropped tokens), keep bool: [L_i] per row.  Raises ValueError for a row
+    without log-probs or entropies.
     """
     s = np.concatenate([np.zeros(0), *map(_discriminator, x.rows)])
-    far = s - s.mean() < -args.mu * s.std() if len(s) and s.std() >= _NO_SPREAD else np.zeros(len(s), np.bool_)
+    far = (
+        s - s.mean() < -args.mu * s.std()
+        if len(s) and s.std() >= _NO_SPREAD
+        else np.zeros(len(s), np.bool_)
+    )
     a = _advantages(x, args.epsilon)
     return _without(x, a, far & (a < 0), "clipb")
 
 
 @advantage("clipv", args=ClipVArgs)
 def clipv(x: StepInputs, args: ClipVArgs) -> Advantages:
-    """As clipb, with D = E[S] - S > mu std(D), E over the vocabulary by the policy's probabilities: sum p_v^2 (H + log p_v).
+    """As clipb, with D = E[S] - S > mu std(D), E over the vocabulary by the policy's probabilities:
+    sum p_v^2 (H + log p_v).
 
-    Where more than max_frac of all tokens qualify, those of largest D, max(1, floor(max_frac N)) of them.  std is biased.
+    Where more than max_frac of all tokens qualify, those of largest D, max(1, floor(max_frac N)) of
+    them.  std is biased.
     """
     d = np.concatenate([np.zeros(0), *(_mean(row) - _discriminator(row) for row in x.rows)])
     a = _advantages(x, args.epsilon)
     std = d.std() if len(d) else 0.0
-    far = np.flatnonzero((a < 0) & (d > args.mu * std)) if std >= _NO_SPREAD else np.zeros(0, np.int64)
+    far = (
+        np.flatnonzero((a < 0) & (d > args.mu * std))
+        if std >= _NO_SPREAD
+        else np.zeros(0, np.int64)
+    )
     most = max(1, int(args.max_frac * len(d)))
     if len(far) > most:
         far = far[np.argsort(-d[far], kind="stable")[:most]]
@@ -72,7 +94,9 @@ def clipv(x: StepInputs, args: ClipVArgs) -> Advantages:
 
 def _advantages(x: StepInputs, epsilon: float) -> np.ndarray:
     """float32 [N], over all tokens of the step."""
-    return np.repeat(grpo(x, GrpoArgs.model_validate({"epsilon": epsilon})), [row.length for row in x.rows])
+    return np.repeat(
+        grpo(x, GrpoArgs.model_validate({"epsilon": epsilon})), [row.length for row in x.rows]
+    )
 
 
 def _without(x: StepInputs, a: np.ndarray, drop: np.ndarray, name: str) -> Advantages:
@@ -81,13 +105,18 @@ def _without(x: StepInputs, a: np.ndarray, drop: np.ndarray, name: str) -> Advan
         f"{name}/frac_clipped": float(drop.mean()) if len(drop) else 0.0,
         f"{name}/frac_clipped_neg": float(drop.sum()) / max(bad, 1),
     }
-    return Advantages(values=x.split(np.where(drop, np.float32(0), a)), keep=x.split(~drop), metrics=metrics)
+    return Advantages(
+        values=x.split(np.where(drop, np.float32(0), a)), keep=x.split(~drop), metrics=metrics
+    )
 
 
 def _discriminator(row: StepRow) -> np.ndarray:
     """float64 [L]: S."""
     if row.old is None or row.entropy is None:
-        raise ValueError(f"group {row.group}, run {row.run}: the trainer's log-probs and entropies of the row are needed")
+        raise ValueError(
+            f"group {row.group}, run {row.run}: the trainer's log-probs and entropies of the row "
+            f"are needed"
+        )
     logprobs = row.old.astype(np.float64)
     s: np.ndarray = np.exp(logprobs) * (row.entropy.astype(np.float64) + logprobs)
     return s
@@ -95,5 +124,8 @@ def _discriminator(row: StepRow) -> np.ndarray:
 
 def _mean(row: StepRow) -> np.ndarray:
     if row.discriminator_mean is None:
-        raise ValueError(f"group {row.group}, run {row.run}: the mean of the entropy discriminator of the row is needed")
+        raise ValueError(
+            f"group {row.group}, run {row.run}: the mean of the entropy discriminator of the row "
+            f"is needed"
+        )
     return row.discriminator_mean.astype(np.float64)

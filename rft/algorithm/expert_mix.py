@@ -1,6 +1,8 @@
-"""PPO on the policy's own rows and imitation of an expert's in one step; CHORD (arXiv:2508.11408) moves the weight between them.
+"""PPO on the policy's own rows and imitation of an expert's in one step; CHORD (arXiv:2508.11408)
+moves the weight between them.
 
-Invariant: each part is a mean over its own rows of the whole step, however these are spread over micro-batches.
+Invariant: each part is a mean over its own rows of the whole step, however these are spread over
+micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from pydantic import Field
 
 from rft.algorithm.aggregate import nothing, part
 from rft.algorithm.args import Args, ClippedArgs, Sampled
-from rft.algorithm.base import BufferStrategy, LossInputs, LossOutput, define_algorithm, policy_loss, sample_strategy
+from rft.algorithm.base import (
+    BufferStrategy,
+    LossInputs,
+    LossOutput,
+    define_algorithm,
+    policy_loss,
+    sample_strategy,
+)
 from rft.algorithm.imitation import likelihood, uncertain
 from rft.algorithm.ppo import PpoArgs, ppo
 
@@ -28,7 +37,9 @@ class MixArgs(ClippedArgs):
 
     samples: ClassVar[Sampled] = "own"
 
-    mu: float = Field(0.1, ge=0, le=1, description="weight of the SFT part; the PPO part has 1 - mu")
+    mu: float = Field(
+        0.1, ge=0, le=1, description="weight of the SFT part; the PPO part has 1 - mu"
+    )
 
 
 class MixChordArgs(ClippedArgs):
@@ -46,8 +57,12 @@ class MixChordArgs(ClippedArgs):
 class MixSampleArgs(Args):
     """Rows of an expert's data set beside the policy's own, which are as with `default`."""
 
-    expert_data_ratio: float = Field(0.5, gt=0, lt=1, description="share of the expert's rows in a train batch, rounded up")
-    sft_dataset_name: str = Field("sft_dataset", description="which of buffer.trainer_input.auxiliary_buffers holds them")
+    expert_data_ratio: float = Field(
+        0.5, gt=0, lt=1, description="share of the expert's rows in a train batch, rounded up"
+    )
+    sft_dataset_name: str = Field(
+        "sft_dataset", description="which of buffer.trainer_input.auxiliary_buffers holds them"
+    )
 
 
 @sample_strategy("mix", args=MixSampleArgs)
@@ -57,31 +72,45 @@ class ExpertRows(BufferStrategy):
 
 @policy_loss("mix", args=MixArgs)
 def mix(x: LossInputs, args: MixArgs) -> LossOutput:
-    """loss = (1 - mu) PPO(own rows) + mu SFT(an expert's rows), each with the tokens and rows of its own part as denominators.
+    """loss = (1 - mu) PPO(own rows) + mu SFT(an expert's rows), each with the tokens and rows of
+    its own part as denominators.
 
-    A part that the step has no rows of is 0.  Metrics: mu; usual/... those of `ppo` as means over own tokens, usual/pg_loss;
-    expert/sft_loss.
+    A part that the step has no rows of is 0.  Metrics: mu; usual/... those of `ppo` as means over
+    own tokens, usual/pg_loss; expert/sft_loss.
     """
     return _mixed(x, args.mu, args.low, args.high, likelihood)
 
 
 @policy_loss("mix_chord", args=MixChordArgs)
 def mix_chord(x: LossInputs, args: MixChordArgs) -> LossOutput:
-    """`mix` with mu of train step x.step (see `mu_at`), and sft_phi in place of sft unless `enable_phi_function` is off."""
-    return _mixed(x, mu_at(x.step, args), args.low, args.high, uncertain if args.enable_phi_function else likelihood)
+    """`mix` with mu of train step x.step (see `mu_at`), and sft_phi in place of sft unless
+    `enable_phi_function` is off.
+    """
+    return _mixed(
+        x,
+        mu_at(x.step, args),
+        args.low,
+        args.high,
+        uncertain if args.enable_phi_function else likelihood,
+    )
 
 
 def mu_at(step: int, args: MixChordArgs) -> float:
-    """mu of train step `step` (from 1): linear from 0 to mu_peak, then half a cosine to mu_valley, then constant.
+    """mu of train step `step` (from 1): linear from 0 to mu_peak, then half a cosine to mu_valley,
+    then constant.
 
-    Example: warm-up 2, decay 4, peak 0.8, valley 0.2: steps 1, 2, 4, 6, 7 have 0.4, 0.8, 0.5, 0.2, 0.2.
+    Example: warm-up 2, decay 4, peak 0.8, valley 0.2: steps 1, 2, 4, 6, 7 have 0.4, 0.8, 0.5, 0.2,
+    0.2.
     """
     if step < args.mu_warmup_steps:
         return args.mu_peak * step / args.mu_warmup_steps
     done = step - args.mu_warmup_steps
     if done >= args.mu_decay_steps:
         return args.mu_valley
-    return args.mu_valley + (args.mu_peak - args.mu_valley) * (1 + math.cos(math.pi * done / args.mu_decay_steps)) / 2
+    return (
+        args.mu_valley
+        + (args.mu_peak - args.mu_valley) * (1 + math.cos(math.pi * done / args.mu_decay_steps)) / 2
+    )
 
 
 def _mixed(x: LossInputs, mu: float, low: float, high: float, imitate: Imitate) -> LossOutput:

@@ -1,7 +1,9 @@
-"""Group in group: advantages of whole episodes, and of steps that began in the same state (GiGPO, arXiv:2505.10978).
+"""Group in group: advantages of whole episodes, and of steps that began in the same state (GiGPO,
+arXiv:2505.10978).
 
 Knows no tokens.  A run's steps are rows of their own; what happened in them stands in their info.
-Invariant: episodes and states are compared within their task, unless states of the whole batch are asked for.
+Invariant: episodes and states are compared within their task, unless states of the whole batch are
+asked for.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from rft.algorithm.returns import to_go
 
 
 class GigpoArgs(Args):
-    """Group in group: episodes of a task, and steps that begin in the same state (arXiv:2505.10978)."""
+    """Group in group: episodes of a task, and steps that begin in the same state
+    (arXiv:2505.10978).
+    """
 
     compares_rows: ClassVar[bool] = True
     reads: ClassVar[str] = (
-        "the state of every step, and its reward where it has one, from the entries of info named by env_state_hash_key and "
+        "the state of every step, and its reward where it has one, from the entries of info named "
+        "by env_state_hash_key and "
         "step_reward_key"
     )
 
@@ -35,10 +40,15 @@ class GigpoArgs(Args):
     epsilon: float = Field(1e-6, gt=0, description="added to the divisor")
     states_of: Literal["task", "batch"] = Field(
         "task",
-        description="steps in one state are compared within their task (the paper), or within the batch (Trinity-RFT)",
+        description="steps in one state are compared within their task (the paper), or within the "
+        "batch (Trinity-RFT)",
     )
-    step_reward_key: str = Field("step_reward", description="entry of the experience's info with the reward of the step")
-    env_state_hash_key: str = Field("env_state_hash", description="entry of the experience's info that names the state")
+    step_reward_key: str = Field(
+        "step_reward", description="entry of the experience's info with the reward of the step"
+    )
+    env_state_hash_key: str = Field(
+        "env_state_hash", description="entry of the experience's info that names the state"
+    )
 
     @property
     def wants(self) -> tuple[str, ...]:
@@ -53,23 +63,30 @@ class GigpoArgs(Args):
 def gigpo(x: StepInputs, args: GigpoArgs) -> Advantages:
     """A = A_E + omega A_S, one number per row, on all of its tokens.
 
-    r_t is info[step_reward_key]; where no row of the task has that key, the reward of the run's last step and 0 before it.  A step that an
-    operator dropped counts, too, where rows have the reward of their step; with that of the run its r_t is not known.
-    A_E = N(sum of r_t) over the runs of the task.  A_S = N(sum of gamma^(k - t) r_k, k >= t) over the rows of the task (`states_of: batch`:
-    of the step) with the same info[env_state_hash_key].  N(y) = (y - mean) / (d + epsilon) with d = 1, or with `fnorm: std` the unbiased
-    standard deviation; 0 where there is one y, or all are equal.
+    r_t is info[step_reward_key]; where no row of the task has that key, the reward of the run's
+    last step and 0 before it.  A step that an operator dropped counts, too, where rows have the
+    reward of their step; with that of the run its r_t is not known. A_E = N(sum of r_t) over the
+    runs of the task.  A_S = N(sum of gamma^(k - t) r_k, k >= t) over the rows of the task
+    (`states_of: batch`: of the step) with the same info[env_state_hash_key].  N(y) = (y - mean) /
+    (d + epsilon) with d = 1, or with `fnorm: std` the unbiased standard deviation; 0 where there is
+    one y, or all are equal.
 
-    Values: float32 [L_i] per row.  Raises ValueError for a row without a state hash while omega > 0, and for a task some of whose
-    rows have a step reward and some have not.
+    Values: float32 [L_i] per row.  Raises ValueError for a row without a state hash while omega >
+    0, and for a task some of whose rows have a step reward and some have not.
     """
     rows = [row for row, _ in members(x)]
     episodes, returns = _returns(x, rows, args)
-    of_run = {name: dict(zip(runs, _normal(list(runs.values()), args), strict=True)) for name, runs in episodes.items()}
+    of_run = {
+        name: dict(zip(runs, _normal(list(runs.values()), args), strict=True))
+        for name, runs in episodes.items()
+    }
     score = np.array([of_run[row.group][row.run] for row in rows])
     states: dict[Hashable, list[int]] = defaultdict(list)
     if args.omega > 0:
         for i, row in enumerate(rows):
-            states[row.group if args.states_of == "task" else "", _state(row, args.env_state_hash_key)].append(i)
+            states[
+                row.group if args.states_of == "task" else "", _state(row, args.env_state_hash_key)
+            ].append(i)
     for same in states.values():
         score[same] += args.omega * _normal([returns[i] for i in same], args)
     shared = sum(len(same) > 1 for same in states.values())
@@ -79,7 +96,9 @@ def gigpo(x: StepInputs, args: GigpoArgs) -> Advantages:
     )
 
 
-def _returns(x: StepInputs, rows: Sequence[StepRow], args: GigpoArgs) -> tuple[dict[str, dict[int, float]], list[float]]:
+def _returns(
+    x: StepInputs, rows: Sequence[StepRow], args: GigpoArgs
+) -> tuple[dict[str, dict[int, float]], list[float]]:
     """(sum of rewards by group and run, discounted return of every row)."""
     groups: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
@@ -91,23 +110,37 @@ def _returns(x: StepInputs, rows: Sequence[StepRow], args: GigpoArgs) -> tuple[d
         if any(given) != all(given):
             missing = rows[mine[given.index(False)]]
             raise ValueError(
-                f'group {name}: info["{args.step_reward_key}"] is there for {sum(given)} of {len(given)} rows; run {missing.run}, step '
+                f'group {name}: info["{args.step_reward_key}"] is there for {sum(given)} of '
+                f"{len(given)} rows; run {missing.run}, step "
                 f"{missing.step} has none.  Write it for every step of the task or for none"
             )
         known = described(x.groups[name])
         members = sorted(zip(known.runs, known.steps, known.rewards, strict=True))
         if any(given):
-            own = {(rows[i].run, rows[i].step): _number(rows[i], args.step_reward_key) for i in mine}
-            apart = len({(run, r) for run, _, r in members}) > len(set(known.runs))  # the rows of a run do not share its reward
+            own = {
+                (rows[i].run, rows[i].step): _number(rows[i], args.step_reward_key) for i in mine
+            }
+            # the rows of a run do not share its reward
+            apart = len({(run, r) for run, _, r in members}) > len(set(known.runs))
             by_step = apart and all(rows[i].reward == own[rows[i].run, rows[i].step] for i in mine)
-            members = [(run, step, own.get((run, step), r)) for run, step, r in members if by_step or (run, step) in own]
+            members = [
+                (run, step, own.get((run, step), r))
+                for run, step, r in members
+                if by_step or (run, step) in own
+            ]
         runs: dict[int, dict[int, float]] = defaultdict(dict)
         for run, step, reward in members:
             runs[run][step] = reward
         if not any(given):  # a row has the reward of its run, which comes with the last step
-            runs |= {run: {**dict.fromkeys(steps, 0.0), max(steps): steps[max(steps)]} for run, steps in runs.items()}
+            runs |= {
+                run: {**dict.fromkeys(steps, 0.0), max(steps): steps[max(steps)]}
+                for run, steps in runs.items()
+            }
         episodes[name] = {run: sum(steps.values()) for run, steps in runs.items()}
-        ahead = {run: dict(zip(r, to_go(np.array([*r.values()]), args.gamma), strict=True)) for run, r in runs.items()}
+        ahead = {
+            run: dict(zip(r, to_go(np.array([*r.values()]), args.gamma), strict=True))
+            for run, r in runs.items()
+        }
         for i in mine:
             returns[i] = float(ahead[rows[i].run][rows[i].step])
     return episodes, returns
@@ -125,7 +158,10 @@ def _normal(values: Sequence[float], args: GigpoArgs) -> np.ndarray:
 def _number(row: StepRow, key: str) -> float:
     value = row.info[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f'group {row.group}, run {row.run}, step {row.step}: info["{key}"] is {value!r}, not a finite number')
+        raise ValueError(
+            f'group {row.group}, run {row.run}, step {row.step}: info["{key}"] is {value!r}, not a '
+            f"finite number"
+        )
     return float(value)
 
 
@@ -133,10 +169,14 @@ def _state(row: StepRow, key: str) -> Hashable:
     info: Mapping[str, object] = row.info
     if (state := info.get(key)) is None:
         raise ValueError(
-            f'group {row.group}, run {row.run}, step {row.step}: gigpo needs info["{key}"], a text or number that names the state in '
-            "which the step began; the workflow writes it.  With omega: 0 only whole episodes are compared"
+            f'group {row.group}, run {row.run}, step {row.step}: gigpo needs info["{key}"], a text '
+            f"or number that names the state in "
+            "which the step began; the workflow writes it.  With omega: 0 only whole episodes are "
+            "compared"
         )
     return str(state)
 
 
-define_algorithm("gigpo", "Group in group (arXiv:2505.10978).", advantage_fn="gigpo", policy_loss_fn="ppo")
+define_algorithm(
+    "gigpo", "Group in group (arXiv:2505.10978).", advantage_fn="gigpo", policy_loss_fn="ppo"
+)

@@ -1,6 +1,8 @@
-"""What advantages of one number per row share: rewards that are numbers, and what a group of equal ones means.
+"""What advantages of one number per row share: rewards that are numbers, and what a group of equal
+ones means.
 
-Knows no tokens.  Invariant: a reward that is not finite stops the step here; it never becomes an advantage.
+Knows no tokens.  Invariant: a reward that is not finite stops the step here; it never becomes an
+advantage.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from rft.types.ports import GroupStats
 
 
 def members(x: StepInputs) -> Iterator[tuple[StepRow, GroupStats]]:
-    """Every row with the statistics of its group.  Raises ValueError for a reward that is not finite."""
+    """Every row with the statistics of its group.  Raises ValueError for a reward that is not
+    finite.
+    """
     for row in x.rows:
         if not math.isfinite(row.reward):
             raise ValueError(f"group {row.group}: reward {row.reward} is not finite")
@@ -28,7 +32,9 @@ def scores(x: StepInputs, one: Callable[[float, GroupStats], float]) -> np.ndarr
 
 
 def equal(rewards: Sequence[float]) -> bool:
-    """Whether nothing sets the members apart; asked of the rewards, because their mean may be off by a rounding error."""
+    """Whether nothing sets the members apart; asked of the rewards, because their mean may be off
+    by a rounding error.
+    """
     return min(rewards) == max(rewards)
 
 
@@ -42,7 +48,8 @@ def described(group: GroupStats) -> GroupStats:
     count = len(group.rewards)
     if not count == len(group.runs) == len(group.steps) == len(group.lengths):
         raise ValueError(
-            f"group {group.group}: {count} rewards, but {len(group.runs)} runs, {len(group.steps)} steps and {len(group.lengths)} "
+            f"group {group.group}: {count} rewards, but {len(group.runs)} runs, {len(group.steps)} "
+            f"steps and {len(group.lengths)} "
             "lengths; this advantage needs the runs, steps and lengths of all scored members"
         )
     return group

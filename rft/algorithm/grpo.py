@@ -1,8 +1,10 @@
-"""Group-relative advantages (GRPO, arXiv:2402.03300; without the standard deviation Dr. GRPO, arXiv:2503.20783).
+"""Group-relative advantages (GRPO, arXiv:2402.03300; without the standard deviation Dr. GRPO,
+arXiv:2503.20783).
 
-Knows no tokens but for `rank_penalty`: one number per run, which the trainer spreads over the run's trained tokens.
-Invariant: statistics come with the lease, so an advantage does not depend on which siblings share the batch; the documented
-exceptions are `rank_penalty`, which reads the siblings' log-probs, and the deviation with `std_cal_level: batch`.
+Knows no tokens but for `rank_penalty`: one number per run, which the trainer spreads over the run's
+trained tokens. Invariant: statistics come with the lease, so an advantage does not depend on which
+siblings share the batch; the documented exceptions are `rank_penalty`, which reads the siblings'
+log-probs, and the deviation with `std_cal_level: batch`.
 """
 
 from __future__ import annotations
@@ -25,24 +27,33 @@ from rft.types.ports import GroupStats
 def drop_threshold() -> float | None:
     """The argument of advantages that may drop groups of equal rewards."""
     threshold: float | None = Field(
-        None, ge=0, description="drop groups whose standard deviation is not above this, as the operator reward_std_filter does"
+        None,
+        ge=0,
+        description="drop groups whose standard deviation is not above this, as the operator "
+        "reward_std_filter does",
     )
     return threshold
 
 
 class GrpoArgs(Args):
-    """Group-relative advantage (arXiv:2402.03300); `norm_by_std: false` is Dr. GRPO (arXiv:2503.20783)."""
+    """Group-relative advantage (arXiv:2402.03300); `norm_by_std: false` is Dr. GRPO
+    (arXiv:2503.20783).
+    """
 
     epsilon: float = Field(1e-6, gt=0, description=EPSILON)
     norm_by_std: bool = Field(True, description="divide by the unbiased standard deviation")
     std_threshold: float | None = drop_threshold()
     duplicate_experiences: bool = moot(
         False,
-        "dropped groups are not made up for: the buffer has one max_uses for all of its rows, and rows are never copied",
+        "dropped groups are not made up for: the buffer has one max_uses for all of its rows, and "
+        "rows are never copied",
         description="use remaining groups again in place of the dropped ones",
     )
     rank_penalty: float | None = Field(
-        None, ge=0, description="shrink rewards of likely answers, also negative ones, by this times rank / n (arXiv:2506.02355)"
+        None,
+        ge=0,
+        description="shrink rewards of likely answers, also negative ones, by this times rank / n "
+        "(arXiv:2506.02355)",
     )
     std_cal_level: Literal["group", "batch"] = Field(
         "group", description="which rewards the standard deviation is taken over (arXiv:2508.08221)"
@@ -61,7 +72,9 @@ class StepWiseGrpoArgs(Args):
     epsilon: float = Field(1e-6, gt=0, description=EPSILON)
     enable_step_norm: bool = Field(False, description="divide by the run's number of steps")
     std_threshold: float | None = drop_threshold()
-    std_cal_level: Literal["group", "batch"] = Field("group", description="which rewards the standard deviation is taken over")
+    std_cal_level: Literal["group", "batch"] = Field(
+        "group", description="which rewards the standard deviation is taken over"
+    )
 
 
 class NormArgs(Args):
@@ -73,14 +86,17 @@ class NormArgs(Args):
 
 @advantage("grpo", args=GrpoArgs)
 def grpo(x: StepInputs, args: GrpoArgs) -> np.ndarray:
-    """A = (R - mean) / (std + epsilon) with the unbiased standard deviation; without `norm_by_std` A = R - mean.
+    """A = (R - mean) / (std + epsilon) with the unbiased standard deviation; without `norm_by_std`
+    A = R - mean.
 
-    With `std_cal_level: batch`, std is that of the rewards of all runs of the step (arXiv:2508.08221).  With `rank_penalty` p, first
-    R <- R (1 - p rank / n), for scoring and statistics alike, where rank counts the n runs of the group in the step that are less
-    likely, by their mean log-prob (arXiv:2506.02355); equally likely runs share the mean of their ranks.
+    With `std_cal_level: batch`, std is that of the rewards of all runs of the step
+    (arXiv:2508.08221).  With `rank_penalty` p, first R <- R (1 - p rank / n), for scoring and
+    statistics alike, where rank counts the n runs of the group in the step that are less likely, by
+    their mean log-prob (arXiv:2506.02355); equally likely runs share the mean of their ranks.
 
-    Returns float32 [S], one number per run.  A group whose rewards are all equal, groups of one included, gives exactly 0: nothing
-    sets its members apart.  Raises ValueError for rewards that are not finite.
+    Returns float32 [S], one number per run.  A group whose rewards are all equal, groups of one
+    included, gives exactly 0: nothing sets its members apart.  Raises ValueError for rewards that
+    are not finite.
 
     Example: rewards 1, 0, 0, 1 of one group give 0.866024, -0.866024, -0.866024, 0.866024.
     """
@@ -99,7 +115,8 @@ def grpo(x: StepInputs, args: GrpoArgs) -> np.ndarray:
 
 @advantage("grpo_passk", args=NormArgs)
 def grpo_passk(x: StepInputs, args: NormArgs) -> np.ndarray:
-    """The best run of a group: A = (best - second best) / (std + epsilon), or without `norm_by_std` the difference; others 0.
+    """The best run of a group: A = (best - second best) / (std + epsilon), or without `norm_by_std`
+    the difference; others 0.
 
     Returns float32 [S].  Two best runs, like a group of one, give 0 (arXiv:2503.19595).
     """
@@ -115,13 +132,19 @@ def grpo_passk(x: StepInputs, args: NormArgs) -> np.ndarray:
 
 @advantage("step_wise_grpo", args=StepWiseGrpoArgs)
 def step_wise_grpo(x: StepInputs, args: StepWiseGrpoArgs) -> np.ndarray:
-    """GRPO over the reward of each run's last step, given to all steps of the run; with `enable_step_norm` divided by their number.
+    """GRPO over the reward of each run's last step, given to all steps of the run; with
+    `enable_step_norm` divided by their number.
 
-    A = (R_last - mean) / (std + epsilon) over the runs of the task; with `std_cal_level: batch`, std is over the runs of all groups
-    of the step.  The last step is the one with the highest number among the scored steps.  Returns float32 [S].
+    A = (R_last - mean) / (std + epsilon) over the runs of the task; with `std_cal_level: batch`,
+    std is over the runs of all groups of the step.  The last step is the one with the highest
+    number among the scored steps.  Returns float32 [S].
     """
     last = {row.group: _last_rewards(described(group)) for row, group in members(x)}
-    batch = unbiased_std([r for runs in last.values() for r in runs.values()]) if args.std_cal_level == "batch" else None
+    batch = (
+        unbiased_std([r for runs in last.values() for r in runs.values()])
+        if args.std_cal_level == "batch"
+        else None
+    )
 
     def one(row: StepRow, group: GroupStats) -> float:
         runs = list(last[group.group].values())
@@ -152,9 +175,19 @@ def _penalised(x: StepInputs, penalty: float) -> StepInputs:
         rewards[numbers] *= 1 - penalty * rank / len(numbers)
         mine = [float(r) for r in rewards[numbers]]
         groups[name] = msgspec.structs.replace(
-            groups[name], rewards=tuple(mine), mean=float(np.mean(mine)), std=unbiased_std(mine), runs=(), steps=(), lengths=()
+            groups[name],
+            rewards=tuple(mine),
+            mean=float(np.mean(mine)),
+            std=unbiased_std(mine),
+            runs=(),
+            steps=(),
+            lengths=(),
         )
-    return replace(x, rows=[replace(row, reward=float(r)) for row, r in zip(x.rows, rewards, strict=True)], groups=groups)
+    return replace(
+        x,
+        rows=[replace(row, reward=float(r)) for row, r in zip(x.rows, rewards, strict=True)],
+        groups=groups,
+    )
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
@@ -168,14 +201,17 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 define_algorithm(
     "grpo",
-    "Group-relative advantages with the clipped PPO loss (arXiv:2402.03300).  No KL loss unless kl_loss_fn is set: "
-    "Trinity-RFT's preset adds k2 with kl_coef 0.001, which costs a reference model; write kl_loss_fn: k2 for the same.",
+    "Group-relative advantages with the clipped PPO loss (arXiv:2402.03300).  No KL loss unless "
+    "kl_loss_fn is set: "
+    "Trinity-RFT's preset adds k2 with kl_coef 0.001, which costs a reference model; write "
+    "kl_loss_fn: k2 for the same.",
     advantage_fn="grpo",
     policy_loss_fn="ppo",
 )
 define_algorithm(
     "dr_grpo",
-    "GRPO without its two biases (arXiv:2503.20783): advantages are not divided by the group's standard deviation, "
+    "GRPO without its two biases (arXiv:2503.20783): advantages are not divided by the group's "
+    "standard deviation, "
     "and a sequence's loss is divided by max_response_tokens instead of its own length.",
     advantage_fn="grpo",
     advantage_fn_args={"norm_by_std": False},
@@ -184,8 +220,10 @@ define_algorithm(
 )
 define_algorithm(
     "dapo",
-    "GRPO with a wider upper clip bound (arXiv:2503.14476).  Its penalty for overlong answers is an argument of every reward; "
-    "groups of equal rewards stay in the step with advantage 0; the operator dapo_dynamic_sampling plays others in their place.",
+    "GRPO with a wider upper clip bound (arXiv:2503.14476).  Its penalty for overlong answers is "
+    "an argument of every reward; "
+    "groups of equal rewards stay in the step with advantage 0; the operator dapo_dynamic_sampling "
+    "plays others in their place.",
     advantage_fn="grpo",
     policy_loss_fn="ppo",
     policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},
@@ -197,4 +235,9 @@ define_algorithm(
     advantage_fn="grpo_passk",
     policy_loss_fn="ppo",
 )
-define_algorithm("multi_step_grpo", "GRPO over runs of several steps.", advantage_fn="step_wise_grpo", policy_loss_fn="ppo")
+define_algorithm(
+    "multi_step_grpo",
+    "GRPO over runs of several steps.",
+    advantage_fn="step_wise_grpo",
+    policy_loss_fn="ppo",
+)

@@ -24,9 +24,15 @@ class GspoArgs(GradientArgs):
 
     agg_mode: ClassVar[AggMode | None] = "run-mean"
 
-    clip_range: float | None = Field(None, ge=0, description="both bounds, where the two below are not given")
-    clip_range_low: float = Field(3e-4, ge=0, le=1, description="the sequence ratio is clipped at 1 - this")
-    clip_range_high: float = Field(4e-4, ge=0, description="the sequence ratio is clipped at 1 + this")
+    clip_range: float | None = Field(
+        None, ge=0, description="both bounds, where the two below are not given"
+    )
+    clip_range_low: float = Field(
+        3e-4, ge=0, le=1, description="the sequence ratio is clipped at 1 - this"
+    )
+    clip_range_high: float = Field(
+        4e-4, ge=0, description="the sequence ratio is clipped at 1 + this"
+    )
 
     _bounds = model_validator(mode="after")(below_one)
 
@@ -39,7 +45,9 @@ class GspoArgs(GradientArgs):
         return self._bound("clip_range_high", self.clip_range_high)
 
     def _bound(self, name: str, value: float) -> float:
-        return value if self.clip_range is None or name in self.model_fields_set else self.clip_range
+        return (
+            value if self.clip_range is None or name in self.model_fields_set else self.clip_range
+        )
 
 
 class GeoMeanArgs(ClippedArgs, GradientArgs):
@@ -48,32 +56,43 @@ class GeoMeanArgs(ClippedArgs, GradientArgs):
     agg_mode: ClassVar[AggMode | None] = "run-mean"
     fixed_agg: ClassVar[bool] = True
 
-    clip_range: float = Field(0.2, ge=0, description="both bounds of the log ratio, where the two below are null")
-    clip_range_low: float | None = Field(None, ge=0, le=1, description="the log ratio is clipped at -clip_range_low")
-    clip_range_high: float | None = Field(None, ge=0, description="the log ratio is clipped at clip_range_high")
+    clip_range: float = Field(
+        0.2, ge=0, description="both bounds of the log ratio, where the two below are null"
+    )
+    clip_range_low: float | None = Field(
+        None, ge=0, le=1, description="the log ratio is clipped at -clip_range_low"
+    )
+    clip_range_high: float | None = Field(
+        None, ge=0, description="the log ratio is clipped at clip_range_high"
+    )
 
 
 @policy_loss("gspo", args=GspoArgs)
 def gspo(x: LossInputs, args: GspoArgs) -> LossOutput:
-    """With q = mean of logprob - old over the sequence's tokens and s = exp(min(logprob - sg(logprob) + sg(q), 10)) per token:
+    """With q = mean of logprob - old over the sequence's tokens and s = exp(min(logprob -
+    sg(logprob) + sg(q), 10)) per token:
 
         loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
 
-    Every token of a sequence has the same ratio, but its own gradient.  Defined with run-mean.  Metrics, as means over
-    valid tokens: pg_clipfrac, ppo_kl_seq (-q), those of `ratio_metrics`.
+    Every token of a sequence has the same ratio, but its own gradient.  Defined with run-mean.
+    Metrics, as means over valid tokens: pg_clipfrac, ppo_kl_seq (-q), those of `ratio_metrics`.
 
     Example: logprob - old = 0.1, -0.1, 0.3 gives s = exp(0.1) = 1.105171 for all three.
     """
     import torch
 
-    a, own = valid(x.advantages, x.mask), valid(x.logprobs, x.mask)
+    a = valid(x.advantages, x.mask)
+    own = valid(x.logprobs, x.mask)
     q = row_means(ratios.difference(x).detach(), x)[x.row]
     s = (own - own.detach() + q).clamp(max=MAX_LOG_RATIO).exp()
-    plain, clipped = -a * s, -a * s.clamp(1 - args.low, 1 + args.high)
+    plain = -a * s
+    clipped = -a * s.clamp(1 - args.low, 1 + args.high)
     sums, maxima = ratios.ratio_metrics(ratios.log_ratio(x), x)
     sums["pg_clipfrac"] = ratios.share(clipped > plain, x)
     sums["ppo_kl_seq"] = masked_sum(-q, x.mask)
-    return LossOutput(loss=aggregate(weighted(torch.maximum(plain, clipped), x), x), sums=sums, maxima=maxima)
+    return LossOutput(
+        loss=aggregate(weighted(torch.maximum(plain, clipped), x), x), sums=sums, maxima=maxima
+    )
 
 
 @policy_loss("geo_mean", args=GeoMeanArgs)
@@ -81,24 +100,30 @@ def geo_mean(x: LossInputs, args: GeoMeanArgs) -> LossOutput:
     """With v = clip(logprob - old, -20, 20) clipped to [-low, high] towards the pessimistic side,
     v' = sgn(A) min(sgn(A) v, sgn(A) clip(v, -low, high)), per sequence:
 
-        loss = -mean(A) exp(mean(v')),  the loss of the step is its mean over runs, whatever `loss_agg_mode`; a run of several
-        sequences counts once, each of these by its tokens.
+        loss = -mean(A) exp(mean(v')),  the loss of the step is its mean over runs, whatever
+        `loss_agg_mode`; a run of several sequences counts once, each of these by its tokens.
 
-    Weights of an off-policy correction enter as their geometric mean over the sequence.  Metrics, as means over valid tokens:
-    pg_clipfrac (v' is not v), those of `ratio_metrics`.
+    Weights of an off-policy correction enter as their geometric mean over the sequence.  Metrics,
+    as means over valid tokens: pg_clipfrac (v' is not v), those of `ratio_metrics`.
     """
     import torch
 
-    a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
+    a = valid(x.advantages, x.mask)
+    log_ratio = ratios.log_ratio(x)
     sign = a.sign()
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-args.low, args.high))
+    pessimistic = sign * torch.minimum(
+        sign * log_ratio, sign * log_ratio.clamp(-args.low, args.high)
+    )
     loss = -row_means(a, x) * row_means(pessimistic, x).exp()
     if x.weights is not None:
-        floor = torch.finfo(x.weights.dtype).tiny  # a weight of 0 anywhere takes the sequence's to about 0
+        # a weight of 0 anywhere takes the sequence's to about 0
+        floor = torch.finfo(x.weights.dtype).tiny
         loss = loss * row_means(valid(x.weights, x.mask).clamp(min=floor).log(), x).exp()
     sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["pg_clipfrac"] = ratios.share((pessimistic != log_ratio) & (a != 0), x)
-    return LossOutput(loss=aggregate(loss[x.row], replace(x, loss_agg_mode="run-mean")), sums=sums, maxima=maxima)
+    return LossOutput(
+        loss=aggregate(loss[x.row], replace(x, loss_agg_mode="run-mean")), sums=sums, maxima=maxima
+    )
 
 
 define_algorithm(
@@ -111,7 +136,8 @@ define_algorithm(
 )
 define_algorithm(
     "gmpo",
-    "Geometric mean of a sequence's ratios (arXiv:2507.20673), with the paper's bounds of the log ratio.",
+    "Geometric mean of a sequence's ratios (arXiv:2507.20673), with the paper's bounds of the log "
+    "ratio.",
     advantage_fn="grpo",
     policy_loss_fn="geo_mean",
     policy_loss_fn_args={"clip_range": 0.4},

@@ -1,4 +1,6 @@
-"""Imitation: the tokens of a row are what the policy shall say.  Advantages and sampling policies are not read."""
+"""Imitation: the tokens of a row are what the policy shall say.  Advantages and sampling policies
+are not read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class SftArgs(Args):
 class SftPhiArgs(SftArgs):
     """-log-prob p (1 - p) (arXiv:2508.11408)."""
 
-    cutoff_prob: float = Field(1.0, gt=0, le=1, description="log-probs are limited to the log of this")
+    cutoff_prob: float = Field(
+        1.0, gt=0, le=1, description="log-probs are limited to the log of this"
+    )
 
 
 @policy_loss("sft", args=SftArgs)
@@ -35,16 +39,20 @@ def sft(x: LossInputs, args: SftArgs) -> LossOutput:
 
 @policy_loss("sft_is", args=SftArgs)
 def sft_is(x: LossInputs, args: SftArgs) -> LossOutput:
-    """loss = -logprob sg(p), p = exp(logprob), per token: the gradient of -p (arXiv:2508.05629).  Metric: sft_loss."""
+    """loss = -logprob sg(p), p = exp(logprob), per token: the gradient of -p (arXiv:2508.05629).
+    Metric: sft_loss.
+    """
     own = valid(x.logprobs, x.mask)
     return _output(-own * own.detach().exp(), x)
 
 
 @policy_loss("sft_phi", args=SftPhiArgs)
 def sft_phi(x: LossInputs, args: SftPhiArgs) -> LossOutput:
-    """With l = min(logprob, log cutoff_prob), p = exp(l), per token: loss = -l sg(p (1 - p)) (arXiv:2508.11408).
+    """With l = min(logprob, log cutoff_prob), p = exp(l), per token: loss = -l sg(p (1 - p))
+    (arXiv:2508.11408).
 
-    Tokens that are nearly certain either way count little; above the cutoff there is no gradient.  Metric: sft_loss.
+    Tokens that are nearly certain either way count little; above the cutoff there is no gradient.
+    Metric: sft_loss.
     """
     return uncertain(x, args.cutoff_prob)
 

@@ -1,10 +1,12 @@
-"""KL losses that hold the policy near the reference model, from log-probs of the sampled tokens alone.
+"""KL losses that hold the policy near the reference model, from log-probs of the sampled tokens
+alone.
 
-With d = ref - logprob: k1 = -d, abs = |d|, k2 = d^2/2, k3 = e^d - d - 1 (Schulman, "Approximating KL divergence"), low_var_kl =
-k3 with d clipped to +-20 and the result to +-10, corrected_k3 = ratio k3 with the ratio against the old policy cut at 2, gradient
-through both; an expert's tokens have no old policy, their ratio is 1.  `name+` has the value of `name` and the gradient of k2, which
-on samples of the policy is the gradient of KL(policy || reference); k1 alone has an expected gradient of 0.
-Invariant: every estimator is 0 where the two models agree.
+With d = ref - logprob: k1 = -d, abs = |d|, k2 = d^2/2, k3 = e^d - d - 1 (Schulman, "Approximating
+KL divergence"), low_var_kl = k3 with d clipped to +-20 and the result to +-10, corrected_k3 = ratio
+k3 with the ratio against the old policy cut at 2, gradient through both; an expert's tokens have no
+old policy, their ratio is 1.  `name+` has the value of `name` and the gradient of k2, which on
+samples of the policy is the gradient of KL(policy || reference); k1 alone has an expected gradient
+of 0. Invariant: every estimator is 0 where the two models agree.
 """
 
 from __future__ import annotations
@@ -28,14 +30,21 @@ MAX_RATIO = 2.0  # of corrected_k3
 
 
 class KlArgs(Args):
-    """Weight of a KL against the reference model, as a loss or in the reward; constant or steered (arXiv:1909.08593)."""
+    """Weight of a KL against the reference model, as a loss or in the reward; constant or steered
+    (arXiv:1909.08593).
+    """
 
     kl_coef: float = Field(
-        0.001, ge=0, description="factor of the KL, the first one where it is adaptive; 0 switches the KL and its model off"
+        0.001,
+        ge=0,
+        description="factor of the KL, the first one where it is adaptive; 0 switches the KL and "
+        "its model off",
     )
     adaptive: bool = Field(False, description="steer kl_coef so that the KL comes near target_kl")
     target_kl: float = Field(0.1, gt=0, description="the KL that is steered for, in nats per token")
-    horizon: int = Field(10000, gt=0, description="experiences after which kl_coef follows an error wholly")
+    horizon: int = Field(
+        10000, gt=0, description="experiences after which kl_coef follows an error wholly"
+    )
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
@@ -65,10 +74,18 @@ def low_var_kl(d: torch.Tensor) -> torch.Tensor:
     return k3(d.clamp(-20, 20)).clamp(-10, 10)
 
 
-ESTIMATORS: dict[str, Estimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
+ESTIMATORS: dict[str, Estimator] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "k3": k3,
+    "low_var_kl": low_var_kl,
+}
 
 
-def _loss(estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through: bool, corrected: bool) -> LossOutput:
+def _loss(
+    estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through: bool, corrected: bool
+) -> LossOutput:
     if x.ref_logprobs is None:
         raise ValueError("a KL loss needs x.ref_logprobs; `needs(settings).reference` says so")
     logprobs = valid(x.logprobs, x.mask)
@@ -76,7 +93,9 @@ def _loss(estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through:
     value = estimate(d)
     if corrected:
         sampled = x.mask if x.is_expert is None else x.mask & ~x.is_expert
-        value = value * (valid(logprobs, sampled) - valid(x.old_logprobs, sampled)).clamp(-20, 20).exp().clamp(max=MAX_RATIO)
+        value = value * (valid(logprobs, sampled) - valid(x.old_logprobs, sampled)).clamp(
+            -20, 20
+        ).exp().clamp(max=MAX_RATIO)
     if straight_through:
         pull = k2(d)
         value = pull - pull.detach() + value.detach()
@@ -85,7 +104,9 @@ def _loss(estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through:
     # what a controller steers: the mean over the rows of the mean over their tokens
     kl = aggregate(value.detach(), replace(x, loss_agg_mode="seq-mean-token-mean"))
     tokens = x.denominators.tokens
-    return LossOutput(loss=coef * total, sums={"kl_loss": total.detach() * tokens, "kl": kl * tokens})
+    return LossOutput(
+        loss=coef * total, sums={"kl_loss": total.detach() * tokens, "kl": kl * tokens}
+    )
 
 
 def _register(name: str, estimate: Estimator, *, corrected: bool = False) -> None:

@@ -1,6 +1,8 @@
-"""M2PO (arXiv:2510.01161): tokens whose ratio has gone too far are left out until the second moment of the others is small.
+"""M2PO (arXiv:2510.01161): tokens whose ratio has gone too far are left out until the second moment
+of the others is small.
 
-Invariant: which tokens are left out is decided over all tokens of the step, under the weights before it.
+Invariant: which tokens are left out is decided over all tokens of the step, under the weights
+before it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from pydantic import Field
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, valid, weighted
 from rft.algorithm.args import Computed, GradientArgs
-from rft.algorithm.base import LossInputs, LossOutput, StepInputs, define_algorithm, policy_extra, policy_loss
+from rft.algorithm.base import (
+    LossInputs,
+    LossOutput,
+    StepInputs,
+    define_algorithm,
+    policy_extra,
+    policy_loss,
+)
 
 KEPT = "m2po_kept"
 
@@ -24,15 +33,21 @@ class M2poArgs(GradientArgs):
 
     before: ClassVar[frozenset[Computed]] = frozenset({"old"})
 
-    m2_threshold: float = Field(0.04, gt=0, description="largest mean of the squared log ratio among the kept tokens")
-    log_ratio_clip: float = Field(20.0, gt=0, description="limit of the log ratio before the exponential")
+    m2_threshold: float = Field(
+        0.04, gt=0, description="largest mean of the squared log ratio among the kept tokens"
+    )
+    log_ratio_clip: float = Field(
+        20.0, gt=0, description="limit of the log ratio before the exponential"
+    )
 
 
 @policy_loss("m2po", args=M2poArgs)
 def m2po(x: LossInputs, args: M2poArgs) -> LossOutput:
-    """loss = -A ratio on the kept tokens, else 0, ratio = exp(clip(logprob - old, +-log_ratio_clip)).
+    """loss = -A ratio on the kept tokens, else 0, ratio = exp(clip(logprob - old,
+    +-log_ratio_clip)).
 
-    All valid tokens are in the denominators.  Metrics, as means over valid tokens: masked_fraction, those of `ratio_metrics`.
+    All valid tokens are in the denominators.  Metrics, as means over valid tokens: masked_fraction,
+    those of `ratio_metrics`.
     """
     kept = valid(x.extra[KEPT], x.mask) > 0
     log_ratio = ratios.log_ratio(x, args.log_ratio_clip)
@@ -43,11 +58,14 @@ def m2po(x: LossInputs, args: M2poArgs) -> LossOutput:
 
 
 @policy_extra("m2po", args=M2poArgs)
-def kept_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: M2poArgs) -> Mapping[str, Sequence[np.ndarray]]:
+def kept_tokens(
+    x: StepInputs, advantages: Sequence[np.ndarray], args: M2poArgs
+) -> Mapping[str, Sequence[np.ndarray]]:
     """1 for tokens that are kept, else 0, float32 [L_i].
 
-    Of the tokens that move on in the direction they have gone (A > 0 and ratio > 1, A < 0 and ratio < 1), sorted by (log ratio)^2,
-    the longest beginning whose mean is at most m2_threshold is kept; all other tokens are.
+    Of the tokens that move on in the direction they have gone (A > 0 and ratio > 1, A < 0 and ratio
+    < 1), sorted by (log ratio)^2, the longest beginning whose mean is at most m2_threshold is kept;
+    all other tokens are.
     """
     log_ratio = np.concatenate([x.log_ratio(row) for row in x.rows])
     onwards = x.counted & (np.concatenate(advantages) * log_ratio > 0)
@@ -59,4 +77,9 @@ def kept_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: M2poArgs)
     return {KEPT: x.split(kept)}
 
 
-define_algorithm("m2po", "Second-moment mask for stale rows (arXiv:2510.01161).", advantage_fn="grpo", policy_loss_fn="m2po")
+define_algorithm(
+    "m2po",
+    "Second-moment mask for stale rows (arXiv:2510.01161).",
+    advantage_fn="grpo",
+    policy_loss_fn="m2po",
+)

@@ -1,7 +1,9 @@
-"""KL in the reward: takes KL(policy || reference) from the rewards of the tokens, before the advantages.
+"""KL in the reward: takes KL(policy || reference) from the rewards of the tokens, before the
+advantages.
 
 Knows the runs of a step, not where their log-probs come from nor how the factor is steered.
-Invariant: a group's statistics are those of the rewards that its runs have afterwards, so advantages compare like with like.
+Invariant: a group's statistics are those of the rewards that its runs have afterwards, so
+advantages compare like with like.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
 
 
 def penalised(x: StepInputs, kls: Sequence[np.ndarray], coef: float) -> tuple[StepInputs, float]:
-    """(the step with r = s - coef kl for every trained token, the mean over its runs of their mean kl in nats per token).
+    """(the step with r = s - coef kl for every trained token, the mean over its runs of their mean
+    kl in nats per token).
 
-    `kls`: one array [L_i] per run.  A run's reward loses what its tokens lose; an expert's stay as they are and do not count.
-    Statistics of a group are taken again over its runs in the step: those that a filter dropped have no known KL and are left out.
+    `kls`: one array [L_i] per run.  A run's reward loses what its tokens lose; an expert's stay as
+    they are and do not count. Statistics of a group are taken again over its runs in the step:
+    those that a filter dropped have no known KL and are left out.
     """
     rows = [
         row
@@ -40,7 +44,9 @@ def penalised(x: StepInputs, kls: Sequence[np.ndarray], coef: float) -> tuple[St
         for row, kl in zip(x.rows, kls, strict=True)
     ]
     means = [kl.mean() for row, kl in zip(x.rows, kls, strict=True) if not row.is_expert]
-    return replace(x, rows=rows, groups=_statistics(x, rows)), float(np.mean(means)) if means else 0.0
+    return replace(x, rows=rows, groups=_statistics(x, rows)), float(
+        np.mean(means)
+    ) if means else 0.0
 
 
 def _statistics(x: StepInputs, rows: list[StepRow]) -> dict[str, GroupStats]:
@@ -48,19 +54,25 @@ def _statistics(x: StepInputs, rows: list[StepRow]) -> dict[str, GroupStats]:
     for row in rows:
         if not row.is_expert:
             members[row.group].append(row)
-    return {name: _of(group, members[name]) if name in members else group for name, group in x.groups.items()}
+    return {
+        name: _of(group, members[name]) if name in members else group
+        for name, group in x.groups.items()
+    }
 
 
 def _of(group: GroupStats, rows: list[StepRow]) -> GroupStats:
     rows = sorted(rows, key=lambda r: (r.run, r.step))
-    return group_statistics(group.group, [Member(r.reward, r.run, r.step, r.length, r.credit) for r in rows])
+    return group_statistics(
+        group.group, [Member(r.reward, r.run, r.step, r.length, r.credit) for r in rows]
+    )
 
 
 def _estimates(x: StepInputs, estimate: Estimator, *, corrected: bool) -> list[np.ndarray]:
-    """The estimator of every trained token, float64 [L_i], from log-probs of the reference and of the policy before the step where the rows
-    have them, else of the sampler.
+    """The estimator of every trained token, float64 [L_i], from log-probs of the reference and of
+    the policy before the step where the rows have them, else of the sampler.
 
-    `corrected`: times exp(old - sampler), at most 2, by which a sampled token counts for the old policy.
+    `corrected`: times exp(old - sampler), at most 2, by which a sampled token counts for the old
+    policy.
     """
     import torch
 
@@ -70,11 +82,16 @@ def _estimates(x: StepInputs, estimate: Estimator, *, corrected: bool) -> list[n
             found.append(np.zeros(row.length))
             continue
         if row.ref is None:
-            raise ValueError(f"group {row.group}, run {row.run}: a KL in the reward needs the reference model's log-probs")
+            raise ValueError(
+                f"group {row.group}, run {row.run}: a KL in the reward needs the reference model's "
+                f"log-probs"
+            )
         old = (row.logprobs if row.old is None else row.old).astype(np.float64)
         kl = estimate(torch.from_numpy(row.ref.astype(np.float64) - old)).numpy()
         if corrected:
-            kl = kl * np.minimum(np.exp(np.clip(old - row.logprobs.astype(np.float64), -20, 20)), MAX_RATIO)
+            kl = kl * np.minimum(
+                np.exp(np.clip(old - row.logprobs.astype(np.float64), -20, 20)), MAX_RATIO
+            )
         found.append(kl)
     return found
 

@@ -1,8 +1,9 @@
 """Runs of a step drawn anew by their reward (policy filtration, arXiv:2409.06957).
 
-Knows rewards, not losses.  The ledger's rows are not copied: those of a run drawn k times stand k times in this step's micro-batches, so
-that every loss, metric and denominator is that of the drawn runs, whatever the aggregation; a run drawn 0 times is not computed.
-Invariant: the draw depends on seed, step and runs, not on their order.
+Knows rewards, not losses.  The ledger's rows are not copied: those of a run drawn k times stand k
+times in this step's micro-batches, so that every loss, metric and denominator is that of the drawn
+runs, whatever the aggregation; a run drawn 0 times is not computed. Invariant: the draw depends on
+seed, step and runs, not on their order.
 """
 
 from __future__ import annotations
@@ -21,23 +22,35 @@ _LARGEST = 1e290  # a sum of weights stays finite
 class PfPpoArgs(Args):
     """Runs drawn anew by their reward (arXiv:2409.06957)."""
 
-    reweight_method: Literal["pow", "max_min", "max_random"] = Field("pow", description="how a reward becomes a weight")
+    reweight_method: Literal["pow", "max_min", "max_random"] = Field(
+        "pow", description="how a reward becomes a weight"
+    )
     weight_pow: float = Field(2.0, gt=0, description="exponent of pow")
 
 
 @sample_strategy("pf_ppo", args=PfPpoArgs)
 def pf_ppo(x: StepInputs, args: PfPpoArgs) -> list[int]:
-    """As many runs as there are, drawn with replacement with probability in proportion to their weight.
+    """As many runs as there are, drawn with replacement with probability in proportion to their
+    weight.
 
-    pow: |R|^weight_pow (also of bad runs); max_min: 1 for the highest and the lowest reward of the step, else 0; max_random: 0.4 for
-    the highest, else 0.1; always + 1e-8.  R is the reward before any KL penalty.  Drawn after the advantages, so whitening and group
-    statistics are those of all runs.  Returns the drawn runs' numbers, in ascending order.
+    pow: |R|^weight_pow (also of bad runs); max_min: 1 for the highest and the lowest reward of the
+    step, else 0; max_random: 0.4 for the highest, else 0.1; always + 1e-8.  R is the reward before
+    any KL penalty.  Drawn after the advantages, so whitening and group statistics are those of all
+    runs.  Returns the drawn runs' numbers, in ascending order.
     """
     w = weights(x.rewards, args)
     order = sorted(
-        range(len(w)), key=lambda i: (x.rows[i].group.partition(".")[2], x.rows[i].group, x.rows[i].run, x.rows[i].step)
+        range(len(w)),
+        key=lambda i: (
+            x.rows[i].group.partition(".")[2],
+            x.rows[i].group,
+            x.rows[i].run,
+            x.rows[i].step,
+        ),
     )
-    drawn = np.random.default_rng((x.seed, x.step)).choice(len(w), size=len(w), p=w[order] / w.sum())
+    drawn = np.random.default_rng((x.seed, x.step)).choice(
+        len(w), size=len(w), p=w[order] / w.sum()
+    )
     return sorted(order[i] for i in drawn)
 
 

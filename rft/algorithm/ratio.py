@@ -26,8 +26,12 @@ def log_ratio(x: LossInputs, limit: float = LOG_RATIO_LIMIT) -> torch.Tensor:
     return difference(x).clamp(-limit, limit)
 
 
-def ratio_metrics(log_ratio: torch.Tensor, x: LossInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(sums, maxima) that every ratio loss reports: ppo_kl (old - new log-prob), ratio, ratio_abs_dev (|ratio - 1|); ratio_max."""
+def ratio_metrics(
+    log_ratio: torch.Tensor, x: LossInputs
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(sums, maxima) that every ratio loss reports: ppo_kl (old - new log-prob), ratio,
+    ratio_abs_dev (|ratio - 1|); ratio_max.
+    """
     log_ratio = log_ratio.detach()
     ratio = log_ratio.exp()
     sums = {

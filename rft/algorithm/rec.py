@@ -1,7 +1,8 @@
-"""Group-relative REINFORCE and its variations (REC, arXiv:2509.24203): which runs and tokens count, how much, and what is added.
+"""Group-relative REINFORCE and its variations (REC, arXiv:2509.24203): which runs and tokens count,
+how much, and what is added.
 
-Invariant: which runs of a group are dropped depends on the group's frozen rewards and on the seed, never on which of them share the
-batch.
+Invariant: which runs of a group are dropped depends on the group's frozen rewards and on the seed,
+never on which of them share the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from pydantic import Field
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, row_means, valid, weighted
 from rft.algorithm.args import EPSILON, Args
-from rft.algorithm.base import Advantages, LossInputs, LossOutput, StepInputs, advantage, define_algorithm, policy_loss
+from rft.algorithm.base import (
+    Advantages,
+    LossInputs,
+    LossOutput,
+    StepInputs,
+    advantage,
+    define_algorithm,
+    policy_loss,
+)
 from rft.algorithm.group_stats import described, equal, members
 from rft.types.ports import GroupStats
 
@@ -28,7 +37,9 @@ class RecArgs(Args):
     """Group-relative REINFORCE with a choice of runs (arXiv:2509.24203)."""
 
     epsilon: float = Field(1e-6, gt=0, description=EPSILON)
-    std_normalize: bool = Field(False, description="divide by the group's biased standard deviation")
+    std_normalize: bool = Field(
+        False, description="divide by the group's biased standard deviation"
+    )
     drop: Literal["balance"] | None = Field(
         None, description="balance: drop runs below the mean until both sides are equally many"
     )
@@ -38,14 +49,17 @@ class RecArgs(Args):
 def rec_advantage(x: StepInputs, args: RecArgs) -> Advantages:
     """A = R - mean, with `std_normalize` divided by (std + epsilon), std biased (n).
 
-    With `drop: balance`, a group with more runs below its mean than not loses surplus ones of them, drawn at random, and mean and std
-    are those of the rest.  Dropped runs have advantage 0 and leave the loss and its denominators.  Equal rewards give 0.
-    Values float32, keep bool: [L_i] per row.
+    With `drop: balance`, a group with more runs below its mean than not loses surplus ones of them,
+    drawn at random, and mean and std are those of the rest.  Dropped runs have advantage 0 and
+    leave the loss and its denominators.  Equal rewards give 0. Values float32, keep bool: [L_i] per
+    row.
     """
     kept = {row.group: _kept(group, args.drop, x.seed) for row, group in members(x)}
-    values, keep = [], []
+    values = []
+    keep = []
     for row, group in members(x):
-        stays, rewards = True, np.asarray(group.rewards, np.float64)
+        stays = True
+        rewards = np.asarray(group.rewards, np.float64)
         if (mask := kept[row.group]) is not None:
             known = described(group)
             steps = known.steps if row.credit == "step" else [row.step] * len(known.runs)
@@ -53,11 +67,15 @@ def rec_advantage(x: StepInputs, args: RecArgs) -> Advantages:
             rewards = rewards[mask]
         value = 0.0
         if stays and not equal(group.rewards):
-            value = (row.reward - rewards.mean()) / (rewards.std() + args.epsilon if args.std_normalize else 1.0)
+            value = (row.reward - rewards.mean()) / (
+                rewards.std() + args.epsilon if args.std_normalize else 1.0
+            )
         values.append(np.full(row.length, value, np.float32))
         keep.append(np.full(row.length, stays))
     dropped = 1 - float(np.mean([k.all() for k in keep])) if keep else 0.0
-    return Advantages(values=values, keep=keep, metrics={"rec/dropped_rows_frac": dropped} if args.drop else {})
+    return Advantages(
+        values=values, keep=keep, metrics={"rec/dropped_rows_frac": dropped} if args.drop else {}
+    )
 
 
 def _kept(group: GroupStats, drop: str | None, seed: int) -> np.ndarray | None:
@@ -75,7 +93,8 @@ def _kept(group: GroupStats, drop: str | None, seed: int) -> np.ndarray | None:
 
 
 def _generator(group: str, seed: int) -> np.random.Generator:
-    name = group.partition(".")[2] or group  # without the lineage: a run that was resumed draws as one that was not
+    # without the lineage: a run that was resumed draws as one that was not
+    name = group.partition(".")[2] or group
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))
 
@@ -85,13 +104,21 @@ class RecLossArgs(Args):
 
     epsilon_low: float = Field(0.2, ge=0, le=1, description="lower bound of the range: 1 - this")
     epsilon_high: float = Field(0.2, ge=0, description="upper bound of the range: 1 + this")
-    epsilon_low_prime: float = Field(0.6, ge=0, le=1, description="ring: good answers below 1 - this count again")
-    epsilon_high_prime: float = Field(2.0, ge=0, description="ring: bad answers above 1 + this count again")
-    clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = Field("none", description="which tokens count")
+    epsilon_low_prime: float = Field(
+        0.6, ge=0, le=1, description="ring: good answers below 1 - this count again"
+    )
+    epsilon_high_prime: float = Field(
+        2.0, ge=0, description="ring: bad answers above 1 + this count again"
+    )
+    clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = Field(
+        "none", description="which tokens count"
+    )
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = Field(
         "none", description="factor of each token's loss"
     )
-    regularizer: Literal["none", "k2", "forward-kl"] = Field("none", description="added to each token's loss")
+    regularizer: Literal["none", "k2", "forward-kl"] = Field(
+        "none", description="added to each token's loss"
+    )
     regularizer_coef: float = Field(0.0, ge=0, description="factor of the regulariser")
     temp: float = Field(1.0, gt=0, description="weight advantage: A exp(A / temp)")
 
@@ -102,7 +129,8 @@ class RecLossArgs(Args):
 
 @policy_loss("rec", args=RecLossArgs)
 def rec(x: LossInputs, args: RecLossArgs) -> LossOutput:
-    """With ratio = sg(exp(clip(logprob - old, -20, 20))), q = exp(mean of logprob - old over the sequence), stopped:
+    """With ratio = sg(exp(clip(logprob - old, -20, 20))), q = exp(mean of logprob - old over the
+    sequence), stopped:
 
         loss = -A w logprob [counts] + regulariser
 
@@ -117,7 +145,8 @@ def rec(x: LossInputs, args: RecLossArgs) -> LossOutput:
 
     Metrics, as means over valid tokens: pg_clipfrac (does not count), those of `ratio_metrics`.
     """
-    a, own = valid(x.advantages, x.mask), valid(x.logprobs, x.mask)
+    a = valid(x.advantages, x.mask)
+    own = valid(x.logprobs, x.mask)
     apart = ratios.difference(x)
     ratio = ratios.log_ratio(x).detach().exp()
     sequence = row_means(ratios.log_ratio(x).detach(), x).exp()[x.row]
@@ -137,10 +166,13 @@ def rec(x: LossInputs, args: RecLossArgs) -> LossOutput:
     return LossOutput(loss=aggregate(values, x), sums=sums, maxima=maxima)
 
 
-def _counts(a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: RecLossArgs) -> torch.Tensor:
+def _counts(
+    a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: RecLossArgs
+) -> torch.Tensor:
     import torch
 
-    low, high = 1 - args.epsilon_low, 1 + args.epsilon_high
+    low = 1 - args.epsilon_low
+    high = 1 + args.epsilon_high
     match args.clip_mode:
         case "none":
             return torch.ones_like(a, dtype=torch.bool)
@@ -151,11 +183,14 @@ def _counts(a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: 
         case "gspo-one-side":
             return ((a >= 0) & (sequence <= high)) | ((a <= 0) & (sequence >= low))
         case "ring":
-            good, bad = ratio <= 1 - args.epsilon_low_prime, ratio >= 1 + args.epsilon_high_prime
+            good = ratio <= 1 - args.epsilon_low_prime
+            bad = ratio >= 1 + args.epsilon_high_prime
             return ((ratio >= low) & (ratio <= high)) | ((a >= 0) & good) | ((a <= 0) & bad)
 
 
-def _weight(a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: RecLossArgs) -> torch.Tensor:
+def _weight(
+    a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: RecLossArgs
+) -> torch.Tensor:
     import torch
 
     match args.weight:
@@ -169,4 +204,10 @@ def _weight(a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: 
             return (a / args.temp).exp()
 
 
-define_algorithm("rec", "Group-relative REINFORCE (arXiv:2509.24203).", advantage_fn="rec", policy_loss_fn="rec", repeat_times=2)
+define_algorithm(
+    "rec",
+    "Group-relative REINFORCE (arXiv:2509.24203).",
+    advantage_fn="rec",
+    policy_loss_fn="rec",
+    repeat_times=2,
+)

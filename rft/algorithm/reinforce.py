@@ -22,9 +22,13 @@ class ToprArgs(GradientArgs):
     """Tapered importance weights for bad answers (arXiv:2503.14286)."""
 
     ratio: Literal["token", "sequence"] = Field(
-        "token", description="what is clipped: each token's ratio, as in Trinity-RFT, or the whole answer's, as in the paper"
+        "token",
+        description="what is clipped: each token's ratio, as in Trinity-RFT, or the whole "
+        "answer's, as in the paper",
     )
-    advantage_threshold: float = Field(0.0, description="advantages up to this get a ratio clipped to [0, 1], others weight 1")
+    advantage_threshold: float = Field(
+        0.0, description="advantages up to this get a ratio clipped to [0, 1], others weight 1"
+    )
 
 
 class OpmdLossArgs(GradientArgs):
@@ -36,12 +40,16 @@ class OpmdLossArgs(GradientArgs):
 class SppoArgs(GradientArgs):
     """Softmax PPO (arXiv:2108.05828): -A (log-prob - old) where the ratio is near 1."""
 
-    epsilon: float = Field(0.3, gt=0, description="ratios from 1 / (1 + epsilon) to 1 + epsilon count")
+    epsilon: float = Field(
+        0.3, gt=0, description="ratios from 1 / (1 + epsilon) to 1 + epsilon count"
+    )
 
 
 @policy_loss("reinforce", args=GradientArgs)
 def reinforce(x: LossInputs, args: GradientArgs) -> LossOutput:
-    """loss = -A logprob, per token, times x.weights where an off-policy correction gives them.  Metrics: those of `ratio_metrics`."""
+    """loss = -A logprob, per token, times x.weights where an off-policy correction gives them.
+    Metrics: those of `ratio_metrics`.
+    """
     return _output(-valid(x.advantages, x.mask) * valid(x.logprobs, x.mask), x)
 
 
@@ -67,18 +75,22 @@ def opmd(x: LossInputs, args: OpmdLossArgs) -> LossOutput:
 def topr(x: LossInputs, args: ToprArgs) -> LossOutput:
     """Tapered off-policy REINFORCE (arXiv:2503.14286):
 
-        loss = -sg(alpha) A logprob,  alpha = clip(ratio, 0, 1) where A <= advantage_threshold, else 1.
+        loss = -sg(alpha) A logprob,  alpha = clip(ratio, 0, 1) where A <= advantage_threshold, else
+        1.
 
-    `ratio: token` takes that of each token; `ratio: sequence` the product over the answer's, as the paper does: 20 tokens at -0.1 nats have
-    0.905 each and 0.135 together.  Bad answers that the policy has left behind lose their pull; good ones keep it.  Metrics, as means over
-    valid tokens: topr_loss, avg_alpha, those of `ratio_metrics`.
+    `ratio: token` takes that of each token; `ratio: sequence` the product over the answer's, as the
+    paper does: 20 tokens at -0.1 nats have 0.905 each and 0.135 together.  Bad answers that the
+    policy has left behind lose their pull; good ones keep it.  Metrics, as means over valid tokens:
+    topr_loss, avg_alpha, those of `ratio_metrics`.
     """
     import torch
 
     a = valid(x.advantages, x.mask)
     log_ratio = ratios.log_ratio(x).detach()
     if args.ratio == "sequence":
-        log_ratio = row_sums(log_ratio, x)[x.row].clamp(-ratios.LOG_RATIO_LIMIT, ratios.LOG_RATIO_LIMIT)
+        log_ratio = row_sums(log_ratio, x)[x.row].clamp(
+            -ratios.LOG_RATIO_LIMIT, ratios.LOG_RATIO_LIMIT
+        )
     ratio = log_ratio.exp()
     alpha = torch.where(a <= args.advantage_threshold, ratio.clamp(0, 1), torch.ones_like(ratio))
     out = _output(-alpha * a * valid(x.logprobs, x.mask), x)
@@ -89,7 +101,8 @@ def topr(x: LossInputs, args: ToprArgs) -> LossOutput:
 
 @policy_loss("importance_sampling", args=GradientArgs)
 def importance_sampling(x: LossInputs, args: GradientArgs) -> LossOutput:
-    """loss = -A ratio, ratio = exp(clip(logprob - old, -20, 20)), per token; nothing else is clipped.
+    """loss = -A ratio, ratio = exp(clip(logprob - old, -20, 20)), per token; nothing else is
+    clipped.
 
     Metrics: those of `ratio_metrics`.
     """
@@ -98,7 +111,8 @@ def importance_sampling(x: LossInputs, args: GradientArgs) -> LossOutput:
 
 @policy_loss("sppo", args=SppoArgs)
 def sppo(x: LossInputs, args: SppoArgs) -> LossOutput:
-    """loss = -A (logprob - old) where 1 / (1 + epsilon) <= ratio <= 1 + epsilon, else 0 (which still counts in the denominators).
+    """loss = -A (logprob - old) where 1 / (1 + epsilon) <= ratio <= 1 + epsilon, else 0 (which
+    still counts in the denominators).
 
     Metrics, as means over valid tokens: pg_clipfrac (outside the range), those of `ratio_metrics`.
     """
@@ -116,8 +130,17 @@ def _output(values: torch.Tensor, x: LossInputs) -> LossOutput:
 
 
 define_algorithm(
-    "topr", "Tapered off-policy REINFORCE (arXiv:2503.14286).", advantage_fn="reinforce", policy_loss_fn="topr", repeat_times=2
+    "topr",
+    "Tapered off-policy REINFORCE (arXiv:2503.14286).",
+    advantage_fn="reinforce",
+    policy_loss_fn="topr",
+    repeat_times=2,
 )
 define_algorithm(
-    "sppo", "Softmax PPO (arXiv:2108.05828).", advantage_fn="opmd", policy_loss_fn="sppo", repeat_times=2, entropy_loss_fn="none"
+    "sppo",
+    "Softmax PPO (arXiv:2108.05828).",
+    advantage_fn="opmd",
+    policy_loss_fn="sppo",
+    repeat_times=2,
+    entropy_loss_fn="none",
 )

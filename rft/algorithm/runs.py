@@ -1,9 +1,11 @@
-"""The runs of a step: the rows of each run joined, so that advantages compare runs whatever rows they were cut into.
+"""The runs of a step: the rows of each run joined, so that advantages compare runs whatever rows
+they were cut into.
 
     rows of the step    run 0: [a b]   run 1: [c] [d e]        what an advantage sees   [a b]   [c d e]
 
-A row whose reward is that of its own calls (credit "step") is a run of its own here.  Knows no advantage and no loss.
-Invariant: cutting a run of credit "run" into more rows changes nothing that an advantage sees but the names of its rows.
+A row whose reward is that of its own calls (credit "step") is a run of its own here.  Knows no
+advantage and no loss. Invariant: cutting a run of credit "run" into more rows changes nothing that
+an advantage sees but the names of its rows.
 """
 
 from __future__ import annotations
@@ -19,19 +21,33 @@ from rft.types.credit import Member, compared, run_rewards
 if TYPE_CHECKING:
     from rft.algorithm.base import StepInputs, StepRow
 
-_ARRAYS = ("logprobs", "old", "ref", "entropy", "sum_squares", "discriminator_mean", "values", "teacher", "weights")
+_ARRAYS = (
+    "logprobs",
+    "old",
+    "ref",
+    "entropy",
+    "sum_squares",
+    "discriminator_mean",
+    "values",
+    "teacher",
+    "weights",
+)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """`x` with one row for each run, and of each of these the numbers of the step's rows, in the order of their steps."""
+    """`x` with one row for each run, and of each of these the numbers of the step's rows, in the
+    order of their steps.
+    """
 
     x: StepInputs
     rows: Sequence[Sequence[int]]
     lengths: Sequence[int]  # trained tokens of the step's rows
 
     def of_rows(self, values: Sequence[Any]) -> list[Any]:
-        """What each row has of its run's value: the same number, or its part of an array with a number for each token."""
+        """What each row has of its run's value: the same number, or its part of an array with a
+        number for each token.
+        """
         found: list[Any] = [None] * len(self.lengths)
         for numbers, value in zip(self.rows, values, strict=True):
             cuts = np.cumsum([self.lengths[i] for i in numbers])[:-1]
@@ -50,7 +66,9 @@ def joined(x: StepInputs) -> Runs:
     """The rows of each run as one, in the order of the first; statistics are those of runs."""
     places: dict[tuple[str, int, int], list[int]] = {}
     for i, row in enumerate(x.rows):
-        places.setdefault((row.group, row.run, -1 if row.credit == "run" else row.step), []).append(i)
+        places.setdefault((row.group, row.run, -1 if row.credit == "run" else row.step), []).append(
+            i
+        )
     numbers = [sorted(mine, key=lambda i: x.rows[i].step) for mine in places.values()]
     rows = [_joined([x.rows[i] for i in mine]) for mine in numbers]
     groups = {name: compared(group) for name, group in x.groups.items()}
@@ -67,6 +85,8 @@ def _joined(rows: Sequence[StepRow]) -> StepRow:
         whole[name] = None if any(part is None for part in parts) else np.concatenate(parts)
     if any(row.token_rewards is not None for row in rows):
         whole["token_rewards"] = np.concatenate([row.rewards for row in rows]).astype(np.float32)
-    reward = run_rewards(Member(row.reward, row.run, row.step, row.length, row.credit) for row in rows)[first.run]
+    reward = run_rewards(
+        Member(row.reward, row.run, row.step, row.length, row.credit) for row in rows
+    )[first.run]
     info = {name: value for row in rows for name, value in row.info.items()}
     return replace(first, reward=reward, info=info, **whole)

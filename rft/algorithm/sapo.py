@@ -27,16 +27,18 @@ def sapo(x: LossInputs, args: SapoArgs) -> LossOutput:
 
         loss = -A gate,  gate = 4 / tau sigmoid(tau (ratio - 1)).
 
-    The gradient is -A 4 p (1 - p) ratio times that of logprob, p = sigmoid(tau (ratio - 1)): it is the policy gradient at ratio 1 and
-    fades on both sides.  This is the paper's and veRL's loss; Trinity-RFT multiplies the stopped gate with logprob instead, whose
-    gradient grows up to 4 / tau where ratio is large.  Defined with run-mean.  Metrics, as means over valid tokens:
-    sapo_loss, avg_soft_gate, avg_ratio, pos_adv_frac, those of `ratio_metrics`.
+    The gradient is -A 4 p (1 - p) ratio times that of logprob, p = sigmoid(tau (ratio - 1)): it is
+    the policy gradient at ratio 1 and fades on both sides.  This is the paper's and veRL's loss;
+    Trinity-RFT multiplies the stopped gate with logprob instead, whose gradient grows up to 4 / tau
+    where ratio is large.  Defined with run-mean.  Metrics, as means over valid tokens: sapo_loss,
+    avg_soft_gate, avg_ratio, pos_adv_frac, those of `ratio_metrics`.
 
     Example: ratio 1.5 gives a gate of 2.489837 for tau 1 and 2.393585 for tau 1.05.
     """
     import torch
 
-    a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
+    a = valid(x.advantages, x.mask)
+    log_ratio = ratios.log_ratio(x)
     tau = torch.where(a > 0, torch.full_like(a, args.tau_pos), torch.full_like(a, args.tau_neg))
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
     loss = aggregate(weighted(-a * gate, x), x)

@@ -24,6 +24,7 @@ class AlgorithmSettings:
     loss_agg_mode: str = "token-mean"
     kl_penalty_fn: str = "none"
     kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)
-    bypass_old_logprobs: bool = True  # old log-probs = the engine's; False: the trainer's own before the step, or
+    # old log-probs = the engine's; False: the trainer's own before the step, or
+    bypass_old_logprobs: bool = True
     proximal_window: bool = False  # those of the weights that were published last
     rollout_correction: dict[str, Any] | None = None  # see rft.algorithm.correction.CorrectionArgs

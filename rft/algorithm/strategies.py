@@ -19,8 +19,12 @@ class AllRows(BufferStrategy):
 class StalenessControlArgs(Args):
     """Rows whose weights are too old are left out; the bound is synchronizer.max_staleness."""
 
-    max_staleness: Annotated[int | None, BeforeValidator(lambda x: None if x == math.inf else x)] = Field(
-        None, ge=0, description="train steps by which a row may be behind; null or infinity: no bound"
+    max_staleness: Annotated[
+        int | None, BeforeValidator(lambda x: None if x == math.inf else x)
+    ] = Field(
+        None,
+        ge=0,
+        description="train steps by which a row may be behind; null or infinity: no bound",
     )
 
 

@@ -1,7 +1,8 @@
 """The clipped value loss of a critic (arXiv:1506.02438, arXiv:1707.06347).
 
 Knows values and what they should have been, not the model they come from.
-Invariant: as for policies, parts of a step add up to the loss of the whole, and a token outside the mask has no gradient.
+Invariant: as for policies, parts of a step add up to the loss of the whole, and a token outside the
+mask has no gradient.
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ class ValueInputs(TokenRows):
 
 
 def value_loss(x: ValueInputs, cliprange: float) -> LossOutput:
-    """With C = clip(V, old - cliprange, old + cliprange), per token:  max((V - R)^2, (C - R)^2) / 2,  aggregated as the policy's losses.
+    """With C = clip(V, old - cliprange, old + cliprange), per token:  max((V - R)^2, (C - R)^2) /
+    2,  aggregated as the policy's losses.
 
-    The gradient is 0 where the clipped term is the larger one and V lies outside the range.  Sums, all to be divided by
-    `denominators.tokens`: vf_loss, vf_clipfrac (the clipped term is the larger), vpred_mean.
+    The gradient is 0 where the clipped term is the larger one and V lies outside the range.  Sums,
+    all to be divided by `denominators.tokens`: vf_loss, vf_clipfrac (the clipped term is the
+    larger), vpred_mean.
 
-    Example: V = 1, .2; old = .2, .2; R = 0, 1; cliprange .5: losses 1 and .64 before halving, .41 together.
+    Example: V = 1, .2; old = .2, .2; R = 0, 1; cliprange .5: losses 1 and .64 before halving, .41
+    together.
     """
     import torch
 
     v, old, target = (valid(t, x.mask) for t in (x.values, x.old_values, x.returns))
     clipped = torch.minimum(torch.maximum(v, old - cliprange), old + cliprange)
-    plain, other = (v - target).square(), (clipped - target).square()
+    plain = (v - target).square()
+    other = (clipped - target).square()
     loss = aggregate(torch.maximum(plain, other), x) / 2
     return LossOutput(
         loss=loss,
@@ -52,6 +57,9 @@ def value_loss(x: ValueInputs, cliprange: float) -> LossOutput:
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """1 - Var(returns - values) / (Var(returns) + 1e-5): 1 = the critic knew them, 0 = a constant would do as well."""
-    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    """1 - Var(returns - values) / (Var(returns) + 1e-5): 1 = the critic knew them, 0 = a constant
+    would do as well.
+    """
+    values = values.astype(np.float64)
+    returns = returns.astype(np.float64)
     return float(1.0 - np.var(returns - values) / (np.var(returns) + 1e-5))

@@ -1,6 +1,7 @@
 """The audit by files: is every acknowledged experience somewhere, and was none trained twice?
 
-It reads the ledger, the payload and the checkpoint manifests, while or after a run; it needs no running program, writes nothing.
+It reads the ledger, the payload and the checkpoint manifests, while or after a run; it needs no
+running program, writes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rft.buffer.base import Audit, Restart, Storage, stored_by
 from rft.buffer.database import cause
-from rft.buffer.derived_state import UseCounts, chain, count, count_states, count_uses, misplaced, states, strays
+from rft.buffer.derived_state import (
+    UseCounts,
+    chain,
+    count,
+    count_states,
+    count_uses,
+    misplaced,
+    states,
+    strays,
+)
 from rft.buffer.location import Location, connect, find
 from rft.buffer.mixing import MixedCounts
 from rft.buffer.schema import FORMAT, experiences, groups, leases, lineages, meta, uses
@@ -38,11 +48,14 @@ class _Manifest(msgspec.Struct):
 
 
 def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | None = None) -> Audit:
-    """The audit of a run folder (`run_dir/buffer`, `run_dir/checkpoints/global_step_N/manifest.json`) and of its database.
+    """The audit of a run folder (`run_dir/buffer`,
+    `run_dir/checkpoints/global_step_N/manifest.json`) and of its database.
 
-    Uses are counted for the weights that are trained now, as `rft buffer stats` does; `Audit.restart` says what a restart would make of
-    them.  Every manifest's uses are compared with its digest.  `payload` also reads each available experience back and compares its
-    hash.  `ledger_url`: see `rft.buffer.location.find`.  Raises BufferFailed when there is no ledger to read.
+    Uses are counted for the weights that are trained now, as `rft buffer stats` does;
+    `Audit.restart` says what a restart would make of them.  Every manifest's uses are compared with
+    its digest.  `payload` also reads each available experience back and compares its hash.
+    `ledger_url`: see `rft.buffer.location.find`.  Raises BufferFailed when there is no ledger to
+    read.
     """
     run_dir = Path(run_dir)
     location = find(run_dir, ledger_url)
@@ -58,20 +71,36 @@ def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | No
 
 
 def _audit(
-    tx: Connection, location: Location, folder: Path, manifests: list[_Manifest], problems: list[str], payload: bool
+    tx: Connection,
+    location: Location,
+    folder: Path,
+    manifests: list[_Manifest],
+    problems: list[str],
+    payload: bool,
 ) -> Audit:
     about = dict(tx.execute(select(meta.c.key, meta.c.value)).all())
     if about.get("format") != str(FORMAT):
         raise BufferFailed(
-            f"{location} has format {about.get('format')}, this rft reads format {FORMAT}; use the rft that wrote it"
+            f"{location} has format {about.get('format')}, this rft reads format {FORMAT}; use the "
+            f"rft that wrote it"
         )
-    max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
+    max_uses = int(about["max_uses"])
+    resume_rows = about["resume_rows"]
     known = UseCounts(tx), MixedCounts(tx), _often(tx, max_uses)
     weights = _weights(tx)
     ancestry = chain(tx, weights, whole=True)
-    audit, now = count(tx, ancestry, known[0], max_uses=max_uses, resume_rows=resume_rows, version=str(weights or ""))
+    audit, now = count(
+        tx,
+        ancestry,
+        known[0],
+        max_uses=max_uses,
+        resume_rows=resume_rows,
+        version=str(weights or ""),
+    )
     latest = manifests[-1].version if manifests else None
-    kept = count_states(tx, states(chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows).subquery("kept"))
+    kept = count_states(
+        tx, states(chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows).subquery("kept")
+    )
     restart = Restart(
         version=str(latest or ""),
         step=latest.step if latest else 0,
@@ -114,14 +143,17 @@ def _weights(tx: Connection) -> Version | None:
 def _leased(tx: Connection, now: Subquery) -> int:
     """Rows that the trainer has and did not use yet, as the views of the ledger count them."""
     settled = exists().where(
-        uses.c.experience == leases.c.experience, uses.c.lineage == leases.c.lineage, uses.c.step == leases.c.step
+        uses.c.experience == leases.c.experience,
+        uses.c.lineage == leases.c.lineage,
+        uses.c.step == leases.c.step,
     )
     open_ = select(func.count()).select_from(leases).join(now, now.c.id == leases.c.experience)
     return tx.scalar(open_.where(now.c.state == "available", ~settled)) or 0
 
 
 def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
-    valid, problems = [], []
+    valid = []
+    problems = []
     for path in folder.glob("global_step_*/manifest.json"):
         try:
             manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
@@ -134,25 +166,33 @@ def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
 
 
 def _often(tx: Connection, max_uses: int) -> _Often:
-    """Lineage and step of each use of those experiences that have more than `max_uses`, whether they count or not."""
+    """Lineage and step of each use of those experiences that have more than `max_uses`, whether
+    they count or not.
+    """
     u = uses.c
     several = select(u.experience).group_by(u.experience).having(func.count() > max_uses)
     found: _Often = {}
-    for experience, line, step in tx.execute(select(u.experience, u.lineage, u.step).where(u.experience.in_(several))):
+    for experience, line, step in tx.execute(
+        select(u.experience, u.lineage, u.step).where(u.experience.in_(several))
+    ):
         found.setdefault(experience, []).append((line, step))
     return found
 
 
 def _compare(tx: Connection, manifest: _Manifest, known: _Known, max_uses: int) -> list[str]:
     """What a manifest says that the ledger does not."""
-    version, said = manifest.version, manifest.consumption
+    version = manifest.version
+    said = manifest.consumption
     row = tx.execute(select(lineages).where(lineages.c.lineage == version.lineage)).one_or_none()
     if row is None:
         return [f"checkpoint {version}: the ledger knows no lineage {version.lineage}"]
     problems = []
     parent = None if row.parent_lineage is None else Version(row.parent_lineage, row.parent_step)
     if parent != manifest.parent:
-        problems.append(f"checkpoint {version}: its lineage began at {manifest.parent}, the ledger says {parent}")
+        problems.append(
+            f"checkpoint {version}: its lineage began at {manifest.parent}, the ledger says "
+            f"{parent}"
+        )
     ancestry = chain(tx, version)
     counts, mixed, often = known
     num_uses, found = count_uses(ancestry, counts)
@@ -162,19 +202,32 @@ def _compare(tx: Connection, manifest: _Manifest, known: _Known, max_uses: int) 
             f"the ledger counts {num_uses} ({found})"
         )
     if (others := mixed.of(ancestry)) != said.mixed:
-        problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {others}")
-    twice = [x for x, at in often.items() if sum(step <= ancestry.get(line, -1) for line, step in at) > max_uses]
+        problems.append(
+            f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger "
+            f"counts {others}"
+        )
+    twice = [
+        x
+        for x, at in often.items()
+        if sum(step <= ancestry.get(line, -1) for line, step in at) > max_uses
+    ]
     if twice:
         problems.append(
-            f"checkpoint {version}: {len(twice)} experiences were trained more than {max_uses} times, e.g. {twice[0]}"
+            f"checkpoint {version}: {len(twice)} experiences were trained more than {max_uses} "
+            f"times, e.g. {twice[0]}"
         )
     return problems
 
 
 def _read_back(tx: Connection, storage: Storage, now: Subquery) -> list[str]:
     """Which available experiences cannot be read as they were stored."""
-    e, g = experiences.c, groups.c
-    wanted = select(g.locator, e.id, e.content_hash).join(now, now.c.id == e.id).join(groups, g.id == e.group_id)
+    e = experiences.c
+    g = groups.c
+    wanted = (
+        select(g.locator, e.id, e.content_hash)
+        .join(now, now.c.id == e.id)
+        .join(groups, g.id == e.group_id)
+    )
     rows = tx.execute(wanted.where(now.c.state == "available").order_by(g.locator))
     problems: list[str] = []
     for locator, of_block in groupby(rows, key=lambda r: r.locator):
@@ -191,4 +244,6 @@ def _read_back(tx: Connection, storage: Storage, now: Subquery) -> list[str]:
 
 def as_json(audit: Audit) -> str:
     """The audit as one JSON object, with its verdicts."""
-    return json.dumps({**msgspec.to_builtins(audit), "balanced": audit.balanced, "ok": audit.ok}, indent=2)
+    return json.dumps(
+        {**msgspec.to_builtins(audit), "balanced": audit.balanced, "ok": audit.ok}, indent=2
+    )

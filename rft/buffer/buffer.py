@@ -1,9 +1,11 @@
-"""The buffer: keeps what explorers append and hands it to the trainer, at most `max_uses` times in an ancestry.
+"""The buffer: keeps what explorers append and hands it to the trainer, at most `max_uses` times in
+an ancestry.
 
     explorer → append (durable) → close_batch ─┐                    one event loop, one worker thread for the ledger
     trainer  ← lease ← order of closed batches ┘ → use / discard
 
-It knows neither model nor loss.  The one invariant: acked = used + leased + available + discarded, after every call.
+It knows neither model nor loss.  The one invariant: acked = used + leased + available + discarded,
+after every call.
 """
 
 from __future__ import annotations
@@ -29,22 +31,34 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
     """One experience buffer and its only writer."""
 
     async def open(self) -> None:
-        """Creates or checks the ledger.  Raises SetupError on a network file system, BufferFailed when it has another owner."""
+        """Creates or checks the ledger.  Raises SetupError on a network file system, BufferFailed
+        when it has another owner.
+        """
         await self._work(self._ledger.open)
         if not self._storage.durable:
-            log.warning("buffer %s keeps its payload in memory only (path: none): it is not durable", self._settings.name)
+            log.warning(
+                "buffer %s keeps its payload in memory only (path: none): it is not durable",
+                self._settings.name,
+            )
 
-    async def start_lineage(self, parent: Version | None, consumption: Consumption | None, step: int = 0) -> LineageStart:
-        """A trainer takes over, going on from the checkpoint `parent` (None: from the base model); all earlier ones are fenced.
+    async def start_lineage(
+        self, parent: Version | None, consumption: Consumption | None, step: int = 0
+    ) -> LineageStart:
+        """A trainer takes over, going on from the checkpoint `parent` (None: from the base model);
+        all earlier ones are fenced.
 
-        Where it begins with another run's weights instead: `step` is theirs, `consumption` says at which batch it begins.
+        Where it begins with another run's weights instead: `step` is theirs, `consumption` says at
+        which batch it begins.
 
-        Raises BufferFailed when `consumption`, of the checkpoint's manifest, is not what the ledger counts for `parent`.
+        Raises BufferFailed when `consumption`, of the checkpoint's manifest, is not what the ledger
+        counts for `parent`.
         """
         start, groups = await self._work(self._ledger.start_lineage, parent, consumption, step)
         if self._mix is not None:
             mix = self._mix
-            await self._fenced(start.lineage, lambda tx: remember(tx, start.lineage, mix.name, mix.fingerprint))
+            await self._fenced(
+                start.lineage, lambda tx: remember(tx, start.lineage, mix.name, mix.fingerprint)
+            )
         self._lineage = start.lineage
         self._order = LeaseOrder(self._settings, start.cursor, groups, self._clock)
         await self._notify()
@@ -100,10 +114,14 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
 
 
 class _Bound:
-    """One side of the buffer for one caller: passes its lineage, and an explorer's number, with every call."""
+    """One side of the buffer for one caller: passes its lineage, and an explorer's number, with
+    every call.
+    """
 
     def __init__(self, buffer: Buffer, lineage: int, **more: int) -> None:
-        self._buffer, self._lineage, self._more = buffer, lineage, more
+        self._buffer = buffer
+        self._lineage = lineage
+        self._more = more
 
     def __getattr__(self, method: str) -> Any:
         return functools.partial(getattr(self._buffer, method), self._lineage, **self._more)

@@ -1,6 +1,8 @@
-"""What the explorer's and the trainer's side of a buffer share: one ledger on one worker thread, the order in memory, one condition.
+"""What the explorer's and the trainer's side of a buffer share: one ledger on one worker thread,
+the order in memory, one condition.
 
-It knows neither side.  The one invariant: calls of the ledger run one after the other, in the order in which they were made.
+It knows neither side.  The one invariant: calls of the ledger run one after the other, in the order
+in which they were made.
 """
 
 from __future__ import annotations
@@ -32,32 +34,40 @@ R = TypeVar("R")
 
 
 class Limiter:
-    """How far explorers may run ahead of the trainer: bounds on what waits to be trained, in groups and in bytes.
+    """How far explorers may run ahead of the trainer: bounds on what waits to be trained, in groups
+    and in bytes.
 
-    While no lease waits, at most `capacity` groups are stored and not trained, and `capacity_bytes` plus one group.  A lease
-    that cannot be filled needs the first batch that is still open: its groups are admitted beyond the bounds, otherwise the trainer
-    would wait for groups that wait for the trainer.
+    While no lease waits, at most `capacity` groups are stored and not trained, and `capacity_bytes`
+    plus one group.  A lease that cannot be filled needs the first batch that is still open: its
+    groups are admitted beyond the bounds, otherwise the trainer would wait for groups that wait for
+    the trainer.
     """
 
     def __init__(self, settings: BufferSettings) -> None:
-        self._capacity, self._capacity_bytes = settings.capacity, settings.capacity_bytes
+        self._capacity = settings.capacity
+        self._capacity_bytes = settings.capacity_bytes
         self._groups = self._bytes = 0  # admitted, not stored yet
         self._starving = 0  # leases that cannot be filled now
 
     def room(self, waiting: LeaseOrder, key: tuple[int, int] | None) -> bool:
-        """Whether a further group of (batch, explorer) `key` may come; None: of a batch that is not known."""
-        groups, size = waiting.num_groups + self._groups, waiting.num_bytes + self._bytes
+        """Whether a further group of (batch, explorer) `key` may come; None: of a batch that is not
+        known.
+        """
+        groups = waiting.num_groups + self._groups
+        size = waiting.num_bytes + self._bytes
         if groups < self._capacity and size < self._capacity_bytes:
             return True
         return self._starving > 0 and key is not None and key <= waiting.open_batch
 
     def admit(self, size: int) -> None:
         """A group of `size` bytes is going to be stored."""
-        self._groups, self._bytes = self._groups + 1, self._bytes + size
+        self._groups = self._groups + 1
+        self._bytes = self._bytes + size
 
     def settle(self, size: int) -> None:
         """It is stored, and counted by the order, or it was refused."""
-        self._groups, self._bytes = self._groups - 1, self._bytes - size
+        self._groups = self._groups - 1
+        self._bytes = self._bytes - size
 
     @contextlib.contextmanager
     def starving(self) -> Iterator[None]:
@@ -70,17 +80,22 @@ class Limiter:
 
 
 class Reserve:
-    """Space on the ledger's disk that is kept for the trainer: when the disk is full, appends wait and steps go on for a while.
+    """Space on the ledger's disk that is kept for the trainer: when the disk is full, appends wait
+    and steps go on for a while.
 
-    A file that holds nothing.  One thread uses it; without a path (a ledger elsewhere) it does nothing.
+    A file that holds nothing.  One thread uses it; without a path (a ledger elsewhere) it does
+    nothing.
     """
 
     def __init__(self, path: Path | None, size: int) -> None:
-        self._path, self._size = path, size
+        self._path = path
+        self._size = size
         self._whole = path is None
 
     def fill(self) -> None:
-        """Takes the space, if it was given away.  Raises DiskFull, or BufferFailed where the file cannot be written at all."""
+        """Takes the space, if it was given away.  Raises DiskFull, or BufferFailed where the file
+        cannot be written at all.
+        """
         if self._whole:
             return
         assert self._path is not None
@@ -95,11 +110,16 @@ class Reserve:
             if e.errno not in FULL:
                 raise BufferFailed(f"{self._path} cannot be written: {nothing}") from e
             self._path.unlink(missing_ok=True)
-            raise DiskFull(f"{self._path.parent} has not {self._size} bytes free for the trainer: {nothing}  {REMEDY}") from None
+            raise DiskFull(
+                f"{self._path.parent} has not {self._size} bytes free for the trainer: {nothing}  "
+                f"{REMEDY}"
+            ) from None
         self._whole = True
 
     def spend(self) -> bool:
-        """Gives the space away, also what a process that was killed had taken; False if there is none."""
+        """Gives the space away, also what a process that was killed had taken; False if there is
+        none.
+        """
         if self._path is None:
             return False
         self._whole = False
@@ -111,12 +131,21 @@ class Reserve:
 
 
 class BufferCore:
-    """The state of one open buffer.  `clock`: seconds that only go forward, for the rest between two uses."""
+    """The state of one open buffer.  `clock`: seconds that only go forward, for the rest between
+    two uses.
+    """
 
-    def __init__(self, settings: BufferSettings, *, clock: Callable[[], float] = time.monotonic, mix: Mix | None = None) -> None:
+    def __init__(
+        self,
+        settings: BufferSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        mix: Mix | None = None,
+    ) -> None:
         """`mix`: rows of another source for each lease."""
         self._settings = settings
-        self._clock, self._mix = clock, mix
+        self._clock = clock
+        self._mix = mix
         self._storage = make_storage(settings)
         self._ledger = Ledger(settings, self._storage)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rft-buffer")
@@ -124,7 +153,9 @@ class BufferCore:
         self._order = LeaseOrder(settings, 0, [], clock)
         self._limiter = Limiter(settings)
         path = self._ledger.location.path
-        self._reserve = Reserve(path and path.with_name(f"{settings.name}.reserve"), settings.full_disk_reserve_bytes)
+        self._reserve = Reserve(
+            path and path.with_name(f"{settings.name}.reserve"), settings.full_disk_reserve_bytes
+        )
         self._lineage = 0
         self._closed = False
         self._closing = asyncio.Event()
@@ -141,7 +172,8 @@ class BufferCore:
         return await self._work(self._ledger.run_for, lineage, work, point)
 
     async def _repeat(self, call: Callable[[], R], *, appends: bool = False) -> R:
-        """Runs on the ledger's thread; again and again while no space is left, which changes nothing, for a while.
+        """Runs on the ledger's thread; again and again while no space is left, which changes
+        nothing, for a while.
 
         What does not append may use the reserve.
         """
@@ -162,7 +194,8 @@ class BufferCore:
                 if loop.time() >= deadline or self._closed:
                     raise
             idle.set()
-            with contextlib.suppress(TimeoutError):  # there is no event for free space; closing ends the wait
+            # there is no event for free space; closing ends the wait
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FULL_DISK_RETRY_S):
                     await self._closing.wait()
             idle.clear()
@@ -174,7 +207,10 @@ class BufferCore:
     def _fence(self, lineage: int) -> None:
         self._check_open()
         if lineage != self._lineage:
-            raise Fenced(f"lineage {lineage} no longer owns the buffer: lineage {self._lineage} has taken over")
+            raise Fenced(
+                f"lineage {lineage} no longer owns the buffer: lineage {self._lineage} has taken "
+                f"over"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

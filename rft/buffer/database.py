@@ -1,7 +1,8 @@
-"""The owner's connection to the ledger's database: one process at a time, every transaction once, also when the connection is lost.
+"""The owner's connection to the ledger's database: one process at a time, every transaction once,
+also when the connection is lost.
 
-It knows where the ledger is and how its database fails, not what is in it.  The one invariant: what `run` is given takes effect exactly
-once, or not at all and the caller is told.
+It knows where the ledger is and how its database fails, not what is in it.  The one invariant: what
+`run` is given takes effect exactly once, or not at all and the caller is told.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from sqlalchemy import Connection, text
 from sqlalchemy.engine import Engine, Row
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
-from rft.buffer.location import OwnerLock, connect, leave_pointer, ledger_location, make_folder, refuse_foreign, refuse_network
+from rft.buffer.location import (
+    OwnerLock,
+    connect,
+    leave_pointer,
+    ledger_location,
+    make_folder,
+    refuse_foreign,
+    refuse_network,
+)
 from rft.buffer.schema import put_meta, tables_size
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, DiskFull, SetupError
@@ -36,17 +45,21 @@ SMALL_BYTES = 64 << 10  # what a transaction without payload counts for
 R = TypeVar("R")
 MOST_PAUSE_S = 10.0
 _BUSY = 5  # SQLITE_BUSY, also as the low byte of its variants
-_RETRIED = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock not available
+# serialization failure, deadlock, lock not available
+_RETRIED = frozenset({"40001", "40P01", "55P03"})
 _LOCK_KEY = "hashtextextended('rft ledger ' || :schema, 0)"
-_MARK = "transaction"  # meta: the owner's newest transaction; shows after a lost connection whether it was committed
+# meta: the owner's newest transaction; shows after a lost connection whether it was committed
+_MARK = "transaction"
 _OWNER = "owner"  # meta: the owner's random name
 
 
 class Checkpointer:
-    """Moves what SQLite's write-ahead log holds into the database file, beside the owner's transactions instead of inside them.
+    """Moves what SQLite's write-ahead log holds into the database file, beside the owner's
+    transactions instead of inside them.
 
-    It does so when the owner has written and is quiet now, or has written much.  Nothing depends on it: the log alone is enough to read
-    and recover everything, and where this thread cannot keep up SQLite does the work in a commit (`wal_autocheckpoint`).
+    It does so when the owner has written and is quiet now, or has written much.  Nothing depends on
+    it: the log alone is enough to read and recover everything, and where this thread cannot keep up
+    SQLite does the work in a commit (`wal_autocheckpoint`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +108,9 @@ class Checkpointer:
         began = time.monotonic()
         try:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        except sqlite3.Error as e:  # a full or failing disk: the next commit meets it too, and tells
+        except (
+            sqlite3.Error
+        ) as e:  # a full or failing disk: the next commit meets it too, and tells
             log.warning("buffer %s: its write-ahead log could not be moved: %s", self._path, e)
         log.debug("buffer %s: checkpoint of %.3f s", self._path, time.monotonic() - began)
 
@@ -111,18 +126,21 @@ class Database:
         self._engine: Engine | None = None
         self._connection: Connection | None = None
         self._checkpointer: Checkpointer | None = None  # of SQLite
-        self._backend: tuple[int, object] | None = None  # of PostgreSQL: process id and start of our server process
+        # of PostgreSQL: process id and start of our server process
+        self._backend: tuple[int, object] | None = None
         self._name = secrets.token_hex(8)
         self._count = 0
         self._owned = False
         self._unknown = False  # a commit whose outcome could not be learnt
         self._stop = threading.Event()
-        self._fd: int | None = None  # of SQLite's file; closing one while it is in use would drop SQLite's own locks on it
+        # of SQLite's file; closing one while it is in use would drop SQLite's own locks on it
+        self._fd: int | None = None
 
     def open(self, prepare: Callable[[Connection], R]) -> R:
         """Become the owner; `prepare` makes or checks the tables, in the first transaction.
 
-        Raises SetupError on a network file system or without a server, BufferFailed when another process is the owner.
+        Raises SetupError on a network file system or without a server, BufferFailed when another
+        process is the owner.
         """
         if self._file_lock is not None:
             assert self.location.path is not None
@@ -176,21 +194,27 @@ class Database:
 
         Where the connection is lost or a lock cannot be had, it is repeated as the settings say.
 
-        `work` may run several times; only one of them is committed.  Raises BufferFailed: then nothing of it is stored, or the message
-        says that this is not known.
+        `work` may run several times; only one of them is committed.  Raises BufferFailed: then
+        nothing of it is stored, or the message says that this is not known.
         """
         if self._engine is None:
             raise BufferFailed(f"the buffer {self.location} is closed")
         if self._unknown:
-            raise BufferFailed(f"the buffer {self.location} was lost in the middle of a commit; end the run and resume it")
-        mark, pauses = "", self._pauses()
+            raise BufferFailed(
+                f"the buffer {self.location} was lost in the middle of a commit; end the run and "
+                f"resume it"
+            )
+        mark = ""
+        pauses = self._pauses()
         results: list[R] = []  # of the newest attempt
         while True:
             try:
                 tx = self._usable()
                 if mark:
                     with tx.begin():
-                        found = tx.scalar(text("SELECT value FROM meta WHERE key = :key"), {"key": _MARK})
+                        found = tx.scalar(
+                            text("SELECT value FROM meta WHERE key = :key"), {"key": _MARK}
+                        )
                     if found == mark:  # the commit whose answer was lost did take place
                         return results[0]
                 mark = ""
@@ -213,11 +237,13 @@ class Database:
     def sync(self) -> None:
         """What was committed survives a power loss from now on, whatever the durability."""
         path = self.location.path
-        if path is None or self._fd is None or self._settings.durability == "power":  # each commit has done so
+        # each commit has done so
+        if path is None or self._fd is None or self._settings.durability == "power":
             return
         try:
             os.fsync(self._fd)
-            for file in (path.with_name(path.name + "-wal"), path.parent):  # nothing is locked in these
+            # nothing is locked in these
+            for file in (path.with_name(path.name + "-wal"), path.parent):
                 sync_path(file)
         except OSError as e:
             raise self._failed(e) from e
@@ -233,7 +259,8 @@ class Database:
 
     def _pauses(self) -> list[float]:
         """The first retry is at once: it is all that a terminated server process needs."""
-        times, first = self._settings.max_retry_times, self._settings.max_retry_interval_s
+        times = self._settings.max_retry_times
+        first = self._settings.max_retry_interval_s
         return [0.0, *(min(MOST_PAUSE_S, first * 2**n) for n in range(times))] if times else []
 
     def _usable(self) -> Connection:
@@ -252,7 +279,8 @@ class Database:
         return connection
 
     def _leave(self) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             try:
                 connection.invalidate()
@@ -261,11 +289,14 @@ class Database:
                 log.info("buffer %s: closing a lost connection: %s", self.location, cause(e))
 
     def _own(self, tx: Connection) -> None:
-        """Take the advisory lock: it is this connection's, so a connection that may write without being the owner cannot exist."""
+        """Take the advisory lock: it is this connection's, so a connection that may write without
+        being the owner cannot exist.
+        """
         schema = {"schema": self.location.schema}
         if not tx.scalar(text(f"SELECT pg_try_advisory_lock({_LOCK_KEY})"), schema):
             holder = self._holder(tx)
-            if holder is not None and self._backend == (holder.pid, holder.backend_start):  # ours, from before the loss
+            # ours, from before the loss
+            if holder is not None and self._backend == (holder.pid, holder.backend_start):
                 tx.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": holder.pid})
             try:  # an owner that was just killed is given a moment
                 with tx.begin_nested():
@@ -275,13 +306,21 @@ class Database:
                 if getattr(e.orig, "sqlstate", None) != "55P03":
                     raise
                 raise BufferFailed(
-                    f"the buffer {self.location} is open in process {_described(self._holder(tx))}; a buffer has one owner. "
+                    f"the buffer {self.location} is open in process "
+                    f"{_described(self._holder(tx))}; a buffer has one owner. "
                     "End that run first, or give this one another name."
                 ) from None
-        me = tx.execute(text("SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")).one()
-        if self._owned and tx.scalar(text("SELECT value FROM meta WHERE key = :key"), {"key": _OWNER}) != self._name:
+        me = tx.execute(
+            text("SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+        ).one()
+        if (
+            self._owned
+            and tx.scalar(text("SELECT value FROM meta WHERE key = :key"), {"key": _OWNER})
+            != self._name
+        ):
             raise BufferFailed(
-                f"another process took the buffer {self.location} over while the connection was lost; this run must end"
+                f"another process took the buffer {self.location} over while the connection was "
+                f"lost; this run must end"
             )
         self._backend = (me.pid, me.backend_start)
         if not self._owned:
@@ -291,7 +330,8 @@ class Database:
         key = f"(SELECT {_LOCK_KEY} AS k) AS key"
         return tx.execute(
             text(
-                "SELECT a.pid, a.backend_start, a.application_name, coalesce(a.client_addr::text, 'local') AS client "
+                "SELECT a.pid, a.backend_start, a.application_name, coalesce(a.client_addr::text, "
+                "'local') AS client "
                 f"FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid CROSS JOIN {key} "
                 "WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 "
                 "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
@@ -317,10 +357,13 @@ class Database:
 
     def _lost(self, error: BaseException) -> bool:
         """Whether the connection is gone, could not be made, or cannot be used any more."""
-        if self.location.url is None or not isinstance(error, DBAPIError):  # a file that cannot be opened stays so
+        # a file that cannot be opened stays so
+        if self.location.url is None or not isinstance(error, DBAPIError):
             return False
         # the driver's error, not the server's
-        unanswered = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) is None
+        unanswered = (
+            isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) is None
+        )
         return error.connection_invalidated or self._connection is None or unanswered
 
     def _passing(self, error: BaseException) -> bool:
@@ -347,10 +390,15 @@ def _no_space(error: BaseException) -> bool:
     if isinstance(original, OSError):
         return original.errno in FULL
     code = getattr(original, "sqlite_errorcode", 0)
-    if code == sqlite3.SQLITE_IOERR_WRITE and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+    if (
+        code == sqlite3.SQLITE_IOERR_WRITE
+        and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    ):
         return True  # of a file that may not grow
     return (
-        code == sqlite3.SQLITE_IOERR_SHMSIZE or code & 0xFF == sqlite3.SQLITE_FULL or getattr(original, "sqlstate", "") == "53100"
+        code == sqlite3.SQLITE_IOERR_SHMSIZE
+        or code & 0xFF == sqlite3.SQLITE_FULL
+        or getattr(original, "sqlstate", "") == "53100"
     )
 
 
@@ -363,4 +411,7 @@ def cause(error: BaseException) -> str:
 def _described(holder: Row[tuple[int, object, str, str]] | None) -> str:
     if holder is None:
         return "unknown"
-    return f"{holder.application_name.rpartition(' ')[2] or 'unknown'} ({holder.application_name}, {holder.client}, backend {holder.pid})"
+    return (
+        f"{holder.application_name.rpartition(' ')[2] or 'unknown'} ({holder.application_name}, "
+        f"{holder.client}, backend {holder.pid})"
+    )

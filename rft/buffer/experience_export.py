@@ -1,7 +1,8 @@
-"""Experiences as a file: Parquet or JSON lines, with bounded memory, while the run goes on or after it.
+"""Experiences as a file: Parquet or JSON lines, with bounded memory, while the run goes on or after
+it.
 
-It knows the columns' types and no other program's format.  The one invariant: the file appears whole or not at all, and nothing that was
-there is overwritten.
+It knows the columns' types and no other program's format.  The one invariant: the file appears
+whole or not at all, and nothing that was there is overwritten.
 """
 
 from __future__ import annotations
@@ -48,22 +49,38 @@ PAYLOAD = pa.schema(
 
 
 def export(
-    questions: Questions, to: Path, *, where: str = "", tokens: bool = False, told: Callable[[int], None] = lambda n: None
+    questions: Questions,
+    to: Path,
+    *,
+    where: str = "",
+    tokens: bool = False,
+    told: Callable[[int], None] = lambda n: None,
 ) -> int:
-    """Write the experiences that fulfil `where`, a condition on v_experiences, to `to`; how many they are.
+    """Write the experiences that fulfil `where`, a condition on v_experiences, to `to`; how many
+    they are.
 
-    They come in the order of their ids, a page at a time, each page as it is at its moment: a long export neither keeps the database's
-    log from being cut nor sees two states of one experience.  `told` hears how many are written.  Raises ConfigError.
+    They come in the order of their ids, a page at a time, each page as it is at its moment: a long
+    export neither keeps the database's log from being cut nor sees two states of one experience.
+    `told` hears how many are written.  Raises ConfigError.
     """
     if to.suffix not in _WRITERS:
-        raise ConfigError(f"{to.name!r} must end in {' or '.join(_WRITERS)}", key="--to", given=str(to))
+        raise ConfigError(
+            f"{to.name!r} must end in {' or '.join(_WRITERS)}", key="--to", given=str(to)
+        )
     if to.exists():
-        raise ConfigError(f"{to} exists and is not overwritten; name another file", key="--to", given=str(to))
+        raise ConfigError(
+            f"{to} exists and is not overwritten; name another file", key="--to", given=str(to)
+        )
     if tokens and not questions.storage.durable:
-        raise ConfigError("the payload was kept in memory only (path: none), there are no tokens to export", key="--tokens")
+        raise ConfigError(
+            "the payload was kept in memory only (path: none), there are no tokens to export",
+            key="--tokens",
+        )
     header = schema(questions)
     if tokens:
-        header = pa.schema([*(field for field in header if field.name not in PAYLOAD.names), *PAYLOAD])
+        header = pa.schema(
+            [*(field for field in header if field.name not in PAYLOAD.names), *PAYLOAD]
+        )
     aside = to.with_name(f".{to.name}.{os.getpid()}")
     try:
         with _WRITERS[to.suffix](aside, header) as write:
@@ -71,15 +88,25 @@ def export(
             for rows in pages(questions, where):
                 if tokens:
                     ids = [row["id"] for row in rows]
-                    found, kept = questions.payload(ids), questions.trainer_tokens(ids)
-                    rows = [{**row, **unpacked(found[x], kept.get(x))} for x, row in zip(ids, rows, strict=True)]
+                    found = questions.payload(ids)
+                    kept = questions.trainer_tokens(ids)
+                    rows = [
+                        {**row, **unpacked(found[x], kept.get(x))}
+                        for x, row in zip(ids, rows, strict=True)
+                    ]
                 write(rows)
                 told(count := count + len(rows))
         if to.exists():
-            raise ConfigError(f"{to} appeared meanwhile and is not overwritten", key="--to", given=str(to))
+            raise ConfigError(
+                f"{to} appeared meanwhile and is not overwritten", key="--to", given=str(to)
+            )
         aside.rename(to)
     except OSError as e:
-        raise ConfigError(f"{to} cannot be written: {e.strerror or e}; name another file", key="--to", given=str(to)) from e
+        raise ConfigError(
+            f"{to} cannot be written: {e.strerror or e}; name another file",
+            key="--to",
+            given=str(to),
+        ) from e
     finally:
         aside.unlink(missing_ok=True)
     return count
@@ -98,10 +125,16 @@ def pages(questions: Questions, where: str) -> Iterator[list[dict[str, Any]]]:
 
 
 def schema(questions: Questions) -> pa.Schema:
-    """Columns of v_experiences with the types of the ledger's columns; those of no table are steps and times, or texts."""
-    kinds = {name: column.type for table in (texts, experiences) for name, column in table.c.items()}
+    """Columns of v_experiences with the types of the ledger's columns; those of no table are steps
+    and times, or texts.
+    """
+    kinds = {
+        name: column.type for table in (texts, experiences) for name, column in table.c.items()
+    }
     kinds |= {"leased_step": Integer(), "used_step": Integer(), "leased": Float(), "used": Float()}
-    return pa.schema([(name, _arrow(kinds.get(name))) for name in questions.columns("v_experiences")])
+    return pa.schema(
+        [(name, _arrow(kinds.get(name))) for name in questions.columns("v_experiences")]
+    )
 
 
 def as_table(rows: list[dict[str, Any]], columns: pa.Schema) -> pa.Table:
@@ -113,11 +146,19 @@ def as_table(rows: list[dict[str, Any]], columns: pa.Schema) -> pa.Table:
 def _arrow(kind: TypeEngine[Any] | None) -> pa.DataType:
     if isinstance(kind, Boolean):
         return pa.bool_()
-    return pa.int64() if isinstance(kind, Integer) else pa.float64() if isinstance(kind, Float) else pa.string()
+    return (
+        pa.int64()
+        if isinstance(kind, Integer)
+        else pa.float64()
+        if isinstance(kind, Float)
+        else pa.string()
+    )
 
 
 def unpacked(x: Experience, trainer: TrainerTokens | None) -> dict[str, Any]:
-    """What the payload, and what the trainer left, add to the columns; arrays as they are, the rest as JSON."""
+    """What the payload, and what the trainer left, add to the columns; arrays as they are, the rest
+    as JSON.
+    """
     return {
         "tokens": x.tokens,
         "loss_mask": x.loss_mask,
@@ -126,8 +167,13 @@ def unpacked(x: Experience, trainer: TrainerTokens | None) -> dict[str, Any]:
         "advantages": None if trainer is None else trainer.advantages,
         "token_rewards": x.token_rewards,
         "teacher_logprobs": x.teacher_logprobs,
-        "version_spans": [{"version": str(s.version), "start": s.start, "end": s.end} for s in x.version_spans],
-        **{name: msgspec.json.encode(getattr(x, name)).decode() for name in ("messages", "tools", "metrics", "info")},
+        "version_spans": [
+            {"version": str(s.version), "start": s.start, "end": s.end} for s in x.version_spans
+        ],
+        **{
+            name: msgspec.json.encode(getattr(x, name)).decode()
+            for name in ("messages", "tools", "metrics", "info")
+        },
     }
 
 
@@ -144,7 +190,10 @@ def _parquet(path: Path, columns: pa.Schema) -> Iterator[_Write]:
 
     def write(rows: list[dict[str, Any]]) -> None:
         tables.append(as_table(rows, columns))
-        if sum(t.num_rows for t in tables) >= GROUP_ROWS or sum(t.nbytes for t in tables) >= GROUP_BYTES:
+        if (
+            sum(t.num_rows for t in tables) >= GROUP_ROWS
+            or sum(t.nbytes for t in tables) >= GROUP_BYTES
+        ):
             flush()
 
     with pq.ParquetWriter(path, columns, compression="zstd") as writer:
@@ -160,7 +209,11 @@ def _lines(path: Path, columns: pa.Schema) -> Iterator[_Write]:
         values = [_typed([row[f.name] for row in rows], f.type) for f in columns]
         for row in zip(*values, strict=True):
             file.write(
-                msgspec.json.encode(dict(zip(columns.names, row, strict=True)), enc_hook=lambda array: array.tolist()) + b"\n"
+                msgspec.json.encode(
+                    dict(zip(columns.names, row, strict=True)),
+                    enc_hook=lambda array: array.tolist(),
+                )
+                + b"\n"
             )
 
     with path.open("xb") as file:
@@ -171,7 +224,9 @@ def _typed(values: list[Any], kind: pa.DataType) -> list[Any]:
     """A column; SQLite keeps truth values as numbers and may give whole floats as integers."""
     if pa.types.is_boolean(kind):
         return [None if v is None else bool(v) for v in values]
-    return [None if v is None else float(v) for v in values] if pa.types.is_floating(kind) else values
+    return (
+        [None if v is None else float(v) for v in values] if pa.types.is_floating(kind) else values
+    )
 
 
 _WRITERS: dict[str, Any] = {".parquet": _parquet, ".jsonl": _lines}

@@ -1,6 +1,8 @@
-"""The explorer's side of the buffer, see `rft.types.ports.BufferWriter`: groups are stored together, in one transaction after the other.
+"""The explorer's side of the buffer, see `rft.types.ports.BufferWriter`: groups are stored
+together, in one transaction after the other.
 
-It knows no lease.  The one invariant: an append returns when its group is durable, and is then known to the order in memory.
+It knows no lease.  The one invariant: an append returns when its group is durable, and is then
+known to the order in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ from rft.buffer import session_rows as served
 from rft.buffer.core import BufferCore
 from rft.buffer.intake import IncomingGroup, batch_of, read
 from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
-from rft.buffer.schema import ask, batches, experiences, groups, lineages, meta, parts, put_many, rejections, texts
+from rft.buffer.schema import (
+    ask,
+    batches,
+    experiences,
+    groups,
+    lineages,
+    meta,
+    parts,
+    put_many,
+    rejections,
+    texts,
+)
 from rft.errors import BufferFailed, ConfigError, Fenced, FrameRejected, IdConflict
 from rft.fault_injection import fault
 from rft.types.credit import Member, run_rewards
@@ -29,7 +42,10 @@ from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
 from rft.worker.waiting import idles
 
 _GROUP_COMMIT = 64  # appends that share a transaction
-_COUNT_GOOD = "SELECT count(*) FROM groups WHERE batch = ? AND explorer = ? AND accepted AND num_eligible > 0 AND held"
+_COUNT_GOOD = (
+    "SELECT count(*) FROM groups WHERE batch = ? AND explorer = ? AND accepted AND "
+    "num_eligible > 0 AND held"
+)
 
 
 class Offer(msgspec.Struct):
@@ -52,7 +68,9 @@ class Stored(msgspec.Struct):
 
 
 class ExplorerSide(BufferCore):
-    """Every method names the lineage and the explorer that call it; it raises Fenced for another lineage than the newest."""
+    """Every method names the lineage and the explorer that call it; it raises Fenced for another
+    lineage than the newest.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -60,9 +78,18 @@ class ExplorerSide(BufferCore):
         self._flusher: asyncio.Task[None] | None = None
 
     async def append(
-        self, lineage: int, frame: bytes, *, accepted: bool, reason: str = "", sessions: tuple[str, ...] = (), explorer: int = 0
+        self,
+        lineage: int,
+        frame: bytes,
+        *,
+        accepted: bool,
+        reason: str = "",
+        sessions: tuple[str, ...] = (),
+        explorer: int = 0,
     ) -> AppendResult:
-        """Store one group; one that is to be trained waits for room.  Raises IdConflict, Fenced, FrameRejected (counted by reason)."""
+        """Store one group; one that is to be trained waits for room.  Raises IdConflict, Fenced,
+        FrameRejected (counted by reason).
+        """
         self._check_explorer(explorer)
         self._check_open()
         if accepted:
@@ -74,12 +101,21 @@ class ExplorerSide(BufferCore):
         return await answer
 
     async def room(self, lineage: int, batch: int, *, explorer: int = 0) -> None:
-        """Wait until less than `capacity` and `capacity_bytes` wait to be trained, or a lease needs this batch."""
+        """Wait until less than `capacity` and `capacity_bytes` wait to be trained, or a lease needs
+        this batch.
+        """
         await self._wait_for_room(lineage, batch, explorer)
         self._fence(lineage)
 
     async def close_batch(
-        self, lineage: int, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int], explorer: int = 0
+        self,
+        lineage: int,
+        batch: int,
+        *,
+        accepted: int,
+        wanted: int,
+        reasons: dict[str, int],
+        explorer: int = 0,
     ) -> None:
         """All groups of the batch are stored; may be repeated."""
         self._check_explorer(explorer)
@@ -96,23 +132,35 @@ class ExplorerSide(BufferCore):
             self._ledger.closed.add((batch, explorer))
             return found
 
-        good = await self._work(close)  # groups that can be (or were) trained, as the ledger knows it
+        # groups that can be (or were) trained, as the ledger knows it
+        good = await self._work(close)
         if good < accepted:  # accepted by the explorer, but without a row that can be trained
             reasons = {**reasons, "nothing_to_train": accepted - good}
         order.close((batch, explorer), ClosedBatch(good, wanted, reasons))
         await self._notify()
 
-    async def stored_groups(self, lineage: int, first_batch: int, *, explorer: int = 0) -> list[StoredGroup]:
+    async def stored_groups(
+        self, lineage: int, first_batch: int, *, explorer: int = 0
+    ) -> list[StoredGroup]:
         """Stored groups from `first_batch` on that are not to be explored again."""
         return await self._fenced(lineage, lambda tx: stored_groups(tx, explorer, first_batch))
 
-    async def outcomes(self, lineage: int, first_batch: int, end_batch: int, *, explorer: int = 0) -> list[TaskOutcome]:
+    async def outcomes(
+        self, lineage: int, first_batch: int, end_batch: int, *, explorer: int = 0
+    ) -> list[TaskOutcome]:
         """Pass rates of the tasks of batches [first_batch, end_batch), for selectors that learn."""
-        return await self._fenced(lineage, lambda tx: outcomes(tx, explorer, first_batch, end_batch))
+        return await self._fenced(
+            lineage, lambda tx: outcomes(tx, explorer, first_batch, end_batch)
+        )
 
-    async def same_tasksets(self, lineage: int, fingerprints: dict[str, str], *, explorer: int = 0) -> list[str]:
+    async def same_tasksets(
+        self, lineage: int, fingerprints: dict[str, str], *, explorer: int = 0
+    ) -> list[str]:
         """See `ports.BufferWriter`."""
-        return await self._fenced(lineage, lambda tx: same_rows(tx, lineage, explorer, fingerprints, self._settings.resume_rows))
+        return await self._fenced(
+            lineage,
+            lambda tx: same_rows(tx, lineage, explorer, fingerprints, self._settings.resume_rows),
+        )
 
     async def finish(self, lineage: int, reason: str, *, explorer: int = 0) -> None:
         """This explorer appends nothing more."""
@@ -136,7 +184,9 @@ class ExplorerSide(BufferCore):
         answers: Sequence[Stored | BaseException]
         order = self._order
         try:
-            answers = await self._repeat(functools.partial(self._append, [offer for offer, _ in now]), appends=True)
+            answers = await self._repeat(
+                functools.partial(self._append, [offer for offer, _ in now]), appends=True
+            )
         except Exception as e:  # belongs to every append of the transaction
             answers = [e] * len(now)
         for (offer, _), answer in zip(now, answers, strict=True):
@@ -154,7 +204,9 @@ class ExplorerSide(BufferCore):
         await self._notify()
 
     def _append(self, offers: Sequence[Offer]) -> list[Stored | BufferFailed]:
-        """On the ledger's thread: all offers in one transaction; each is stored, a repetition, or refused by itself."""
+        """On the ledger's thread: all offers in one transaction; each is stored, a repetition, or
+        refused by itself.
+        """
         self._reserve.fill()
         ledger = self._ledger
         ready: list[IncomingGroup | BufferFailed] = [self._read(offer) for offer in offers]
@@ -165,15 +217,22 @@ class ExplorerSide(BufferCore):
             known: dict[str, str] = {}
             for part in parts(names):
                 known.update(
-                    (x, content) for x, content in ask(tx, "SELECT id, content_hash FROM groups WHERE id IN (??)", many=part)
+                    (x, content)
+                    for x, content in ask(
+                        tx, "SELECT id, content_hash FROM groups WHERE id IN (??)", many=part
+                    )
                 )
             answers = [x if isinstance(x, BufferFailed) else self._new(x, known) for x in ready]
             for i, (offer, x) in enumerate(zip(offers, answers, strict=True)):
                 if isinstance(x, IncomingGroup) and not served.all_wait(tx, offer.sessions):
-                    answers[i] = FrameRejected(f"session_over: a session of group {x.id} does not wait any more")
+                    answers[i] = FrameRejected(
+                        f"session_over: a session of group {x.id} does not wait any more"
+                    )
             new = [x for x in answers if isinstance(x, IncomingGroup)]
             ledger.storage.drop(ledger.garbage, tx)
-            ledger.garbage = locators = ledger.storage.put([x.frame for x in new], tx) if new else []
+            ledger.garbage = locators = (
+                ledger.storage.put([x.frame for x in new], tx) if new else []
+            )
             put_many(tx, groups, [x.header(at) for x, at in zip(new, locators, strict=True)])
             put_many(tx, experiences, [row for x in new for row in x.rows])
             put_many(tx, texts, [row for x in new for row in x.texts])
@@ -184,7 +243,9 @@ class ExplorerSide(BufferCore):
             fault("buffer.append.stored")
             return answers, locators
 
-        answers, locators = ledger.run(work, size=sum(len(x.frame) for x in ready if isinstance(x, IncomingGroup)))
+        answers, locators = ledger.run(
+            work, size=sum(len(x.frame) for x in ready if isinstance(x, IncomingGroup))
+        )
         ledger.garbage = []
         fault("buffer.append.after")
         if not ledger.storage.durable:
@@ -198,19 +259,34 @@ class ExplorerSide(BufferCore):
         try:
             self._ledger.fence(offer.lineage)
             writers = self._ledger.writers()
-            intake = read(offer.frame, self._settings, offer.lineage, writers, accepted=offer.accepted, reason=offer.reason)
+            intake = read(
+                offer.frame,
+                self._settings,
+                offer.lineage,
+                writers,
+                accepted=offer.accepted,
+                reason=offer.reason,
+            )
             if intake.numbers.explorer != offer.explorer:
-                raise FrameRejected(f"foreign_explorer: group {intake.id} was appended by explorer {offer.explorer}")
+                raise FrameRejected(
+                    f"foreign_explorer: group {intake.id} was appended by explorer {offer.explorer}"
+                )
         except BufferFailed as e:
             return e
         return intake
 
-    def _new(self, x: IncomingGroup, known: dict[str, str]) -> IncomingGroup | Stored | BufferFailed:
-        name, content = x.id, x.content_hash
+    def _new(
+        self, x: IncomingGroup, known: dict[str, str]
+    ) -> IncomingGroup | Stored | BufferFailed:
+        name = x.id
+        content = x.content_hash
         if (old := known.get(name)) is not None:
             if old == content:
                 return Stored(AppendResult(appended=0, duplicates=len(x.rows)))
-            return IdConflict(f"group {name} is stored with other content ({old}, now {content}); ids are never used again")
+            return IdConflict(
+                f"group {name} is stored with other content ({old}, now {content}); ids are never "
+                f"used again"
+            )
         if x.key in self._ledger.closed:
             return FrameRejected(f"closed_batch: group {name} came after its batch was closed")
         known[name] = content
@@ -224,18 +300,24 @@ class ExplorerSide(BufferCore):
             tx,
             rejections,
             [(self._ledger.lineage, reason, n) for reason, n in counts.items()],
-            again='ON CONFLICT (lineage, reason) DO UPDATE SET "count" = rejections."count" + excluded."count"',
+            again='ON CONFLICT (lineage, reason) DO UPDATE SET "count" = rejections."count" + '
+            'excluded."count"',
         )
 
     async def _admit(self, lineage: int, frame: bytes, explorer: int) -> None:
-        """Wait for room for a group.  A frame that cannot be read is let through: the ledger refuses and counts it."""
+        """Wait for room for a group.  A frame that cannot be read is let through: the ledger
+        refuses and counts it.
+        """
         if not self._has_room(lineage, None) and (batch := batch_of(frame)) is not None:
             await self._wait_for_room(lineage, batch, explorer)
             self._check_open()
         self._limiter.admit(len(frame))
 
     async def _wait_for_room(self, lineage: int, batch: int, explorer: int) -> None:
-        with idles(f"explore batch {batch} waits until the trainer makes room in the buffer (experience_buffer.capacity)"):
+        with idles(
+            f"explore batch {batch} waits until the trainer makes room in the buffer "
+            f"(experience_buffer.capacity)"
+        ):
             async with self._changed:
                 await self._changed.wait_for(lambda: self._has_room(lineage, (batch, explorer)))
 
@@ -246,14 +328,17 @@ class ExplorerSide(BufferCore):
     def _check_explorer(self, explorer: int) -> None:
         if not 0 <= explorer < self._settings.num_explorers:
             raise BufferFailed(
-                f"explorer {explorer}: this buffer was opened for {self._settings.num_explorers} explorers, from 0"
+                f"explorer {explorer}: this buffer was opened for {self._settings.num_explorers} "
+                f"explorers, from 0"
             )
 
 
 def _stored(x: IncomingGroup, locator: str) -> Stored:
     group = None
     if x.waiting:
-        group = WaitingGroup(x.id, *x.key, x.numbers.task, locator, x.waiting, num_bytes=len(x.frame))
+        group = WaitingGroup(
+            x.id, *x.key, x.numbers.task, locator, x.waiting, num_bytes=len(x.frame)
+        )
     return Stored(AppendResult(appended=len(x.rows), duplicates=0), x.key, group)
 
 
@@ -268,42 +353,81 @@ def stored_groups(tx: Connection, explorer: int, first_batch: int) -> list[Store
 
 
 def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) -> list[TaskOutcome]:
-    """Of every scored group of `explorer` in batches [first_batch, end_batch) that stands, accepted or not, by batch and task."""
-    e, g = experiences.c, groups.c
+    """Of every scored group of `explorer` in batches [first_batch, end_batch) that stands, accepted
+    or not, by batch and task.
+    """
+    e = experiences.c
+    g = groups.c
     rows = tx.execute(
-        select(g.id, g.batch, g.task, e.taskset, e.task_index, e.reward, e.run, e.step, e.num_response_tokens, e.credit)
+        select(
+            g.id,
+            g.batch,
+            g.task,
+            e.taskset,
+            e.task_index,
+            e.reward,
+            e.run,
+            e.step,
+            e.num_response_tokens,
+            e.credit,
+        )
         .join(experiences, e.group_id == g.id)
-        .where(g.explorer == explorer, g.batch >= first_batch, g.batch < end_batch, g.held, e.reward.is_not(None))
+        .where(
+            g.explorer == explorer,
+            g.batch >= first_batch,
+            g.batch < end_batch,
+            g.held,
+            e.reward.is_not(None),
+        )
         .order_by(g.batch, g.task, g.id, e.id)
     )
     found = []
     for _, members in groupby(rows, key=lambda r: r.id):
         first, *rest = members
         runs = run_rewards(Member._make(r[5:]) for r in (first, *rest)).values()
-        found.append(TaskOutcome(first.batch, first.task, first.taskset, first.task_index, fmean(runs), len(runs)))
+        found.append(
+            TaskOutcome(
+                first.batch, first.task, first.taskset, first.task_index, fmean(runs), len(runs)
+            )
+        )
     return found
 
 
-def same_rows(tx: Connection, lineage: int, explorer: int, fingerprints: Mapping[str, str], resume_rows: str) -> list[str]:
-    """See `ports.BufferWriter`; compared where `lineage` goes on from a checkpoint, or keeps the rows of attempts without one."""
+def same_rows(
+    tx: Connection, lineage: int, explorer: int, fingerprints: Mapping[str, str], resume_rows: str
+) -> list[str]:
+    """See `ports.BufferWriter`; compared where `lineage` goes on from a checkpoint, or keeps the
+    rows of attempts without one.
+    """
     prefix = f"taskset:{explorer}:"
     mine = meta.c.key.startswith(prefix, autoescape=True)
     before = {r.key.removeprefix(prefix): r.value for r in tx.execute(select(meta).where(mine))}
     goes_on = (
-        resume_rows == "keep" or tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage)) is not None
+        resume_rows == "keep"
+        or tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage))
+        is not None
     )
     names = sorted({*before, *fingerprints}) if before and goes_on else []
-    changed = [n for n in names if not fingerprints.get(n, "").endswith(before.get(n, "new"))]  # earlier versions noted the end
+    # earlier versions noted the end
+    changed = [n for n in names if not fingerprints.get(n, "").endswith(before.get(n, "new"))]
     if explored := [n for n in changed if not n.startswith("eval/")]:
         raise ConfigError(
-            f"the rows of {', '.join(explored)} are not those that the run has explored so far (another file, filter or function "
-            "result), so it cannot resume.  Bring the old rows back, or give the run another name to begin anew",
+            f"the rows of {', '.join(explored)} are not those that the run has explored so far "
+            f"(another file, filter or function "
+            "result), so it cannot resume.  Bring the old rows back, or give the run another name "
+            "to begin anew",
             key="buffer.explorer_input.tasksets",
             given=explored,
         )
     tx.execute(delete(meta).where(mine))
     if fingerprints:
-        tx.execute(insert(meta), [{"key": prefix + name, "value": value} for name, value in sorted(fingerprints.items())])
+        tx.execute(
+            insert(meta),
+            [
+                {"key": prefix + name, "value": value}
+                for name, value in sorted(fingerprints.items())
+            ],
+        )
     return [n.removeprefix("eval/") for n in changed if n in before and n in fingerprints]
 
 

@@ -1,6 +1,8 @@
-"""What readers have in common whose rows are given before training begins: another run's, or those of a data set.
+"""What readers have in common whose rows are given before training begins: another run's, or those
+of a data set.
 
-Invariant: which rows a step takes follows from the step alone, so nothing is recorded of them but what a checkpoint states.
+Invariant: which rows a step takes follows from the step alone, so nothing is recorded of them but
+what a checkpoint states.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from rft.types.ports import Consumption, Lease
 
 
 class GivenRows:
-    """A `ports.BufferReader`.  A subclass has the `key` that names its `source`, and the rows of a step."""
+    """A `ports.BufferReader`.  A subclass has the `key` that names its `source`, and the rows of a
+    step.
+    """
 
     key: str
 
@@ -46,11 +50,15 @@ class GivenRows:
         raise NotImplementedError
 
     def go_on(self, step: int, consumption: Consumption) -> None:
-        """Raises ConfigError unless the checkpoint of `step` was trained on these rows in this order."""
+        """Raises ConfigError unless the checkpoint of `step` was trained on these rows in this
+        order.
+        """
         if consumption != self.consumed(step):
             raise ConfigError(
-                f"its rows, their order or how many a step takes are not what the checkpoint of step {step} was trained with, so the run "
-                "cannot go on where it was.  Restore them, or choose another `name`, with resume_from_path to begin with its weights",
+                f"its rows, their order or how many a step takes are not what the checkpoint of "
+                f"step {step} was trained with, so the run "
+                "cannot go on where it was.  Restore them, or choose another `name`, with "
+                "resume_from_path to begin with its weights",
                 key=self.key,
                 given=self._source,
             )

@@ -1,6 +1,8 @@
-"""What people want to know of a buffer: what it holds, counted; and single experiences with their lineage.
+"""What people want to know of a buffer: what it holds, counted; and single experiences with their
+lineage.
 
-It does not know terminals.  The one invariant: what it says of lineage is the ledger's view v_lineage.
+It does not know terminals.  The one invariant: what it says of lineage is the ledger's view
+v_lineage.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _TOTAL = """
     SELECT count(*) AS experiences, count(DISTINCT group_id) AS groups, min(created) AS first, max(created) AS newest
     FROM v_experiences"""
 _STATES = "SELECT state, count(*) FROM v_experiences GROUP BY state ORDER BY state"
-_REASONS = "SELECT explained, count(*) FROM v_experiences WHERE state = 'explained' GROUP BY explained ORDER BY 2 DESC, 1"
+_REASONS = (
+    "SELECT explained, count(*) FROM v_experiences WHERE state = 'explained' GROUP BY "
+    "explained ORDER BY 2 DESC, 1"
+)
 _TASKSETS = f"""
     SELECT taskset, CAST(sum(rows) AS BIGINT) AS experiences, count(DISTINCT task_index) AS tasks, {_REWARD},
            CAST(avg(num_response_tokens) AS DOUBLE PRECISION) AS response_tokens, {_AVAILABLE}
@@ -44,13 +49,17 @@ _USES = """
            (SELECT lineage || ':' || max(step) FROM uses WHERE lineage = (SELECT max(lineage) FROM uses) GROUP BY lineage) AS last
     FROM uses"""
 _KEPT = "SELECT CAST(sum(length(pairs)) AS BIGINT) FROM token_logprobs"
-_REJECTED = "SELECT reason, CAST(sum(count) AS BIGINT) FROM rejections GROUP BY reason ORDER BY reason"
+_REJECTED = (
+    "SELECT reason, CAST(sum(count) AS BIGINT) FROM rejections GROUP BY reason ORDER BY reason"
+)
 _EDITS = "SELECT count(*) FROM reward_edits"
 _PAYLOAD = "SELECT CAST(coalesce(sum(num_bytes), 0) AS BIGINT) FROM groups"
 
 
 def collect(questions: Questions) -> dict[str, Any]:
-    """What a buffer holds, counted, as plain values of one moment.  Raises ConfigError where the ledger cannot be read."""
+    """What a buffer holds, counted, as plain values of one moment.  Raises ConfigError where the
+    ledger cannot be read.
+    """
     with questions.errors("RUN"), questions.reading() as tx:
 
         def rows(sql: str) -> list[dict[str, Any]]:
@@ -75,14 +84,20 @@ def collect(questions: Questions) -> dict[str, Any]:
             "edits": tx.exec_driver_sql(_EDITS).scalar(),
             "bytes": {
                 "payload": tx.exec_driver_sql(_PAYLOAD).scalar(),
-                **({"trainer_logprobs": kept} if (kept := tx.exec_driver_sql(_KEPT).scalar()) else {}),
+                **(
+                    {"trainer_logprobs": kept}
+                    if (kept := tx.exec_driver_sql(_KEPT).scalar())
+                    else {}
+                ),
                 **_sizes(questions, tx),
             },
         }
 
 
 def _sizes(questions: Questions, tx: Connection) -> dict[str, int]:
-    """Bytes of the database; of SQLite also of its write-ahead log, which grows while a reader is slow."""
+    """Bytes of the database; of SQLite also of its write-ahead log, which grows while a reader is
+    slow.
+    """
     path = questions.where.path
     if path is None:
         return {"database": tables_size(tx)}
@@ -94,13 +109,16 @@ class Use(msgspec.Struct, frozen=True):
     """One optimizer step that trained an experience."""
 
     version: Version  # lineage and step
-    counts: bool  # False: the run went on from a checkpoint before it, no weights rest on this use any more
+    # False: the run went on from a checkpoint before it, no weights rest on this use any more
+    counts: bool
     checkpoint: str | None  # folder of the first checkpoint that rests on it; None: none does yet
     there: bool  # whether that folder is still there
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """One experience: its row of v_experiences, its payload (None where it is gone, `gone` says why) and its uses."""
+    """One experience: its row of v_experiences, its payload (None where it is gone, `gone` says
+    why) and its uses.
+    """
 
     row: dict[str, Any]
     payload: Experience | None
@@ -120,11 +138,14 @@ def look(
     step: int | None = None,
     order: Order = "random",
 ) -> list[Shown]:
-    """The experience `id`, or `num` of those that fulfil `where` and were trained in `step`.  ConfigError where there is no such id."""
+    """The experience `id`, or `num` of those that fulfil `where` and were trained in `step`.
+    ConfigError where there is no such id.
+    """
     rows = questions.draw(where, num, step=step, order=order) if id is None else questions.row(id)
     if id is not None and not rows:
         raise ConfigError(
-            f'{id!r} is not in {questions.where}; `rft buffer query RUN "SELECT id FROM v_experiences LIMIT 5"` shows some ids',
+            f'{id!r} is not in {questions.where}; `rft buffer query RUN "SELECT id FROM '
+            f'v_experiences LIMIT 5"` shows some ids',
             key="--id",
             given=id,
         )
@@ -154,13 +175,20 @@ def _uses(questions: Questions, id: str) -> tuple[Use, ...]:
     found = []
     for row in questions.lineage(id):
         name = None if row["checkpoint_step"] is None else f"global_step_{row['checkpoint_step']}"
-        there = name is not None and (questions.run_dir / "checkpoints" / name / "manifest.json").is_file()
-        found.append(Use(Version(row["train_lineage"], row["train_step"]), bool(row["counts"]), name, there))
+        there = (
+            name is not None
+            and (questions.run_dir / "checkpoints" / name / "manifest.json").is_file()
+        )
+        found.append(
+            Use(Version(row["train_lineage"], row["train_step"]), bool(row["counts"]), name, there)
+        )
     return tuple(found)
 
 
 def written_by(row: dict[str, Any]) -> str:
-    """The versions of the weights that wrote it, from the oldest to the newest; "" for what was not sampled."""
+    """The versions of the weights that wrote it, from the oldest to the newest; "" for what was not
+    sampled.
+    """
     if row["newest_step"] is None:
         return ""
     oldest, newest = (f"{row[f'{k}_lineage']}:{row[f'{k}_step']}" for k in ("oldest", "newest"))
@@ -168,7 +196,9 @@ def written_by(row: dict[str, Any]) -> str:
 
 
 def conversation(x: Shown) -> list[dict[str, str]]:
-    """Messages as role and text, with the calls of tools; of a row without a payload prompt and response."""
+    """Messages as role and text, with the calls of tools; of a row without a payload prompt and
+    response.
+    """
     if x.payload is None or not x.payload.messages:
         return [
             {"role": "prompt", "text": x.row["prompt_text"] or ""},
@@ -189,7 +219,10 @@ def _content_text(content: Any) -> str:
         return content or ""
     if isinstance(content, list):
         return "\n".join(
-            str(p["text"]) if isinstance(p, dict) and isinstance(p.get("text"), str) else plain_text(p) for p in content
+            str(p["text"])
+            if isinstance(p, dict) and isinstance(p.get("text"), str)
+            else plain_text(p)
+            for p in content
         )
     return plain_text(content)
 
@@ -204,4 +237,8 @@ def _call_text(call: Any) -> str:
 
 def plain_text(value: Any) -> str:
     """Any value of a record as text."""
-    return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    return (
+        value
+        if isinstance(value, str)
+        else json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    )

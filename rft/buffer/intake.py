@@ -1,7 +1,8 @@
-"""From a frame to what the ledger stores: decode, refuse what a trainer could not rely on, and write the typed columns.
+"""From a frame to what the ledger stores: decode, refuse what a trainer could not rely on, and
+write the typed columns.
 
-It knows the form of experiences, not which ones are stored.  The one invariant: what passes can be decoded again, belongs to one
-group, and was written by weights that the caller names.
+It knows the form of experiences, not which ones are stored.  The one invariant: what passes can be
+decoded again, belongs to one group, and was written by weights that the caller names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ Writers = Mapping[int, int]  # lineage -> newest step of it whose rows are store
 MAX_INTEGER = 2**31 - 1  # of the ledger's columns
 
 
-MADE_COLUMNS = ("num_turns", "top_p", "top_k", "min_p", "seed", "logprob_mode", "engine", "has_logprobs", "version_spans")
+MADE_COLUMNS = (
+    "num_turns",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "logprob_mode",
+    "engine",
+    "has_logprobs",
+    "version_spans",
+)
 
 
 class IncomingGroup(msgspec.Struct, frozen=True):
@@ -55,11 +66,31 @@ class IncomingGroup(msgspec.Struct, frozen=True):
         n = self.numbers
         counts = (len(self.rows), len(self.waiting), locator, len(self.frame))
         whole = (self.content_hash, self.created, True)
-        return (self.id, n.lineage, n.explorer, n.batch, n.task, self.accepted, self.reason, *counts, *whole)
+        return (
+            self.id,
+            n.lineage,
+            n.explorer,
+            n.batch,
+            n.task,
+            self.accepted,
+            self.reason,
+            *counts,
+            *whole,
+        )
 
 
-def read(frame: bytes, settings: BufferSettings, lineage: int, writers: Writers, *, accepted: bool, reason: str) -> IncomingGroup:
-    """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be counted; Fenced for another lineage."""
+def read(
+    frame: bytes,
+    settings: BufferSettings,
+    lineage: int,
+    writers: Writers,
+    *,
+    accepted: bool,
+    reason: str,
+) -> IncomingGroup:
+    """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be
+    counted; Fenced for another lineage.
+    """
     if not accepted and not reason:
         raise FrameRejected("no_reason: a group that is not accepted needs the reason")
     rows, held = _decode(frame)
@@ -68,28 +99,52 @@ def read(frame: bytes, settings: BufferSettings, lineage: int, writers: Writers,
     group = rows[0].group
     _check_group(group, rows)
     if group.lineage != lineage:
-        raise Fenced(f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer")
+        raise Fenced(
+            f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer"
+        )
     vocab_size = settings.vocab_size
     for row in rows:
         _check_versions(row, writers)
-        if vocab_size is not None and row.num_tokens and (largest := int(np.maximum.reduce(row.tokens))) >= vocab_size:
-            raise FrameRejected(f"invalid_tokens: {row.id} has token {largest}, and the model knows {vocab_size}")
+        if (
+            vocab_size is not None
+            and row.num_tokens
+            and (largest := int(np.maximum.reduce(row.tokens))) >= vocab_size
+        ):
+            raise FrameRejected(
+                f"invalid_tokens: {row.id} has token {largest}, and the model knows {vocab_size}"
+            )
         if row.reward is not None and abs(row.reward) > MAX_REWARD:
-            raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
-    name, now, why = str(group), time.time(), clean(reason)
-    values, texts, waiting, lines = [], [], [], []
+            raise FrameRejected(
+                f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in "
+                f"size"
+            )
+    name = str(group)
+    now = time.time()
+    why = clean(reason)
+    values = []
+    texts = []
+    waiting = []
+    lines = []
     for position, (row, content) in enumerate(zip(rows, held, strict=True)):
         if content.size > settings.max_row_bytes:
-            raise FrameRejected(f"too_large: {row.id} has {content.size} bytes, at most {settings.max_row_bytes}")
-        of, dropped, oldest = str(row.id), _dropped(row) if accepted else why, row.oldest_version
+            raise FrameRejected(
+                f"too_large: {row.id} has {content.size} bytes, at most {settings.max_row_bytes}"
+            )
+        of = str(row.id)
+        dropped = _dropped(row) if accepted else why
+        oldest = row.oldest_version
         values.append(_values(row, of, name, position, content.hash, now, dropped, oldest))
         texts.append((of, clean(row.prompt_text), clean(row.response_text)))
         lines.append(f"{of}@{content.hash}")
         if dropped is None:
-            waiting.append(WaitingRow(of, position, oldest.step if oldest else None, reward=row.reward))
+            waiting.append(
+                WaitingRow(of, position, oldest.step if oldest else None, reward=row.reward)
+            )
     whole = xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
     waiting.sort(key=attrgetter("id"))
-    return IncomingGroup(name, group, accepted, "" if accepted else why, whole, now, values, texts, waiting, frame)
+    return IncomingGroup(
+        name, group, accepted, "" if accepted else why, whole, now, values, texts, waiting, frame
+    )
 
 
 def batch_of(frame: bytes) -> int | None:
@@ -104,14 +159,18 @@ def batch_of(frame: bytes) -> int | None:
 def _decode(frame: bytes) -> tuple[list[Experience], list[Content]]:
     try:
         return read_block(frame)
-    except msgspec.ValidationError as e:  # a value that `Experience` refuses; its message begins with the field
+    except (
+        msgspec.ValidationError
+    ) as e:  # a value that `Experience` refuses; its message begins with the field
         raise FrameRejected(f"invalid_{_field(str(e))}: {e}") from e
     except UNREADABLE as e:
         raise FrameRejected(f"damaged: {type(e).__name__}: {e}") from e
 
 
 def _field(message: str) -> str:
-    """The field that a validation error is about: "logprobs: not finite", or "Expected ... - at `$.reward`"."""
+    """The field that a validation error is about: "logprobs: not finite", or "Expected ... - at
+    `$.reward`".
+    """
     path = re.search(r"at `\$\.(\w+)", message)
     field = path[1] if path else message.split(":")[0]
     return field if field.isidentifier() else "row"
@@ -120,16 +179,31 @@ def _field(message: str) -> str:
 def _check_group(group: GroupId, rows: list[Experience]) -> None:
     first = rows[0]
     for row in rows:
-        numbers = (row.id.explorer, row.id.batch, row.id.task, row.id.run, row.id.attempt, row.id.step)
+        numbers = (
+            row.id.explorer,
+            row.id.batch,
+            row.id.task,
+            row.id.run,
+            row.id.attempt,
+            row.id.step,
+        )
         if min(numbers) < 0 or max(numbers) > MAX_INTEGER:
-            raise FrameRejected(f"invalid_id: {row.id} has a number that is negative or above {MAX_INTEGER}")
+            raise FrameRejected(
+                f"invalid_id: {row.id} has a number that is negative or above {MAX_INTEGER}"
+            )
         if not 0 <= row.task_index <= MAX_INTEGER:
-            raise FrameRejected(f"invalid_task_index: {row.id} is of row {row.task_index}; rows count from 0 to {MAX_INTEGER}")
+            raise FrameRejected(
+                f"invalid_task_index: {row.id} is of row {row.task_index}; rows count from 0 to "
+                f"{MAX_INTEGER}"
+            )
         if row.group != group:
-            raise FrameRejected(f"mixed_groups: {row.id} is not of group {group}; a frame holds one group")
+            raise FrameRejected(
+                f"mixed_groups: {row.id} is not of group {group}; a frame holds one group"
+            )
         if (row.taskset, row.task_index) != (first.taskset, first.task_index):
             raise FrameRejected(
-                f"mixed_tasks: {row.id} is of {row.taskset}[{row.task_index}], not {first.taskset}[{first.task_index}]"
+                f"mixed_tasks: {row.id} is of {row.taskset}[{row.task_index}], not "
+                f"{first.taskset}[{first.task_index}]"
             )
     if len({row.id for row in rows}) != len(rows):
         raise FrameRejected(f"duplicate_ids: group {group} holds an experience id twice")
@@ -140,35 +214,56 @@ def _check_versions(row: Experience, writers: Writers) -> None:
         newest = writers.get(span.version.lineage)
         if newest is None:
             raise FrameRejected(
-                f"unknown_version: {row.id} was written by {span.version}, of a lineage this run does not descend from"
+                f"unknown_version: {row.id} was written by {span.version}, of a lineage this run "
+                f"does not descend from"
             )
         if span.version.step > newest:
             raise FrameRejected(
-                f"future_version: {row.id} was written by {span.version}, but step {newest} is the newest of its lineage"
+                f"future_version: {row.id} was written by {span.version}, but step {newest} is the "
+                f"newest of its lineage"
             )
 
 
 def clean(value: str) -> str:
-    """For people's columns: PostgreSQL stores no NUL character.  The payload keeps the text as it was."""
+    """For people's columns: PostgreSQL stores no NUL character.  The payload keeps the text as it
+    was.
+    """
     return value.replace("\0", "\ufffd") if "\0" in value else value
 
 
 def made(row: Experience) -> tuple[Any, ...]:
     """MADE_COLUMNS, which say how a row was made; those of sampling are of its first model call."""
     first = row.sampling[0] if row.sampling else None
-    spans = _json([(s.version.lineage, s.version.step, s.start, s.end) for s in row.version_spans]).decode()
+    spans = _json(
+        [(s.version.lineage, s.version.step, s.start, s.end) for s in row.version_spans]
+    ).decode()
     if first is None:
         return (0, None, None, None, None, None, None, row.has_logprobs, spans)
     given = first.sampling
-    drawn = (given.top_p, given.top_k, given.min_p, given.seed, first.logprob_mode, clean(first.engine))
+    drawn = (
+        given.top_p,
+        given.top_k,
+        given.min_p,
+        given.seed,
+        first.logprob_mode,
+        clean(first.engine),
+    )
     return (len(row.sampling), *drawn, row.has_logprobs, spans)
 
 
 def _values(
-    row: Experience, name: str, group: str, position: int, hash: str, now: float, dropped: str | None, oldest: Version | None
+    row: Experience,
+    name: str,
+    group: str,
+    position: int,
+    hash: str,
+    now: float,
+    dropped: str | None,
+    oldest: Version | None,
 ) -> tuple[Any, ...]:
     """A row of table experiences, in the order of its columns."""
-    id, newest = row.id, row.newest_version
+    id = row.id
+    newest = row.newest_version
     numbers = (position, id.lineage, id.explorer, id.batch, id.task, id.run, id.attempt, id.step)
     task = (clean(row.taskset), row.task_index, clean(row.workflow))
     first = (oldest.lineage, oldest.step) if oldest else (None, None)
@@ -178,7 +273,22 @@ def _values(
     form = (row.temperature, row.is_expert, row.clipped_logprobs, hash)
     state = ("available", None) if dropped is None else ("explained", dropped)
     sizes = (len(row.tokens), row.num_response_tokens)
-    return (name, group, *numbers, *task, *first, *last, *earned, *sizes, *ended, *form, now, dropped, *made(row), *state)
+    return (
+        name,
+        group,
+        *numbers,
+        *task,
+        *first,
+        *last,
+        *earned,
+        *sizes,
+        *ended,
+        *form,
+        now,
+        dropped,
+        *made(row),
+        *state,
+    )
 
 
 _json = msgspec.json.Encoder().encode

@@ -1,8 +1,10 @@
-"""Which rows are trained next: decided in memory, from what the ledger stored, without input or output.
+"""Which rows are trained next: decided in memory, from what the ledger stored, without input or
+output.
 
-Batches are closed by the explorer; up to the first one that is still open, in order (batch, explorer), their groups are handed to
-the selector, which picks for each lease.  A lease never passes a group that is still being explored.
-The one invariant: a row is either waiting or in one lease, and a lease that cannot be filled any more ends by name.
+Batches are closed by the explorer; up to the first one that is still open, in order (batch,
+explorer), their groups are handed to the selector, which picks for each lease.  A lease never
+passes a group that is still being explored. The one invariant: a row is either waiting or in one
+lease, and a lease that cannot be filled any more ends by name.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from rft.types.ports import EndOfData, NeedMore
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A lease cannot be filled now; `until` (of the selector's clock) something that rests may be used again."""
+    """A lease cannot be filled now; `until` (of the selector's clock) something that rests may be
+    used again.
+    """
 
     until: float | None = None
 
@@ -38,17 +42,26 @@ class Wait:
 class LeaseOrder:
     """All waiting groups of one lineage, and the leases that are out."""
 
-    def __init__(self, settings: BufferSettings, cursor: int, groups: list[WaitingGroup], clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: BufferSettings,
+        cursor: int,
+        groups: list[WaitingGroup],
+        clock: Clock = time.monotonic,
+    ) -> None:
         self._policy = settings.on_short_batch
         self._num_explorers = settings.num_explorers
         self._selector = make_selector(settings, clock)
         self._next: Key = (cursor, 0)  # the first batch that is not closed
-        self._pending: dict[Key, dict[str, WaitingGroup]] = {}  # groups of batches that are not reached yet
-        self._strangers: dict[int, set[int]] = {}  # batch -> explorers that this run does not have any more
+        # groups of batches that are not reached yet
+        self._pending: dict[Key, dict[str, WaitingGroup]] = {}
+        # batch -> explorers that this run does not have any more
+        self._strangers: dict[int, set[int]] = {}
         self._closed: dict[Key, ClosedBatch] = {}
         self._last = cursor - 1  # newest batch that anything is known of
         self._short: deque[str] = deque(maxlen=3)
-        self._arrived: dict[Key, list[int]] = {}  # open batches: accepted and rejected groups so far
+        # open batches: accepted and rejected groups so far
+        self._arrived: dict[Key, list[int]] = {}
         self._finished: dict[int, str] = {}
         self._groups: dict[str, WaitingGroup] = {}
         self.leases: dict[int, Selection] = {}
@@ -82,7 +95,8 @@ class LeaseOrder:
             self._strangers.setdefault(key[0], set()).add(key[1])
 
     def close(self, key: Key, closed: ClosedBatch) -> None:
-        if key >= self._next:  # an explorer that began again closes batches that were passed long ago
+        # an explorer that began again closes batches that were passed long ago
+        if key >= self._next:
             self._closed[key] = closed
             self._last = max(self._last, key[0])
             self._arrived.pop(key, None)
@@ -101,7 +115,9 @@ class LeaseOrder:
     # ------------------------------------------------------------ what the trainer asks for
 
     def lease(self, wanted: LeaseRequest) -> Selection | Wait:
-        """The rows of a step, leased to it, or Wait as long as more is to come.  Raises ShortBatch, EndOfData, NeedMore."""
+        """The rows of a step, leased to it, or Wait as long as more is to come.  Raises ShortBatch,
+        EndOfData, NeedMore.
+        """
         choice = self._selector.pick(wanted)
         try:
             found = self._judge(wanted, choice)
@@ -133,7 +149,9 @@ class LeaseOrder:
         self._selector.undo(choice)
 
     def done(self, step: int, *, max_uses: int | None) -> list[WaitingGroup]:
-        """The lease of `step` was used (or, with max_uses None, explained); the groups that are wholly done with."""
+        """The lease of `step` was used (or, with max_uses None, explained); the groups that are
+        wholly done with.
+        """
         over = []
         for group, rows in self.leases.pop(step).picked:
             group.leased -= len(rows)
@@ -185,14 +203,20 @@ class LeaseOrder:
             return f"{have}; the explorer has finished"
         batch, explorer = self._next
         accepted, rejected = self._arrived.get(self._next, [0, 0])
-        who = f"batch {batch} of explorer {explorer} is still open with {accepted + rejected} groups stored"
+        who = (
+            f"batch {batch} of explorer {explorer} is still open with {accepted + rejected} "
+            f"groups stored"
+        )
         return f"{have}; {who} ({accepted} accepted, {rejected} rejected)"
 
     def _judge(self, wanted: LeaseRequest, choice: Selection) -> Selection | Wait:
         if not choice.missing:
             if choice.picked:
                 return choice
-            raise ShortBatch(f"step {wanted.step} has no group to train: the batch's groups were all rejected. {REMEDY}")
+            raise ShortBatch(
+                f"step {wanted.step} has no group to train: the batch's groups were all rejected. "
+                f"{REMEDY}"
+            )
         ready_at, resting = self._selector.resting(wanted)
         if self.finished is None and (wanted.until is None or self._next[0] < wanted.until):
             return Wait(ready_at)
@@ -205,7 +229,8 @@ class LeaseOrder:
         if self._policy == "train" and choice.picked:
             return choice
         raise ShortBatch(
-            f"step {wanted.step} cannot be filled: it has {wanted.amount - choice.missing} of {wanted.amount} {wanted.unit}, and batch "
+            f"step {wanted.step} cannot be filled: it has {wanted.amount - choice.missing} of "
+            f"{wanted.amount} {wanted.unit}, and batch "
             f"{self._next[0]} is explored only after it was trained{self._why()}. {REMEDY}"
         )
 
@@ -221,14 +246,22 @@ class LeaseOrder:
                 f"{self.finished}; {self._words(wanted, choice.missing)}, "
                 f"so {left} experiences stay in the buffer, too few for a step"
             )
-        raise ShortBatch(f"no more rows come ({self.finished}), but {self._words(wanted, choice.missing)}{self._why()}. {REMEDY}")
+        raise ShortBatch(
+            f"no more rows come ({self.finished}), but "
+            f"{self._words(wanted, choice.missing)}{self._why()}. {REMEDY}"
+        )
 
     def _why(self) -> str:
-        short = [*self._short, *(shortage(k, c) for k, c in sorted(self._closed.items()) if c.short)]
+        short = [
+            *self._short,
+            *(shortage(k, c) for k, c in sorted(self._closed.items()) if c.short),
+        ]
         return f"; {'; '.join(short[:3])}" if short else ""
 
     def _advance(self) -> None:
-        """Hands the groups of closed batches to the selector, in order, up to the first batch that is open."""
+        """Hands the groups of closed batches to the selector, in order, up to the first batch that
+        is open.
+        """
         while self.finished is None or self._next[0] <= self._last:
             batch, explorer = self._next
             if explorer < self._num_explorers:

@@ -1,7 +1,9 @@
-"""The ledger: ids, states, uses and typed columns of every experience, in one SQLite or PostgreSQL database.  One thread uses it.
+"""The ledger: ids, states, uses and typed columns of every experience, in one SQLite or PostgreSQL
+database.  One thread uses it.
 
-It does not know who waits for what.  The one invariant: each method that writes is one transaction, durable when it returns as
-`durability` says (process: survives kill -9 of every process; power: also of the machine).
+It does not know who waits for what.  The one invariant: each method that writes is one transaction,
+durable when it returns as `durability` says (process: survives kill -9 of every process; power:
+also of the machine).
 """
 
 from __future__ import annotations
@@ -54,12 +56,14 @@ class Ledger:
         self.run = self.database.run
         self.location = self.database.location
         self.ancestry: dict[int, int] = {}
-        self.blocks: set[str] = set()  # locators of this process, where the storage forgets them with it
+        # locators of this process, where the storage forgets them with it
+        self.blocks: set[str] = set()
         self.garbage: list[str] = []  # locators that no group refers to; freed with the next append
         self.closed: set[tuple[int, int]] = set()
         self.lineage = 0
         self.cursor = 0
-        self.counted: tuple[int, int, int, dict[str, int]] | None = None  # of the last checkpoint: step, and what counts
+        # of the last checkpoint: step, and what counts
+        self.counted: tuple[int, int, int, dict[str, int]] | None = None
         self.none_before = 0  # explore batch: all rows of earlier ones were used or explained
         self.first_open: dict[int, int] = {}  # by explorer: its batches before this one are closed
         self.newest_step = 0  # newest optimizer step whose weights can exist in this lineage
@@ -67,7 +71,9 @@ class Ledger:
     # ------------------------------------------------------------ opening
 
     def open(self) -> None:
-        """Raises SetupError on a network file system or without the server, BufferFailed for another owner or an unknown format."""
+        """Raises SetupError on a network file system or without the server, BufferFailed for
+        another owner or an unknown format.
+        """
 
         def work(tx: Connection) -> int:
             prepare(tx, self.settings, self.location)
@@ -89,7 +95,9 @@ class Ledger:
     def start_lineage(
         self, parent: Version | None, consumption: Consumption | None, step: int = 0
     ) -> tuple[LineageStart, list[WaitingGroup]]:
-        """The next lineage; everything that does not descend from `parent` stops counting.  `step`: it begins with, without a parent."""
+        """The next lineage; everything that does not descend from `parent` stops counting.  `step`:
+        it begins with, without a parent.
+        """
         s = self.settings
         step = parent.step if parent else step
         cursor = consumption.cursor if consumption else 0
@@ -99,7 +107,13 @@ class Ledger:
             if parent is not None and consumption is not None:
                 self._verify(tx, parent, consumption)
                 note_checkpoint(tx, parent, consumption)
-            lineage = max(tx.scalar(select(func.max(lineages.c.lineage))) or 0, parent.lineage if parent else 0) + 1
+            lineage = (
+                max(
+                    tx.scalar(select(func.max(lineages.c.lineage))) or 0,
+                    parent.lineage if parent else 0,
+                )
+                + 1
+            )
             begun = (parent.lineage, parent.step) if parent else (None, None)
             put_many(tx, lineages, [(lineage, *begun, cursor, time.time())])
             ancestry = chain(tx, Version(lineage, step), whole=True)
@@ -108,13 +122,28 @@ class Ledger:
             waiting = waiting_groups(tx, ancestry, s.max_uses)
             if s.on_damaged_payload == "explain":
                 waiting = [g for g in waiting if not self._given_up(tx, g)]
-            orphaned = tx.scalar(select(func.count()).where(experiences.c.explained == "orphaned")) or 0
-            available = tx.scalar(select(func.count()).where(experiences.c.state == "available")) or 0
-            return LineageStart(lineage=lineage, orphaned=orphaned, available=available, cursor=cursor), ancestry, waiting
+            orphaned = (
+                tx.scalar(select(func.count()).where(experiences.c.explained == "orphaned")) or 0
+            )
+            available = (
+                tx.scalar(select(func.count()).where(experiences.c.state == "available")) or 0
+            )
+            return (
+                LineageStart(
+                    lineage=lineage, orphaned=orphaned, available=available, cursor=cursor
+                ),
+                ancestry,
+                waiting,
+            )
 
         start, self.ancestry, waiting = self.run(work)
-        self.lineage, self.cursor, self.newest_step = start.lineage, cursor, step
-        self.closed, self.counted, self.none_before, self.first_open = set(), None, 0, {}
+        self.lineage = start.lineage
+        self.cursor = cursor
+        self.newest_step = step
+        self.closed = set()
+        self.counted = None
+        self.none_before = 0
+        self.first_open = {}
         if not self.storage.durable:
             self.forget(self.blocks - {g.locator for g in waiting})
         return start, waiting
@@ -129,12 +158,15 @@ class Ledger:
         num_uses, digest = count_uses(ancestry, UseCounts(tx))
         if (mixed := MixedCounts(tx).of(ancestry)) != given.mixed:
             raise BufferFailed(
-                f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in rows, but the buffer {self.location} knows "
-                f"{mixed or 'none'}: restore the buffer folder that belongs to it, or start a new run from its weights."
+                f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in "
+                f"rows, but the buffer {self.location} knows "
+                f"{mixed or 'none'}: restore the buffer folder that belongs to it, or start a new "
+                f"run from its weights."
             )
         if (num_uses, digest) != (given.num_uses, given.digest):
             raise BufferFailed(
-                f"the checkpoint {parent} was made after {given.num_uses} uses (digest {given.digest}), "
+                f"the checkpoint {parent} was made after {given.num_uses} uses (digest "
+                f"{given.digest}), "
                 f"but the buffer {self.location} knows {num_uses} ({digest}). "
                 "Checkpoint and buffer belong to different runs, or one was replaced: "
                 "restore the buffer folder that belongs to it, or start a new run from its weights."
@@ -145,7 +177,9 @@ class Ledger:
         if self.storage.durable:
             return
         waiting = select(groups.c.id, groups.c.locator).where(
-            exists().where(and_(experiences.c.group_id == groups.c.id, experiences.c.state == "available"))
+            exists().where(
+                and_(experiences.c.group_id == groups.c.id, experiences.c.state == "available")
+            )
         )
         for lost in parts([g.id for g in tx.execute(waiting) if g.locator not in self.blocks]):
             gone = and_(experiences.c.group_id.in_(lost), experiences.c.state == "available")
@@ -153,20 +187,31 @@ class Ledger:
             tx.execute(update(groups).where(groups.c.id.in_(lost)).values(held=False))
 
     def _given_up(self, tx: Connection, group: WaitingGroup) -> bool:
-        """Whether the payload of a waiting group is gone: then its rows are never trained, and its task is explored again."""
+        """Whether the payload of a waiting group is gone: then its rows are never trained, and its
+        task is explored again.
+        """
         why = self.damage(tx, group, group.waiting)
         if why is None:
             return False
         log.error("group %s is given up (%s): %s", group.id, DAMAGED, why)
         lost = experiences.c.id.in_([r.id for r in group.waiting])
-        tx.execute(update(experiences).where(lost).values(dropped=DAMAGED, state="explained", explained=DAMAGED))
-        tx.execute(update(groups).where(groups.c.id == group.id, ~has_used_rows()).values(held=False))
+        tx.execute(
+            update(experiences)
+            .where(lost)
+            .values(dropped=DAMAGED, state="explained", explained=DAMAGED)
+        )
+        tx.execute(
+            update(groups).where(groups.c.id == group.id, ~has_used_rows()).values(held=False)
+        )
         return True
 
     def damage(self, tx: Connection, group: WaitingGroup, rows: Sequence[WaitingRow]) -> str | None:
         """What is wrong with the payload of these rows."""
         e = experiences.c
-        hashes = {r.id: r.content_hash for r in tx.execute(select(e.id, e.content_hash).where(e.group_id == group.id))}
+        hashes = {
+            r.id: r.content_hash
+            for r in tx.execute(select(e.id, e.content_hash).where(e.group_id == group.id))
+        }
         try:
             (block,) = self.storage.get([group.locator], tx)
             verify(group.locator, block, [(r.id, r.position, hashes[r.id]) for r in rows])
@@ -174,8 +219,11 @@ class Ledger:
             return str(error)
         return None
 
-    def run_for(self, lineage: int, work: Callable[[Connection], R], point: str = "", *, size: int = 0) -> R:
-        """`work` in one transaction, for the trainer of `lineage` or its explorers; `point`: where it may be made to fail.
+    def run_for(
+        self, lineage: int, work: Callable[[Connection], R], point: str = "", *, size: int = 0
+    ) -> R:
+        """`work` in one transaction, for the trainer of `lineage` or its explorers; `point`: where
+        it may be made to fail.
 
         `size`: bytes of payload that it writes.
         """
@@ -188,49 +236,91 @@ class Ledger:
         return self.run(fenced, size=size)
 
     def writers(self) -> dict[int, int]:
-        """Weights whose rows are stored: the newest step of each lineage, those that a restart went back behind too where rows are kept."""
-        earlier = dict.fromkeys(range(1, self.lineage), NO_LIMIT) if self.settings.resume_rows == "keep" else self.ancestry
+        """Weights whose rows are stored: the newest step of each lineage, those that a restart went
+        back behind too where rows are kept.
+        """
+        earlier = (
+            dict.fromkeys(range(1, self.lineage), NO_LIMIT)
+            if self.settings.resume_rows == "keep"
+            else self.ancestry
+        )
         return {**earlier, self.lineage: self.newest_step}
 
     def fence(self, lineage: int) -> None:
         """Raises Fenced for a caller of another lineage than the current one."""
         if lineage != self.lineage:
-            raise Fenced(f"lineage {lineage} no longer owns the buffer: lineage {self.lineage} has taken over")
+            raise Fenced(
+                f"lineage {lineage} no longer owns the buffer: lineage {self.lineage} has taken "
+                f"over"
+            )
 
     # ------------------------------------------------------------ looking
 
     def audit(self, leased: int, waiting: int) -> Audit:
-        """What the facts say of the current lineage, and whether the stored states and the `leased` + `waiting` rows agree."""
+        """What the facts say of the current lineage, and whether the stored states and the `leased`
+        + `waiting` rows agree.
+        """
         s = self.settings
         version = f"{self.lineage}:{self.newest_step}"
 
         def work(tx: Connection) -> tuple[Audit, int]:
-            facts, now = count(tx, self.ancestry, UseCounts(tx), max_uses=s.max_uses, resume_rows=s.resume_rows, version=version)
-            facts = msgspec.structs.replace(facts, problems=(*facts.problems, *misplaced(tx, now), *strays(tx)))
-            return facts, tx.scalar(select(func.count()).where(experiences.c.explained == LOST)) or 0
+            facts, now = count(
+                tx,
+                self.ancestry,
+                UseCounts(tx),
+                max_uses=s.max_uses,
+                resume_rows=s.resume_rows,
+                version=version,
+            )
+            facts = msgspec.structs.replace(
+                facts, problems=(*facts.problems, *misplaced(tx, now), *strays(tx))
+            )
+            return facts, tx.scalar(
+                select(func.count()).where(experiences.c.explained == LOST)
+            ) or 0
 
         facts, lost = self.run(work)
         problems = list(facts.problems)
         available = facts.available - lost
         if available != leased + waiting:
-            problems.append(f"{available} rows can be trained by the ledger, {leased} leased + {waiting} waiting in memory")
+            problems.append(
+                f"{available} rows can be trained by the ledger, {leased} leased + {waiting} "
+                f"waiting in memory"
+            )
         discarded = {**facts.discarded, **({LOST: lost} if lost else {})}
         return msgspec.structs.replace(
-            facts, leased=leased, available=available - leased, discarded=discarded, problems=tuple(problems)
+            facts,
+            leased=leased,
+            available=available - leased,
+            discarded=discarded,
+            problems=tuple(problems),
         )
 
 
 def note_checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:
-    row = (version.lineage, version.step, stated.num_uses, stated.digest, stated.cursor, time.time())
+    row = (
+        version.lineage,
+        version.step,
+        stated.num_uses,
+        stated.digest,
+        stated.cursor,
+        time.time(),
+    )
     put_many(tx, checkpoints, [row], replace=True)
 
 
 def verify(locator: str, block: bytes, rows: Sequence[tuple[str, int, str]]) -> None:
-    """Raises PayloadDamaged where one of these rows (id, position, content hash) is not in the block as it was stored."""
+    """Raises PayloadDamaged where one of these rows (id, position, content hash) is not in the
+    block as it was stored.
+    """
     try:
         found = contents(block, [position for _, position, _ in rows])
     except UNREADABLE as e:
-        raise PayloadDamaged(f"payload {locator} of {rows[0][0]} cannot be read: {e}. {REMEDY}") from e
+        raise PayloadDamaged(
+            f"payload {locator} of {rows[0][0]} cannot be read: {e}. {REMEDY}"
+        ) from e
     for (row, _, stored), content in zip(rows, found, strict=True):
         if content.hash != stored:
-            raise PayloadDamaged(f"payload {locator} does not hold {row} as it was stored. {REMEDY}")
+            raise PayloadDamaged(
+                f"payload {locator} does not hold {row} as it was stored. {REMEDY}"
+            )

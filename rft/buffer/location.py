@@ -1,6 +1,8 @@
-"""Where a ledger is: an SQLite file on a local disk, or a schema of a PostgreSQL database; how it is reached, and which process owns it.
+"""Where a ledger is: an SQLite file on a local disk, or a schema of a PostgreSQL database; how it
+is reached, and which process owns it.
 
-It knows no tables.  The one invariant: what is shown or written down of a location holds no password.
+It knows no tables.  The one invariant: what is shown or written down of a location holds no
+password.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from rft.files.disk import sync_path
 from rft.secrets import learn_secrets
 
 NETWORK_FILE_SYSTEMS = frozenset(
-    "nfs nfs4 cifs smb smb2 smb3 smbfs afs ncpfs lustre gpfs beegfs panfs pvfs2 orangefs weka wekafs ceph "
+    "nfs nfs4 cifs smb smb2 smb3 smbfs afs ncpfs lustre gpfs beegfs panfs pvfs2 orangefs weka "
+    "wekafs ceph "
     "fuse.ceph fuse.glusterfs fuse.sshfs fuse.s3fs fuse.gcsfuse fuse.rclone".split()
 )
 
@@ -46,29 +49,46 @@ _POWER = ("fsync", "full_page_writes")
 
 
 def refuse_network(folder: Path) -> None:
-    """Raises SetupError when `folder` is on a network file system, where SQLite's locks and shared memory do not hold."""
+    """Raises SetupError when `folder` is on a network file system, where SQLite's locks and shared
+    memory do not hold.
+    """
     path = folder.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if path.is_relative_to(p.mountpoint)]
-    kind, best = max(((p.fstype, p.mountpoint) for p in reversed(mounts)), key=lambda m: len(m[1]), default=("", ""))
+    kind, best = max(
+        ((p.fstype, p.mountpoint) for p in reversed(mounts)),
+        key=lambda m: len(m[1]),
+        default=("", ""),
+    )
     if kind in NETWORK_FILE_SYSTEMS:
         raise SetupError(
-            f"the buffer's folder {folder} is on a network file system ({kind}, mounted at {best}), where SQLite can lose data. "
+            f"the buffer's folder {folder} is on a network file system ({kind}, mounted at "
+            f"{best}), where SQLite can lose data. "
             "Put the run on a local disk (checkpoint_root_dir), or keep the ledger in PostgreSQL "
             "(buffer.trainer_input.experience_buffer.path: postgresql://...)."
         )
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises ConfigError for a file that another program has made; it is opened for reading alone, and stays as it is."""
+    """Raises ConfigError for a file that another program has made; it is opened for reading alone,
+    and stays as it is.
+    """
     if not path.exists() or not path.stat().st_size:
         return
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as database:
-            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        with contextlib.closing(
+            sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
+        ) as database:
+            tables = {
+                name
+                for (name,) in database.execute(
+                    "SELECT name FROM sqlite_master WHERE type = 'table'"
+                )
+            }
     except sqlite3.Error as e:
         if e.sqlite_errorcode not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
             return  # locked, or out of reach: opening it says so
-        tables, what = {"?"}, f"is no database that can be read ({e})"
+        tables = {"?"}
+        what = f"is no database that can be read ({e})"
     else:
         what = f"is a database of another program, with the tables {', '.join(sorted(tables)[:5])}"
     if tables and not tables >= OUR_TABLES:
@@ -102,7 +122,8 @@ class OwnerLock:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(fd)
             raise BufferFailed(
-                f"the buffer {self._path.with_suffix('')} is open in process {holder}; a buffer has one owner. "
+                f"the buffer {self._path.with_suffix('')} is open in process {holder}; a buffer "
+                f"has one owner. "
                 "End that run first, or give this one another name."
             ) from None
         os.ftruncate(fd, 0)
@@ -141,31 +162,40 @@ class _Pointer(msgspec.Struct):
 
 
 def ledger_location(settings: BufferSettings) -> Location:
-    """Where these settings put the ledger.  Raises ConfigError for a name or URL that cannot be used."""
+    """Where these settings put the ledger.  Raises ConfigError for a name or URL that cannot be
+    used.
+    """
     if not _IDENTIFIER.fullmatch(settings.name):
-        raise ConfigError(f"{settings.name!r} is no name for a buffer; letters, digits and _, at most 63", key=f"{_SECTION}.name")
+        raise ConfigError(
+            f"{settings.name!r} is no name for a buffer; letters, digits and _, at most 63",
+            key=f"{_SECTION}.name",
+        )
     if settings.ledger_url is None:
         return Location(settings.name, settings.folder / f"{settings.name}{LEDGER_SUFFIX}")
     return _at(settings.ledger_url, settings.name, schema_name(settings.run, settings.name))
 
 
 def schema_name(run: str, name: str) -> str:
-    """The schema of buffer `name` of `run` ("project/group/name"): both joined by _, shortened to 63 characters from the left.
+    """The schema of buffer `name` of `run` ("project/group/name"): both joined by _, shortened to
+    63 characters from the left.
 
-    Two runs that come out alike are told apart when the ledger is opened: it belongs to the run that made it.
+    Two runs that come out alike are told apart when the ledger is opened: it belongs to the run
+    that made it.
     """
     joined = re.sub(r"[^A-Za-z0-9_]", "_", f"{run}/{name}" if run else name).lower()
     joined = joined if joined[0].isalpha() or joined[0] == "_" else f"_{joined}"
     short = joined if len(joined) <= 63 else f"_{joined[-62:]}"
-    return f"run_{short}"[:63] if short.startswith("pg_") else short  # PostgreSQL keeps pg_ for itself
+    # PostgreSQL keeps pg_ for itself
+    return f"run_{short}"[:63] if short.startswith("pg_") else short
 
 
 def find(run_dir: Path | str, ledger_url: str | None = None) -> Location:
     """Where the ledger of a run folder is, without its configuration.
 
-    `ledger_url` replaces what the folder says about the server (address, user, password); so does the variable RFT_LEDGER_URL.
-    Passwords are not kept in a run's folder: without either, libpq finds them as for psql (PGPASSWORD, ~/.pgpass).
-    Raises BufferFailed when there is none, or more than one.
+    `ledger_url` replaces what the folder says about the server (address, user, password); so does
+    the variable RFT_LEDGER_URL. Passwords are not kept in a run's folder: without either, libpq
+    finds them as for psql (PGPASSWORD, ~/.pgpass). Raises BufferFailed when there is none, or more
+    than one.
     """
     folder = Path(run_dir) / "buffer"
     found = {p.name.removesuffix(LEDGER_SUFFIX): p for p in folder.glob(f"*{LEDGER_SUFFIX}")}
@@ -173,7 +203,8 @@ def find(run_dir: Path | str, ledger_url: str | None = None) -> Location:
     if len(found) != 1:
         names = ", ".join(sorted(p.name for p in found.values())) or "none"
         raise BufferFailed(
-            f"{folder} must hold one buffer (*{LEDGER_SUFFIX} or *{POINTER_SUFFIX}); found {names}. "
+            f"{folder} must hold one buffer (*{LEDGER_SUFFIX} or *{POINTER_SUFFIX}); found "
+            f"{names}. "
             "Give the folder of a run that has begun."
         )
     ((name, path),) = found.items()
@@ -184,12 +215,16 @@ def find(run_dir: Path | str, ledger_url: str | None = None) -> Location:
     except (msgspec.MsgspecError, OSError) as e:
         raise BufferFailed(f"{path} is damaged ({e}); name the database with RFT_LEDGER_URL") from e
     if pointer.schema and not _IDENTIFIER.fullmatch(pointer.schema):
-        raise BufferFailed(f"{path} names schema {pointer.schema!r}, which is no identifier; the file was changed")
+        raise BufferFailed(
+            f"{path} names schema {pointer.schema!r}, which is no identifier; the file was changed"
+        )
     return _at(ledger_url or os.environ.get("RFT_LEDGER_URL") or pointer.url, name, pointer.schema)
 
 
 def leave_pointer(where: Location, folder: Path) -> None:
-    """Say in the run's folder where its ledger is, unless it is there itself.  Raises BufferFailed where it was in another schema."""
+    """Say in the run's folder where its ledger is, unless it is there itself.  Raises BufferFailed
+    where it was in another schema.
+    """
     file = folder / f"{where.name}{POINTER_SUFFIX}"
     if where.path is not None and where.path.parent == folder:
         file.unlink(missing_ok=True)  # of an earlier run of this name
@@ -198,8 +233,10 @@ def leave_pointer(where: Location, folder: Path) -> None:
         then = msgspec.json.decode(file.read_bytes(), type=_Pointer)
         if where.schema and then.schema not in ("", where.schema):
             raise BufferFailed(
-                f"{file}: the ledger is schema {then.schema}; under its present name the run would begin an empty one, {where.schema}.  "
-                "Give it the old name again (project, group, name), or remove that file to begin anew"
+                f"{file}: the ledger is schema {then.schema}; under its present name the run would "
+                f"begin an empty one, {where.schema}.  "
+                "Give it the old name again (project, group, name), or remove that file to begin "
+                "anew"
             )
     url = f"sqlite:///{where.path}" if where.url is None else _without_secrets(where.url)
     folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +247,11 @@ def leave_pointer(where: Location, folder: Path) -> None:
 
 def connect(where: Location, *, durability: str = "process", read_only: bool = False) -> Engine:
     """An engine for one connection at a time.  Raises SetupError when the driver is not installed."""
-    return _sqlite(where, durability, read_only) if where.url is None else _postgres(where, durability, read_only)
+    return (
+        _sqlite(where, durability, read_only)
+        if where.url is None
+        else _postgres(where, durability, read_only)
+    )
 
 
 def _at(text: str, name: str, schema: str) -> Location:
@@ -220,11 +261,14 @@ def _at(text: str, name: str, schema: str) -> Location:
         url = make_url(text)
     except (ArgumentError, ValueError):  # the text may hold a password, so it is not repeated
         raise ConfigError(
-            "is no database URL; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:///FILE", key=KEY
+            "is no database URL; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE or "
+            "sqlite:///FILE",
+            key=KEY,
         ) from None
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise ConfigError(
-            f"is a database of {url.get_backend_name()}; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE, sqlite:///FILE, or leave it "
+            f"is a database of {url.get_backend_name()}; give "
+            f"postgresql://USER:PASSWORD@HOST:PORT/DATABASE, sqlite:///FILE, or leave it "
             "out (SQLite in the run folder)",
             key=KEY,
         )
@@ -235,15 +279,22 @@ def _at(text: str, name: str, schema: str) -> Location:
 
 def _without_secrets(url: URL) -> str:
     query = {k: v for k, v in url.query.items() if k not in _SECRET_PARTS}
-    return URL.create("postgresql", url.username, None, url.host, url.port, url.database, query).render_as_string()
+    return URL.create(
+        "postgresql", url.username, None, url.host, url.port, url.database, query
+    ).render_as_string()
 
 
 def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
     """WAL, foreign writers waited for, every transaction of the owner begun as a writing one."""
     query = {"mode": "ro", "uri": "true"} if read_only else {}
     assert where.path is not None
-    if read_only and not os.access(where.path.parent, os.W_OK) and not Path(f"{where.path}-wal").exists():
-        query["immutable"] = "1"  # no run has it open, and there is no place for SQLite's shared memory
+    if (
+        read_only
+        and not os.access(where.path.parent, os.W_OK)
+        and not Path(f"{where.path}-wal").exists()
+    ):
+        # no run has it open, and there is no place for SQLite's shared memory
+        query["immutable"] = "1"
     database = f"file:{quote(str(where.path))}" if read_only else str(where.path)
     engine = create_engine(
         URL.create("sqlite", database=database, query=query),
@@ -259,8 +310,10 @@ def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
             raw.execute("PRAGMA journal_mode = WAL")
             raw.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
             pages = LOG_BYTES // raw.execute("PRAGMA page_size").fetchone()[0]
-            raw.execute(f"PRAGMA wal_autocheckpoint = {pages}")  # before that the `Checkpointer` has done it
-            raw.execute("PRAGMA cache_size = -16384")  # KiB; a transaction that does not fit is written twice
+            # before that the `Checkpointer` has done it
+            raw.execute(f"PRAGMA wal_autocheckpoint = {pages}")
+            # KiB; a transaction that does not fit is written twice
+            raw.execute("PRAGMA cache_size = -16384")
             raw.execute("PRAGMA temp_store = MEMORY")
 
     @event.listens_for(engine, "begin")
@@ -271,11 +324,12 @@ def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
 
 
 def _postgres(where: Location, durability: str, read_only: bool) -> Engine:
-    """The schema is the search path; a server that is gone is noticed within seconds, on both sides.
+    """The schema is the search path; a server that is gone is noticed within seconds, on both
+    sides.
 
-    A commit returns when the server has flushed it (`synchronous_commit` local): with `off` a kill -9 of the server would lose
-    acknowledged rows, so there is nothing weaker to choose.  `power` also waits for synchronous standbys, and refuses a server that
-    does not flush.
+    A commit returns when the server has flushed it (`synchronous_commit` local): with `off` a kill
+    -9 of the server would lose acknowledged rows, so there is nothing weaker to choose.  `power`
+    also waits for synchronous standbys, and refuses a server that does not flush.
     """
     assert where.url is not None
     try:
@@ -295,7 +349,8 @@ def _postgres(where: Location, durability: str, read_only: bool) -> Engine:
         )
     except ModuleNotFoundError as e:
         raise SetupError(
-            f'the ledger {where} needs the package psycopg: pip install "rft-platform[postgres]", or leave the path out '
+            f'the ledger {where} needs the package psycopg: pip install "rft-platform[postgres]", '
+            f"or leave the path out "
             "(SQLite in the run folder)"
         ) from e
 
@@ -308,7 +363,10 @@ def _postgres(where: Location, durability: str, read_only: bool) -> Engine:
         else:
             raw.execute(f"SET synchronous_commit = {'on' if durability == 'power' else 'local'}")
             raw.execute(f"SET lock_timeout = '{LOCK_WAIT_S}s'")
-            raw.execute("SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 2")
+            raw.execute(
+                "SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 2; SET "
+                "tcp_keepalives_count = 2"
+            )
             if durability == "power":
                 _refuse_unflushed(raw, where)
         raw.autocommit = False
@@ -321,5 +379,6 @@ def _refuse_unflushed(raw: Any, where: Location) -> None:
         (value,) = raw.execute("SELECT current_setting(%s)", (name,)).fetchone()
         if value != "on":
             raise SetupError(
-                f"durability: power needs {name} = on, the server of {where} has {value}; change the server, or use durability: process"
+                f"durability: power needs {name} = on, the server of {where} has {value}; change "
+                f"the server, or use durability: process"
             )

@@ -1,7 +1,8 @@
 """Rows of another source than the explorer in each train batch, e.g. an expert's demonstrations.
 
-Which rows go into a step follows from the step's number alone, so a resumed run takes the same ones; the ledger writes down which
-step used which row, and which source it was.  The one invariant: every train batch has exactly `rows` of them, no row twice.
+Which rows go into a step follows from the step's number alone, so a resumed run takes the same
+ones; the ledger writes down which step used which row, and which source it was.  The one invariant:
+every train batch has exactly `rows` of them, no row twice.
 """
 
 from __future__ import annotations
@@ -30,24 +31,32 @@ class Mix:
 
     def __init__(self, settings: MixSettings, source: Sequence[Experience]) -> None:
         settings.fits(len(source))
-        self.settings, self._source = settings, source
+        self.settings = settings
+        self._source = source
         self.name = settings.name
         hashes = "\n".join(c.hash for c in contents(encode(source)))
-        self.fingerprint = xxhash.xxh3_128_hexdigest(hashes.encode())  # changes when the rows change; compared on resume
-        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        # changes when the rows change; compared on resume
+        self.fingerprint = xxhash.xxh3_128_hexdigest(hashes.encode())
+        self._epoch = -1
+        self._order = np.zeros(0, np.int64)
 
     def indices(self, step: int) -> list[int]:
         """Rows of train step `step` (from 1).
 
-        Sequential: on from where the step before ended, around the end.  Shuffled: another permutation in each pass; what is left of a
-        pass and too little for a batch is left out of it.
+        Sequential: on from where the step before ended, around the end.  Shuffled: another
+        permutation in each pass; what is left of a pass and too little for a batch is left out of
+        it.
         """
-        n, k = len(self._source), self.settings.rows
+        n = len(self._source)
+        k = self.settings.rows
         if not self.settings.shuffle:
             return [((step - 1) * k + i) % n for i in range(k)]
         epoch, batch = divmod(step - 1, n // k)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.settings.seed, epoch]).permutation(n)
+            self._epoch, self._order = (
+                epoch,
+                np.random.default_rng([self.settings.seed, epoch]).permutation(n),
+            )
         return [int(i) for i in self._order[batch * k : (batch + 1) * k]]
 
     def ids(self, step: int) -> list[str]:
@@ -61,12 +70,18 @@ class Mix:
 
 
 def remember(tx: Connection, lineage: int, name: str, fingerprint: str) -> None:
-    """Write down which rows are mixed in.  Raises ConfigError when `lineage` goes on from a checkpoint and had others."""
+    """Write down which rows are mixed in.  Raises ConfigError when `lineage` goes on from a
+    checkpoint and had others.
+    """
     before = tx.scalar(select(meta.c.value).where(meta.c.key == f"mixed:{name}"))
-    goes_on = tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage)) is not None
+    goes_on = (
+        tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage))
+        is not None
+    )
     if goes_on and before not in (None, fingerprint):
         raise ConfigError(
-            "its rows are not those that the checkpoint was trained on.  Bring the old ones back, or give the run another name",
+            "its rows are not those that the checkpoint was trained on.  Bring the old ones back, "
+            "or give the run another name",
             key=f"{KEY}.{name}",
         )
     put_meta(tx, f"mixed:{name}", fingerprint)
@@ -79,13 +94,22 @@ class MixedCounts:
         self._found: dict[str, StepSums] = {}
         u = mixed_uses.c
         by_step = (u.lineage, u.step, u.source)
-        wanted = select(*by_step, func.count()).where(*beyond(mixed_uses, lineage, after)).group_by(*by_step).order_by(*by_step)
+        wanted = (
+            select(*by_step, func.count())
+            .where(*beyond(mixed_uses, lineage, after))
+            .group_by(*by_step)
+            .order_by(*by_step)
+        )
         for line, step, source, n in tx.execute(wanted):
             self._found.setdefault(source, StepSums()).add(line, step, n)
 
     def of(self, ancestry: Mapping[int, int]) -> dict[str, int]:
         """What counts."""
-        return {source: n for source, steps in sorted(self._found.items()) if (n := steps.of(ancestry)[0])}
+        return {
+            source: n
+            for source, steps in sorted(self._found.items())
+            if (n := steps.of(ancestry)[0])
+        }
 
 
 def row_id(index: int) -> ExperienceId:
@@ -96,6 +120,13 @@ def row_id(index: int) -> ExperienceId:
 def demonstrations(rows: Sequence[Demonstration], *, taskset: str) -> list[Experience]:
     """Token sequences to imitate, see `rft.taskset.offline_data`."""
     return [
-        expert_row(row_id(i), x.tokens, x.loss_mask, taskset=taskset, task_index=x.id.task, messages=x.messages)
+        expert_row(
+            row_id(i),
+            x.tokens,
+            x.loss_mask,
+            taskset=taskset,
+            task_index=x.id.task,
+            messages=x.messages,
+        )
         for i, x in enumerate(rows)
     ]

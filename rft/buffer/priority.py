@@ -3,10 +3,12 @@
     @priority("mine", args=MyArgs)                      in a plugin folder: priority_fn: mine; else path/file.py:Mine
     class Mine(PriorityFn):
         def __init__(self, args: MyArgs, seed: int) -> None: ...
-        def __call__(self, x: Candidate) -> float: ...  highest first; equal ones in the order of their ids
+        def __call__(self, x: Candidate) -> float: ...  highest first; equal ones in the order of
+        their ids
 
-Knows nothing of buffers, and stays light: a configuration is checked with it.  The one invariant: a priority follows from its
-arguments alone, so a resumed run reads in the same order; it is asked for when a group can be read and after each of its uses.
+Knows nothing of buffers, and stays light: a configuration is checked with it.  The one invariant: a
+priority follows from its arguments alone, so a resumed run reads in the same order; it is asked for
+when a group can be read and after each of its uses.
 """
 
 from __future__ import annotations
@@ -24,18 +26,23 @@ priority = kind("priority")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a priority function sees of a group, or of the rows of it that are read together; taken from all of these rows."""
+    """What a priority function sees of a group, or of the rows of it that are read together; taken
+    from all of these rows.
+    """
 
     group: str
     batch: int
     task: int
-    model_version: int  # train step of the oldest weights that wrote any of its tokens; 0 where none did
+    # train step of the oldest weights that wrote any of its tokens; 0 where none did
+    model_version: int
     use_count: int  # train steps that used it, in the current ancestry
     rewards: tuple[float | None, ...]  # as they were when the group was stored
 
 
 class PriorityFn:
-    """Base of priority functions.  `args` are those that the model `Args` has checked, None without one."""
+    """Base of priority functions.  `args` are those that the model `Args` has checked, None without
+    one.
+    """
 
     def __init__(self, args: Any, seed: int) -> None: ...
 
@@ -52,8 +59,12 @@ class LinearDecayArgs(PriorityArgs):
 
 
 class DecayLimitRandomizationArgs(LinearDecayArgs):
-    use_count_limit: int = Field(3, description="uses after which a group is not read again; 0 or less: no limit")
-    sigma: float = Field(0.0, ge=0, description="standard deviation of normal noise, drawn for each use")
+    use_count_limit: int = Field(
+        3, description="uses after which a group is not read again; 0 or less: no limit"
+    )
+    sigma: float = Field(
+        0.0, ge=0, description="standard deviation of normal noise, drawn for each use"
+    )
 
 
 @priority("linear_decay", args=LinearDecayArgs)
@@ -70,12 +81,19 @@ class LinearDecay(PriorityFn):
 
 @priority("decay_limit_randomization", args=DecayLimitRandomizationArgs)
 class DecayLimitRandomization(PriorityFn):
-    """The same with noise; its limit of uses becomes the buffer's `max_uses`.  The noise follows from seed, group and use."""
+    """The same with noise; its limit of uses becomes the buffer's `max_uses`.  The noise follows
+    from seed, group and use.
+    """
 
     def __init__(self, args: DecayLimitRandomizationArgs, seed: int) -> None:
-        self._args, self._seed = args, seed
+        self._args = args
+        self._seed = seed
 
     def __call__(self, x: Candidate) -> float:
         a = self._args
-        noise = random.Random(f"{self._seed}:{x.group}:{x.use_count}").gauss(0.0, a.sigma) if a.sigma else 0.0
+        noise = (
+            random.Random(f"{self._seed}:{x.group}:{x.use_count}").gauss(0.0, a.sigma)
+            if a.sigma
+            else 0.0
+        )
         return x.model_version - a.decay * x.use_count + noise

@@ -1,7 +1,9 @@
-"""Questions of people to a run's ledger: opened for reading only, while the run goes on or after it.
+"""Questions of people to a run's ledger: opened for reading only, while the run goes on or after
+it.
 
-It does not know how answers are shown.  The one invariant: nothing here can change the ledger, and no question holds up the run: readers
-of SQLite's write-ahead log and of PostgreSQL's READ ONLY transactions take no lock that a writer waits for.
+It does not know how answers are shown.  The one invariant: nothing here can change the ledger, and
+no question holds up the run: readers of SQLite's write-ahead log and of PostgreSQL's READ ONLY
+transactions take no lock that a writer waits for.
 """
 
 from __future__ import annotations
@@ -35,13 +37,18 @@ from rft.types.token_logprobs import TrainerTokens, of_trainer
 TIMEOUT_S = 60.0  # of a person's question
 READ_TIMEOUT_S = 600.0  # of anything else
 Order = Literal["random", "best", "worst"]  # of reward
-_LONGEST = 1 << 28  # bytes of a value: one that a query makes takes memory, and its time is that of one step
+# bytes of a value: one that a query makes takes memory, and its time is that of one step
+_LONGEST = 1 << 28
 LOCK_WAIT_S = 5
 _PORTION_BYTES = 16 << 20  # of payload that is read at once
-_PROGRESS = 20_000  # steps of SQLite's machine between two looks at the clock: well below a millisecond
+# steps of SQLite's machine between two looks at the clock: well below a millisecond
+_PROGRESS = 20_000
 _HEAD = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|\()*(\w*)", re.DOTALL)
 _ASKS = ("select", "with", "values", "explain")
-_REFUSED = "a query may only read (SELECT, WITH, VALUES, EXPLAIN); to change a reward see the how-to page “Asking the buffer”"
+_REFUSED = (
+    "a query may only read (SELECT, WITH, VALUES, EXPLAIN); to change a reward see the "
+    "how-to page “Asking the buffer”"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ class QueryResult:
 
 @contextmanager
 def open_run(run_dir: Path, ledger_url: str | None = None) -> Iterator[Questions]:
-    """The ledger of a run folder, for reading; `ledger_url` as for `location.find`.  Raises ConfigError where there is none to read."""
+    """The ledger of a run folder, for reading; `ledger_url` as for `location.find`.  Raises
+    ConfigError where there is none to read.
+    """
     questions = Questions(locate(run_dir, ledger_url), run_dir)
     try:
         questions.open()
@@ -104,12 +113,17 @@ class Questions:
                 raw.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
                 text_functions.install(raw)
                 raw.set_authorizer(_allowed)
-                raw.set_progress_handler(lambda: self._deadline is not None and time.monotonic() > self._deadline, _PROGRESS)
+                raw.set_progress_handler(
+                    lambda: self._deadline is not None and time.monotonic() > self._deadline,
+                    _PROGRESS,
+                )
             with self.reading(TIMEOUT_S) as tx:
                 self.about = {r.key: r.value for r in tx.execute(select(meta))}
         if (found := self.about.get("format")) != str(FORMAT):
             raise ConfigError(
-                f"{self.where} has format {found}, this rft reads format {FORMAT}; use the rft that wrote it", key="RUN"
+                f"{self.where} has format {found}, this rft reads format {FORMAT}; use the rft "
+                f"that wrote it",
+                key="RUN",
             )
 
     @cached_property
@@ -133,12 +147,19 @@ class Questions:
 
     @contextmanager
     def ask(self, sql: str, *, timeout_s: float | None = TIMEOUT_S) -> Iterator[QueryResult]:
-        """The answer to one statement of a person.  Raises ConfigError, also while rows are read, that says what is wrong with it."""
+        """The answer to one statement of a person.  Raises ConfigError, also while rows are read,
+        that says what is wrong with it.
+        """
         word = m[1].lower() if (m := _HEAD.match(sql)) else ""
         if not word and not sql.strip(" \t\r\n;"):
-            raise ConfigError('is empty; ask e.g. "SELECT state, count(*) FROM v_experiences GROUP BY state"', key="SQL")
+            raise ConfigError(
+                'is empty; ask e.g. "SELECT state, count(*) FROM v_experiences GROUP BY state"',
+                key="SQL",
+            )
         if word not in _ASKS:
-            raise ConfigError(f"begins with {word.upper() or sql.strip()[:10]!r}: {_REFUSED}", key="SQL")
+            raise ConfigError(
+                f"begins with {word.upper() or sql.strip()[:10]!r}: {_REFUSED}", key="SQL"
+            )
         with (
             self.errors("SQL", timeout_s),
             self.reading(timeout_s),
@@ -150,14 +171,20 @@ class Questions:
     def reading(self, timeout_s: float | None = READ_TIMEOUT_S) -> Iterator[Connection]:
         """A read transaction: everything in it sees one moment of the run."""
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        watch = threading.Timer(timeout_s, self._raw.interrupt) if timeout_s is not None and self.sqlite else None
+        watch = (
+            threading.Timer(timeout_s, self._raw.interrupt)
+            if timeout_s is not None and self.sqlite
+            else None
+        )
         try:
             if watch is not None:
                 watch.daemon = True
                 watch.start()
             with self.connection.begin():
                 if not self.sqlite:
-                    self.connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(1000 * (timeout_s or 0))}")
+                    self.connection.exec_driver_sql(
+                        f"SET LOCAL statement_timeout = {int(1000 * (timeout_s or 0))}"
+                    )
                 yield self.connection
         finally:
             self._deadline = None
@@ -182,14 +209,22 @@ class Questions:
             return tuple(self.connection.exec_driver_sql(f"SELECT * FROM {view} LIMIT 0").keys())
 
     def page(self, where: str, after: str, size: int) -> list[dict[str, Any]]:
-        """At most `size` rows of v_experiences with a greater id than `after` that fulfil `where`, a person's condition; by id."""
+        """At most `size` rows of v_experiences with a greater id than `after` that fulfil `where`,
+        a person's condition; by id.
+        """
         return self._rows(where, "WHERE id > {0} ORDER BY id LIMIT {0}", (after, size))
 
-    def draw(self, where: str, num: int, *, step: int | None = None, order: Order = "random") -> list[dict[str, Any]]:
-        """`num` rows of v_experiences that fulfil `where` and were trained in `step`: random ones by id, or those of the best or worst
-        reward, which have one, from it on."""
+    def draw(
+        self, where: str, num: int, *, step: int | None = None, order: Order = "random"
+    ) -> list[dict[str, Any]]:
+        """`num` rows of v_experiences that fulfil `where` and were trained in `step`: random ones
+        by id, or those of the best or worst reward, which have one, from it on.
+        """
         by = {"random": "random()", "best": "reward DESC, id", "worst": "reward, id"}[order]
-        only = [*(["reward IS NOT NULL"] if order != "random" else []), *([] if step is None else [f"used_step = {step:d}"])]
+        only = [
+            *(["reward IS NOT NULL"] if order != "random" else []),
+            *([] if step is None else [f"used_step = {step:d}"]),
+        ]
         rest = f"{'WHERE' if only else ''} {' AND '.join(only)} ORDER BY {by} LIMIT {{0}}"
         ids = [row["id"] for row in self._rows(where, rest, (num,), what="id")]
         return [row for x in (sorted(ids) if order == "random" else ids) for row in self.row(x)]
@@ -210,29 +245,48 @@ class Questions:
         return self._rows("", order, (id,), view="v_lineage")
 
     def _rows(
-        self, where: str, rest: str, values: tuple[Any, ...], *, view: str = "v_experiences", what: str = "*"
+        self,
+        where: str,
+        rest: str,
+        values: tuple[Any, ...],
+        *,
+        view: str = "v_experiences",
+        what: str = "*",
     ) -> list[dict[str, Any]]:
         """The condition is a subquery, so that nothing in it can affect `rest`."""
         condition = where if self.sqlite else where.replace("%", "%%")
-        chosen = f"(SELECT * FROM {view} WHERE ({condition}\n)) AS chosen" if where.strip() else view
+        chosen = (
+            f"(SELECT * FROM {view} WHERE ({condition}\n)) AS chosen" if where.strip() else view
+        )
         sql = f"SELECT {what} FROM {chosen} {rest.format('?' if self.sqlite else '%s')}"
-        with self.errors("--where" if where.strip() else "RUN", TIMEOUT_S), self.reading(TIMEOUT_S) as tx:
+        with (
+            self.errors("--where" if where.strip() else "RUN", TIMEOUT_S),
+            self.reading(TIMEOUT_S) as tx,
+        ):
             return [dict(row) for row in tx.exec_driver_sql(sql, values).mappings()]
 
     def payload(self, ids: Sequence[str]) -> dict[str, Experience]:
-        """These experiences as their explorer stored them; an edited reward is in the ledger alone.  Raises PayloadDamaged, ConfigError."""
+        """These experiences as their explorer stored them; an edited reward is in the ledger alone.
+        Raises PayloadDamaged, ConfigError.
+        """
         found: dict[str, Experience] = {}
         e = experiences.c
         mine = select(groups.c.locator, groups.c.num_bytes).where(
             groups.c.id.in_(select(e.group_id).where(e.id.in_(ids)).distinct())
         )
         with self.errors("RUN"), self.reading() as tx:
-            hashes = {r.id: r.content_hash for r in tx.execute(select(e.id, e.content_hash).where(e.id.in_(ids)))}
+            hashes = {
+                r.id: r.content_hash
+                for r in tx.execute(select(e.id, e.content_hash).where(e.id.in_(ids)))
+            }
             for locators in _portions(tx.execute(mine).all()):
                 for block in self.blocks(locators, tx):
                     found.update(_as_stored(block, hashes))
         if missing := sorted(set(ids) - found.keys()):
-            raise PayloadDamaged(f"the payload of {missing[0]} is not as it was stored; restore the buffer's folder from a copy")
+            raise PayloadDamaged(
+                f"the payload of {missing[0]} is not as it was stored; restore the buffer's folder "
+                f"from a copy"
+            )
         return found
 
     def blocks(self, locators: Sequence[str], tx: Connection) -> list[bytes]:
@@ -240,13 +294,19 @@ class Questions:
         try:
             return self.storage.get(locators, tx)
         except OSError as e:
-            raise ConfigError(f"{e.filename} cannot be read: {e.strerror or e}", key="RUN", given=str(self.run_dir)) from e
+            raise ConfigError(
+                f"{e.filename} cannot be read: {e.strerror or e}",
+                key="RUN",
+                given=str(self.run_dir),
+            ) from e
 
     def trainer_tokens(self, ids: Sequence[str]) -> dict[str, TrainerTokens]:
         """Of these experiences, as far as they are kept."""
         k = schema.token_logprobs.c
         with self.errors("RUN"), self.reading() as tx:
-            rows = tx.execute(select(k.experience, k.token_start, k.pairs).where(k.experience.in_(ids))).all()
+            rows = tx.execute(
+                select(k.experience, k.token_start, k.pairs).where(k.experience.in_(ids))
+            ).all()
         return {r.experience: of_trainer(r.token_start, r.pairs) for r in rows}
 
     @contextmanager
@@ -257,10 +317,12 @@ class Questions:
     @contextmanager
     def _postgres(self, sql: str) -> Iterator[QueryResult]:
         cursor = self._raw.cursor()
-        with closing(cursor.stream(sql)) as rows:  # prepared by the server, which refuses a second statement
+        # prepared by the server, which refuses a second statement
+        with closing(cursor.stream(sql)) as rows:
             first = next(rows, None)
             if first is None:
-                cursor.execute(sql, prepare=True)  # a stream without rows does not say what its columns are
+                # a stream without rows does not say what its columns are
+                cursor.execute(sql, prepare=True)
             columns = tuple(d.name for d in cursor.description or ())
             yield QueryResult(columns, rows if first is None else chain([first], rows))
 
@@ -270,22 +332,43 @@ class Questions:
         line = text.splitlines()[0] if text else type(error).__name__
         if line == "interrupted" or state == "57014":
             remedy = "ask for less, or let `rft buffer query` take longer (--timeout)"
-            return ConfigError(f"took longer than {timeout_s or 0:g} s and was ended; {remedy}", key=key)
+            return ConfigError(
+                f"took longer than {timeout_s or 0:g} s and was ended; {remedy}", key=key
+            )
         if "one statement" in line or "multiple commands" in line:
             return ConfigError("holds more than one statement; ask one at a time", key=key)
         if "not authorized" in line or "prohibited" in line or state == "25006":
             return ConfigError(f"{line}: {_REFUSED}", key=key)
         if "database is locked" in line or "database table is locked" in line:
-            return ConfigError(f"{self.where} is locked by another program; close its transaction and ask again", key="RUN")
-        if not self.sqlite and (state is None or state[:2] in ("08", "28", "3D", "57")) and self._connection is None:
-            remedy = "start the server; a password is taken from --config, RFT_LEDGER_URL, PGPASSWORD or ~/.pgpass"
-            return ConfigError(redact(f"{self.where} cannot be reached: {line}; {remedy}"), key="RUN")
-        if "unable to open" in line or "readonly database" in line:
-            rights = "a reader needs the right to read it and, while no run has it open, to write in its folder (SQLite's shared memory)"
-            return ConfigError(f"{self.where} cannot be opened: {line}; {rights}", key="RUN")
-        if not self.about or any(x in line for x in ("not a database", "malformed", "disk I/O error")):
             return ConfigError(
-                f"{self.where} cannot be read, it is damaged or not a ledger: {line}; `rft buffer audit` says more", key="RUN"
+                f"{self.where} is locked by another program; close its transaction and ask again",
+                key="RUN",
+            )
+        if (
+            not self.sqlite
+            and (state is None or state[:2] in ("08", "28", "3D", "57"))
+            and self._connection is None
+        ):
+            remedy = (
+                "start the server; a password is taken from --config, RFT_LEDGER_URL, "
+                "PGPASSWORD or ~/.pgpass"
+            )
+            return ConfigError(
+                redact(f"{self.where} cannot be reached: {line}; {remedy}"), key="RUN"
+            )
+        if "unable to open" in line or "readonly database" in line:
+            rights = (
+                "a reader needs the right to read it and, while no run has it open, to write "
+                "in its folder (SQLite's shared memory)"
+            )
+            return ConfigError(f"{self.where} cannot be opened: {line}; {rights}", key="RUN")
+        if not self.about or any(
+            x in line for x in ("not a database", "malformed", "disk I/O error")
+        ):
+            return ConfigError(
+                f"{self.where} cannot be read, it is damaged or not a ledger: {line}; `rft buffer "
+                f"audit` says more",
+                key="RUN",
             )
         return ConfigError(line + self._hint(line), key=key)
 
@@ -295,9 +378,16 @@ class Questions:
             with suppress(ConfigError):
                 known = dict.fromkeys(c for v in VIEWS for c in self.columns(v))
                 near = difflib.get_close_matches(given, known, 1)
-                return f". Did you mean {near[0]}?" if near else f". v_experiences has {', '.join(self.columns('v_experiences'))}"
+                return (
+                    f". Did you mean {near[0]}?"
+                    if near
+                    else f". v_experiences has {', '.join(self.columns('v_experiences'))}"
+                )
         if re.search(r"no such table: (\S+)|relation \"?([\w.]+)\"? does not exist", line):
-            return f". The views are {', '.join(VIEWS)}; `rft buffer query RUN` without SQL lists their columns"
+            return (
+                f". The views are {', '.join(VIEWS)}; `rft buffer query RUN` without SQL lists "
+                f"their columns"
+            )
         return ""
 
 
@@ -307,7 +397,11 @@ def _as_stored(block: bytes, hashes: Mapping[str, str]) -> dict[str, Experience]
         rows, held = read(block)
     except UNREADABLE:
         return {}
-    return {str(x.id): x for x, content in zip(rows, held, strict=True) if content.hash == hashes.get(str(x.id))}
+    return {
+        str(x.id): x
+        for x, content in zip(rows, held, strict=True)
+        if content.hash == hashes.get(str(x.id))
+    }
 
 
 def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
@@ -317,7 +411,8 @@ def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
     for locator, num_bytes in blocks:
         if portion and size + num_bytes > _PORTION_BYTES:
             yield portion
-            portion, size = [], 0
+            portion = []
+            size = 0
         portion.append(locator)
         size += num_bytes
     if portion:
@@ -326,11 +421,14 @@ def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
 
 def _allowed(action: int, _: str | None, name: str | None, *more: str | None) -> int:
     """Reading, and functions that compute."""
-    reads = action in _READS and not (action == sqlite3.SQLITE_FUNCTION and name in _FUNCTIONS_OF_THE_LIBRARY)
+    reads = action in _READS and not (
+        action == sqlite3.SQLITE_FUNCTION and name in _FUNCTIONS_OF_THE_LIBRARY
+    )
     return sqlite3.SQLITE_OK if reads else sqlite3.SQLITE_DENY
 
 
-_FUNCTIONS_OF_THE_LIBRARY = ("load_extension", "fts3_tokenizer")  # load code, tell an address of memory
+# load code, tell an address of memory
+_FUNCTIONS_OF_THE_LIBRARY = ("load_extension", "fts3_tokenizer")
 _READS = {  # SQLite asks before it compiles each part of a statement
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,

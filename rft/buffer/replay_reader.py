@@ -1,7 +1,9 @@
-"""The rows of another run's steps, as leases: what `mode: train` with `replay_run` and `rft debug step` train on.
+"""The rows of another run's steps, as leases: what `mode: train` with `replay_run` and `rft debug
+step` train on.
 
-Knows that run's ledger and payload, read-only; no trainer.  Invariant: step n gets the rows that step n of that run had, in their order
-and with the statistics of their groups at the time, so that a trainer that computes the same way gets the same weights.
+Knows that run's ledger and payload, read-only; no trainer.  Invariant: step n gets the rows that
+step n of that run had, in their order and with the statistics of their groups at the time, so that
+a trainer that computes the same way gets the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ WHERE e.id IN (SELECT l.id FROM v_lineage l WHERE l.counts = 1 AND l.train_step 
    OR e.id IN (SELECT x.id FROM v_experiences x WHERE x.explained IN ('nonfinite', 'rejected') AND x.leased_step = {0})
 ORDER BY g.batch, g.explorer, g.task, e.id"""
 _MEMBERS = (
-    "SELECT reward, run, step, num_response_tokens, credit FROM experiences WHERE group_id = {0} AND reward IS NOT NULL ORDER BY id"
+    "SELECT reward, run, step, num_response_tokens, credit FROM experiences WHERE group_id "
+    "= {0} AND reward IS NOT NULL ORDER BY id"
 )
 _LAST = "SELECT max(train_step) FROM v_lineage WHERE counts = 1"
 
@@ -52,11 +55,16 @@ class ReplayReader(GivenRows):
             raise ConfigError(e.message, key=KEY, given=str(self._run_dir)) from e
         if not found.storage.durable:
             self._open.close()
-            raise ConfigError("kept its rows in memory only (path: none)", key=KEY, given=str(self._run_dir))
+            raise ConfigError(
+                "kept its rows in memory only (path: none)", key=KEY, given=str(self._run_dir)
+            )
         self._questions = found
         if mixed := self._asked("SELECT DISTINCT source FROM mixed_uses"):
             self._open.close()
-            text = f"its steps had rows of {mixed[0][0]} too, which its ledger does not hold; they cannot be trained again"
+            text = (
+                f"its steps had rows of {mixed[0][0]} too, which its ledger does not hold; they "
+                f"cannot be trained again"
+            )
             raise ConfigError(text, key=KEY, given=str(self._run_dir))
         self.last = int(self._asked(_LAST)[0][0] or 0)
         return self
@@ -65,7 +73,9 @@ class ReplayReader(GivenRows):
         self._open.close()
 
     def rows_of(self, step: int) -> Lease:
-        """The rows of `step`.  Raises EndOfData after that run's last step, PayloadDamaged where rows are gone."""
+        """The rows of `step`.  Raises EndOfData after that run's last step, PayloadDamaged where
+        rows are gone.
+        """
         if step > self.last:
             raise EndOfData(f"the run in {self._run_dir} trained {self.last} steps")
         found = self._asked(_ROWS, step)
@@ -82,7 +92,11 @@ class ReplayReader(GivenRows):
 
     def consumed(self, step: int) -> Consumption:
         """Uses of that run up to `step`, in the order of their ids."""
-        ids = self._asked("SELECT id FROM v_lineage WHERE counts = 1 AND train_step <= {0} ORDER BY train_step, id", step)
+        ids = self._asked(
+            "SELECT id FROM v_lineage WHERE counts = 1 AND train_step <= {0} ORDER BY train_step, "
+            "id",
+            step,
+        )
         digest = hashlib.sha256("\n".join(r[0] for r in ids).encode()).hexdigest()
         return Consumption(num_uses=len(ids), digest=digest, cursor=step)
 

@@ -1,6 +1,8 @@
-"""In which order the rows of closed batches are read: oldest first, or by priority with replay.  And the records that tell of them.
+"""In which order the rows of closed batches are read: oldest first, or by priority with replay.
+And the records that tell of them.
 
-Knows neither the ledger nor input or output; time comes from a clock.  The one invariant: what `undo` gives back stands where it stood.
+Knows neither the ledger nor input or output; time comes from a clock.  The one invariant: what
+`undo` gives back stands where it stood.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from rft.types.ports import GroupStats
 Clock = Callable[[], float]  # seconds that only go forward
 Key = tuple[int, int]  # (batch, explorer)
 DAMAGED = "payload_damaged"
-DROPPED = ("stale", "evicted", DAMAGED)  # reasons by which a lease explains rows that it does not take
+# reasons by which a lease explains rows that it does not take
+DROPPED = ("stale", "evicted", DAMAGED)
 
 
-# of these three there may be very many; none refers to itself by a circle, so the garbage collector need not walk over them
+# of these three there may be very many; none refers to itself by a circle, so the garbage collector
+# need not walk over them
 
 
 class WaitingRow(Struct, gc=False):
@@ -35,7 +39,8 @@ class WaitingRow(Struct, gc=False):
     position: int  # in the group's block
     oldest_step: int | None
     uses: int = 0
-    reward: float | None = None  # as it came; an edit before the lease is seen by the lease, not here
+    # as it came; an edit before the lease is seen by the lease, not here
+    reward: float | None = None
 
 
 class WaitingGroup(Struct, gc=False):
@@ -71,7 +76,9 @@ class ClosedBatch:
 
 
 class Portion(Struct, gc=False):
-    """Rows of one group that a selector hands out together; without a group it stands for `gaps` missing ones of a batch."""
+    """Rows of one group that a selector hands out together; without a group it stands for `gaps`
+    missing ones of a batch.
+    """
 
     group: WaitingGroup | None
     rows: list[WaitingRow]
@@ -86,7 +93,8 @@ class Selection:
     """Rows for one train batch, in order, and those that are left out for good on the way."""
 
     picked: list[tuple[WaitingGroup, list[WaitingRow]]] = field(default_factory=list)
-    dropped: dict[str, list[tuple[WaitingGroup, list[WaitingRow]]]] = field(default_factory=dict)  # by reason, see DROPPED
+    # by reason, see DROPPED
+    dropped: dict[str, list[tuple[WaitingGroup, list[WaitingRow]]]] = field(default_factory=dict)
     missing: int = 0  # groups or rows fewer than asked for
     taken: list[Portion] = field(default_factory=list)  # for the selector's `undo`
     split: list[Portion] = field(default_factory=list)
@@ -113,7 +121,9 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """What one lease asks for.  `until`: the first explore batch that cannot begin before the step is trained (None: not known)."""
+    """What one lease asks for.  `until`: the first explore batch that cannot begin before the step
+    is trained (None: not known).
+    """
 
     step: int
     groups: int | None
@@ -123,9 +133,15 @@ class LeaseRequest:
 
     def __post_init__(self) -> None:
         amount = self.groups if self.rows is None else self.rows
-        if (self.groups is None) == (self.rows is None) or amount is None or amount < 1 or self.step < 1:
+        if (
+            (self.groups is None) == (self.rows is None)
+            or amount is None
+            or amount < 1
+            or self.step < 1
+        ):
             raise BufferFailed(
-                f"lease of step {self.step} for groups={self.groups}, rows={self.rows}: steps count from 1, "
+                f"lease of step {self.step} for groups={self.groups}, rows={self.rows}: steps "
+                f"count from 1, "
                 "and exactly one of groups and rows must be given, at least 1"
             )
 
@@ -160,7 +176,9 @@ REMEDY = "Raise buffer.max_refill, ease the filters, or set buffer.on_short_batc
 
 def make_selector(settings: BufferSettings, clock: Clock = time.monotonic) -> RowSelector:
     """The order of reading that the settings ask for."""
-    return Fifo(settings) if settings.replay is None else ByPriority(settings, settings.replay, clock)
+    return (
+        Fifo(settings) if settings.replay is None else ByPriority(settings, settings.replay, clock)
+    )
 
 
 class RowSelector:
@@ -180,7 +198,9 @@ class RowSelector:
         raise NotImplementedError
 
     def pick(self, wanted: LeaseRequest) -> Selection:
-        """Takes rows out, as many as there are.  Raises ShortBatch (and takes nothing) for a batch that must not be passed."""
+        """Takes rows out, as many as there are.  Raises ShortBatch (and takes nothing) for a batch
+        that must not be passed.
+        """
         choice = Selection(missing=wanted.amount)
         while choice.missing and self._heap:
             portion = heapq.heappop(self._heap)[2]
@@ -191,11 +211,20 @@ class RowSelector:
 
     def undo(self, choice: Selection) -> None:
         """What `pick` took is there again."""
-        rests = {id(p) for p in choice.split}  # of portions that were taken; one may have been taken (evicted) itself since
+        # of portions that were taken; one may have been taken (evicted) itself since
+        rests = {id(p) for p in choice.split}
         for portion in [p for p in choice.split if not p.dead]:
             self._kill(portion)
         for portion in [p for p in choice.taken if id(p) not in rests]:
-            self._add(Portion(portion.group, portion.rows, portion.batch, portion.gaps, priority=portion.priority))
+            self._add(
+                Portion(
+                    portion.group,
+                    portion.rows,
+                    portion.batch,
+                    portion.gaps,
+                    priority=portion.priority,
+                )
+            )
 
     def resting(self, wanted: LeaseRequest) -> tuple[float | None, int]:
         """(when the first resting rows may be used again, how many groups or rows rest)."""
@@ -212,7 +241,9 @@ class RowSelector:
         self._kill(portion)
 
     def _kill(self, portion: Portion) -> None:
-        """What is left of it in a heap is passed over, or taken out with others once they may be half of it."""
+        """What is left of it in a heap is passed over, or taken out with others once they may be
+        half of it.
+        """
         portion.dead = True
         self._killed += 1
         if 4 * self._killed > 256 + sum(map(len, self._heaps)):
@@ -222,7 +253,9 @@ class RowSelector:
                 heapq.heapify(heap)
 
     def _choose(self, wanted: LeaseRequest, choice: Selection, portion: Portion) -> None:
-        """Moves what fits of a portion into the choice: stale rows are left out, rows beyond what is missing wait again."""
+        """Moves what fits of a portion into the choice: stale rows are left out, rows beyond what
+        is missing wait again.
+        """
         group = portion.group
         assert group is not None
         fresh, stale = wanted.split(portion.rows)
@@ -239,10 +272,11 @@ class RowSelector:
 
 
 class Fifo(RowSelector):
-    """Oldest first: batches in order (batch, explorer), groups in order of their task, rows in order of their id.
+    """Oldest first: batches in order (batch, explorer), groups in order of their task, rows in
+    order of their id.
 
-    So the same stored groups give the same train batches, however fast each of them came.  Nothing rests: rows that came back (a further
-    use) stand again where they stood before.
+    So the same stored groups give the same train batches, however fast each of them came.  Nothing
+    rests: rows that came back (a further use) stand again where they stood before.
     """
 
     def __init__(self, settings: BufferSettings) -> None:
@@ -271,8 +305,11 @@ class Fifo(RowSelector):
         closed = self._short[portion.batch]
         if self._policy == "stop":
             self.undo(choice)
-            raise ShortBatch(f"step {wanted.step} cannot be filled: {shortage(portion.batch, closed)}. {REMEDY}")
-        # a short batch leaves its step short, if that step trains the batch's groups, or if the batch has none
+            raise ShortBatch(
+                f"step {wanted.step} cannot be filled: {shortage(portion.batch, closed)}. {REMEDY}"
+            )
+        # a short batch leaves its step short, if that step trains the batch's groups, or if the
+        # batch has none
         mine = any(g.key == portion.batch for g, _ in choice.picked)
         if wanted.rows is None and (mine or closed.accepted == 0):
             choice.gaps += portion.gaps
@@ -280,10 +317,12 @@ class Fifo(RowSelector):
 
 
 class ByPriority(RowSelector):
-    """Highest priority first, with replay: a group may be trained again, after a rest, until it was used `max_uses` times.
+    """Highest priority first, with replay: a group may be trained again, after a rest, until it was
+    used `max_uses` times.
 
-    Between two uses of a row lie at least `cooldown_s` seconds of the clock; a new process counts them anew.  At most `capacity` groups
-    are kept for another use; beyond it the lowest are evicted.  A short batch is no matter here: only a lease that cannot be filled is.
+    Between two uses of a row lie at least `cooldown_s` seconds of the clock; a new process counts
+    them anew.  At most `capacity` groups are kept for another use; beyond it the lowest are
+    evicted.  A short batch is no matter here: only a lease that cannot be filled is.
     """
 
     def __init__(self, settings: BufferSettings, replay: ReplaySettings, clock: Clock) -> None:
@@ -296,7 +335,8 @@ class ByPriority(RowSelector):
         self._capacity = settings.capacity
         self._clock = clock
         self._resting: list[tuple[float, int, Portion]] = []  # soonest first
-        self._used: list[tuple[float, str, int, Portion]] = []  # ready or resting, and used before: lowest first
+        # ready or resting, and used before: lowest first
+        self._used: list[tuple[float, str, int, Portion]] = []
         self._heaps += [self._resting, self._used]
         self._num_used = 0
 
@@ -305,7 +345,9 @@ class ByPriority(RowSelector):
         if rested:
             self._add(portion)
             return
-        heapq.heappush(self._resting, (self._clock() + self._cooldown, next(self._numbers), portion))
+        heapq.heappush(
+            self._resting, (self._clock() + self._cooldown, next(self._numbers), portion)
+        )
         self._count(portion)
 
     def pick(self, wanted: LeaseRequest) -> Selection:
@@ -330,16 +372,22 @@ class ByPriority(RowSelector):
             group=group.id,
             batch=group.batch,
             task=group.task,
-            model_version=min((r.oldest_step for r in rows if r.oldest_step is not None), default=0),
+            model_version=min(
+                (r.oldest_step for r in rows if r.oldest_step is not None), default=0
+            ),
             use_count=max(r.uses for r in rows),
             rewards=tuple(r.reward for r in rows),
         )
         try:
             found = float(self._fn(x))
         except Exception as e:  # whatever a plugin raises, the message names it
-            raise BufferFailed(f"priority function {self._name!r} failed on {x}: {type(e).__name__}: {e}") from e
+            raise BufferFailed(
+                f"priority function {self._name!r} failed on {x}: {type(e).__name__}: {e}"
+            ) from e
         if math.isnan(found):
-            raise BufferFailed(f"priority function {self._name!r} gave NaN for {x}; it must give a number")
+            raise BufferFailed(
+                f"priority function {self._name!r} gave NaN for {x}; it must give a number"
+            )
         return found
 
     def _rank(self, portion: Portion) -> tuple[float, str]:
@@ -352,7 +400,9 @@ class ByPriority(RowSelector):
     def _count(self, portion: Portion) -> None:
         if portion.rows[0].uses:
             self._num_used += 1
-            heapq.heappush(self._used, (portion.priority, portion.rows[0].id, next(self._numbers), portion))
+            heapq.heappush(
+                self._used, (portion.priority, portion.rows[0].id, next(self._numbers), portion)
+            )
 
     def _kill(self, portion: Portion) -> None:
         super()._kill(portion)
@@ -369,5 +419,10 @@ class ByPriority(RowSelector):
 
 def shortage(key: Key, closed: ClosedBatch) -> str:
     """What a short batch has, in words."""
-    reasons = ", ".join(f"{n} {r}" for r, n in sorted(closed.reasons.items())) or "no group was rejected"
-    return f"batch {key[0]} of explorer {key[1]} has {closed.accepted} of {closed.wanted} groups that can be trained ({reasons})"
+    reasons = (
+        ", ".join(f"{n} {r}" for r, n in sorted(closed.reasons.items())) or "no group was rejected"
+    )
+    return (
+        f"batch {key[0]} of explorer {key[1]} has {closed.accepted} of {closed.wanted} groups "
+        f"that can be trained ({reasons})"
+    )

@@ -1,8 +1,10 @@
-"""The ledger's tables, what people see of them with SQL, and the rule by which a reward may be changed.
+"""The ledger's tables, what people see of them with SQL, and the rule by which a reward may be
+changed.
 
-Facts are never changed; `state`, `explained`, `held` and `leases` are derived from them when a lineage starts.  A use or an explanation
-is a fact of one (lineage, step): it counts for a version iff that step is an ancestor of the version.  Ids are the sortable text forms
-of `rft.types.ids`.  Times are seconds since the epoch; for people, nothing is ordered by them.
+Facts are never changed; `state`, `explained`, `held` and `leases` are derived from them when a
+lineage starts.  A use or an explanation is a fact of one (lineage, step): it counts for a version
+iff that step is an ancestor of the version.  Ids are the sortable text forms of `rft.types.ids`.
+Times are seconds since the epoch; for people, nothing is ordered by them.
 
     v_experiences  one row per experience, all typed columns, its state and its newest lease and use
     v_runs         one row per run: its reward, by the rule of `rft.types.credit`, and lengths over its experiences
@@ -11,9 +13,10 @@ of `rft.types.ids`.  Times are seconds since the epoch; for people, nothing is o
                    (the tokens themselves are packed: `rft buffer sample`)
     v_lineage      weight version -> experience -> optimizer step -> checkpoint, one row per experience and use
 
-The one exception among facts is `experiences.reward`: `UPDATE experiences SET reward = ...` changes it until its row is leased.  Triggers
-refuse what would have no effect and what is no finite number, and write each change into `reward_edits`.
-The one invariant: a reward that was changed is what is trained.
+The one exception among facts is `experiences.reward`: `UPDATE experiences SET reward = ...` changes
+it until its row is leased.  Triggers refuse what would have no effect and what is no finite number,
+and write each change into `reward_edits`. The one invariant: a reward that was changed is what is
+trained.
 """
 
 from __future__ import annotations
@@ -43,16 +46,23 @@ from rft.types.experience import MAX_REWARD
 FORMAT = 6  # of the ledger; no other one is read
 T = TypeVar("T")
 metadata = MetaData()
-Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
+# sorts by its characters, whatever the database's language
+Id = Text().with_variant(Text(collation="C"), "postgresql")
 
 
 def _all(kind: Any, *names: str, key: bool = False) -> list[Column[Any]]:
     """Columns of one type; none of them is ever null."""
-    return [Column(name, kind, nullable=False, primary_key=key, autoincrement=False) for name in names]
+    return [
+        Column(name, kind, nullable=False, primary_key=key, autoincrement=False) for name in names
+    ]
 
 
 def _table(name: str, *parts: list[Column[Any]] | SchemaItem) -> Table:
-    return Table(name, metadata, *(item for part in parts for item in (part if isinstance(part, list) else [part])))
+    return Table(
+        name,
+        metadata,
+        *(item for part in parts for item in (part if isinstance(part, list) else [part])),
+    )
 
 
 meta = _table("meta", _all(Text, "key", key=True), _all(Text, "value"))
@@ -72,7 +82,8 @@ groups = _table(
     _all(Integer, "lineage", "explorer", "batch", "task"),
     _all(Boolean, "accepted"),
     _all(Text, "reason"),  # why it was not accepted
-    _all(Integer, "num_rows", "num_eligible"),  # rows, and those of them that could be trained when they came
+    # rows, and those of them that could be trained when they came
+    _all(Integer, "num_rows", "num_eligible"),
     _all(Text, "locator"),  # of the payload block
     _all(Integer, "num_bytes"),  # of the payload block
     _all(Text, "content_hash"),  # xxh3-128 over the rows' ids and hashes, in order
@@ -95,7 +106,8 @@ experiences = _table(
     Column("newest_lineage", Integer),
     Column("newest_step", Integer),
     Column("reward", Float),
-    Column("credit", Text, nullable=False, server_default="run"),  # run | step: whose reward it is, see rft.types.credit
+    # run | step: whose reward it is, see rft.types.credit
+    Column("credit", Text, nullable=False, server_default="run"),
     _all(Text, "reward_parts"),  # JSON
     _all(Integer, "num_tokens", "num_response_tokens"),
     _all(Text, "status", "reason", "finish_reason"),  # reason: why a run failed
@@ -122,7 +134,9 @@ experiences = _table(
 )
 
 # for people; away from `experiences`, whose rows every lease reads and every use writes
-texts = _table("texts", _all(Id, "experience", key=True), _all(Text, "prompt_text", "response_text"))
+texts = _table(
+    "texts", _all(Id, "experience", key=True), _all(Text, "prompt_text", "response_text")
+)
 
 uses = _table(
     "uses",
@@ -132,7 +146,8 @@ uses = _table(
     Index("ix_uses_step", "lineage", "step"),
 )
 
-token_logprobs = _table(  # of the first use that counts, see `rft.types.token_logprobs`; with monitor.keep_trainer_logprobs
+# of the first use that counts, see `rft.types.token_logprobs`; with monitor.keep_trainer_logprobs
+token_logprobs = _table(
     "token_logprobs",
     _all(Id, "experience", key=True),
     _all(Integer, "lineage", "step", "token_start"),
@@ -162,12 +177,25 @@ batches = _table(
     _all(Text, "reasons"),  # JSON: rejected groups by reason
 )
 
-rejections = _table("rejections", _all(Integer, "lineage", key=True), _all(Text, "reason", key=True), _all(Integer, "count"))
+rejections = _table(
+    "rejections",
+    _all(Integer, "lineage", key=True),
+    _all(Text, "reason", key=True),
+    _all(Integer, "count"),
+)
 
-# the last lease of each row that counts in the current lineage; such a row's reward is not changed any more
-leases = _table("leases", _all(Id, "experience", key=True), _all(Integer, "lineage", "step"), Column("created", Float))
+# the last lease of each row that counts in the current lineage; such a row's reward is not changed
+# any more
+leases = _table(
+    "leases",
+    _all(Id, "experience", key=True),
+    _all(Integer, "lineage", "step"),
+    Column("created", Float),
+)
 
-checkpoints = _table(  # as stated when a manifest was about to be written; `rft buffer audit` compares the manifests that exist
+# as stated when a manifest was about to be written; `rft buffer audit` compares the manifests that
+# exist
+checkpoints = _table(
     "checkpoints",
     _all(Integer, "lineage", "step", key=True),
     _all(Integer, "num_uses"),
@@ -194,8 +222,16 @@ def put_meta(tx: Connection, key: str, value: str) -> None:
     put_many(tx, meta, [(key, value)], replace=True)
 
 
-def put_many(tx: Connection, table: Table, rows: Sequence[tuple[Any, ...]], *, replace: bool = False, again: str = "") -> None:
-    """One statement for many whole rows.  For rows that exist, `again` is an ON CONFLICT clause, and `replace` replaces them.
+def put_many(
+    tx: Connection,
+    table: Table,
+    rows: Sequence[tuple[Any, ...]],
+    *,
+    replace: bool = False,
+    again: str = "",
+) -> None:
+    """One statement for many whole rows.  For rows that exist, `again` is an ON CONFLICT clause,
+    and `replace` replaces them.
 
     It goes to the driver as it is: building each row through Core costs more than storing it.
     """
@@ -214,17 +250,23 @@ def put_many(tx: Connection, table: Table, rows: Sequence[tuple[Any, ...]], *, r
     tx.exec_driver_sql(sql, list(rows))
 
 
-def ask(tx: Connection, sql: str, values: Sequence[Any] = (), *, many: Sequence[Any] = ()) -> CursorResult[*tuple[Any, ...]]:
-    """A statement as it is written, with "?" for each of `values`, and "(??)" for all of `many`, which come last.
+def ask(
+    tx: Connection, sql: str, values: Sequence[Any] = (), *, many: Sequence[Any] = ()
+) -> CursorResult[*tuple[Any, ...]]:
+    """A statement as it is written, with "?" for each of `values`, and "(??)" for all of `many`,
+    which come last.
 
-    For what every train step asks: putting such a statement together through Core costs more than its answer.
+    For what every train step asks: putting such a statement together through Core costs more than
+    its answer.
     """
     mark = placeholder(tx)
     key = (sql, len(many), mark)
     if (whole := _ASKED.get(key)) is None:
         if len(_ASKED) >= _MOST_ASKED:
             _ASKED.clear()
-        whole = _ASKED[key] = sql.replace("(??)", f"({', '.join('?' * len(many))})").replace("?", mark)
+        whole = _ASKED[key] = sql.replace("(??)", f"({', '.join('?' * len(many))})").replace(
+            "?", mark
+        )
     return tx.exec_driver_sql(whole, (*values, *many))
 
 
@@ -236,8 +278,16 @@ def parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def tables_size(tx: Connection) -> int:
     """Bytes of the tables and indexes of a schema of PostgreSQL."""
-    sizes = "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-    return int(tx.exec_driver_sql(f"{sizes} WHERE n.nspname = current_schema() AND c.relkind = 'r'").scalar() or 0)
+    sizes = (
+        "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON "
+        "n.oid = c.relnamespace"
+    )
+    return int(
+        tx.exec_driver_sql(
+            f"{sizes} WHERE n.nspname = current_schema() AND c.relkind = 'r'"
+        ).scalar()
+        or 0
+    )
 
 
 def placeholder(tx: Connection) -> str:
@@ -261,7 +311,10 @@ _COLUMNS = """e.group_id, e.lineage, e.explorer, e.batch, e.task, e.run, e.attem
   x.prompt_text, x.response_text, e.content_hash"""
 
 _RUN = "(SELECT value FROM meta WHERE key = 'run') AS run_name"
-_STATE = "CASE WHEN e.state = 'available' AND l.experience IS NOT NULL AND u.experience IS NULL THEN 'leased' ELSE e.state END"
+_STATE = (
+    "CASE WHEN e.state = 'available' AND l.experience IS NOT NULL AND u.experience IS NULL "
+    "THEN 'leased' ELSE e.state END"
+)
 _NEWEST = """LEFT JOIN leases l ON l.experience = e.id
 LEFT JOIN uses u ON u.experience = l.experience AND u.lineage = l.lineage AND u.step = l.step"""
 
@@ -329,9 +382,13 @@ SELECT e.id, e.group_id, e.batch, e.taskset, e.reward,
 FROM experiences e LEFT JOIN uses u ON u.experience = e.id"""
 
 _LEASED = (
-    "is leased or was trained, its reward cannot be changed any more: change rewards of rows that are available in v_experiences"
+    "is leased or was trained, its reward cannot be changed any more: change rewards of rows "
+    "that are available in v_experiences"
 )
-_NUMBER = f"a reward must be a finite number of at most {MAX_REWARD:g} in size; a row cannot be taken out by its reward"
+_NUMBER = (
+    f"a reward must be a finite number of at most {MAX_REWARD:g} in size; a row cannot be "
+    f"taken out by its reward"
+)
 
 _SQLITE = (
     f"""CREATE TRIGGER reward_edit AFTER UPDATE OF reward ON experiences WHEN OLD.reward IS NOT NEW.reward BEGIN
@@ -342,7 +399,9 @@ _SQLITE = (
     VALUES (OLD.id, OLD.reward, NEW.reward, (julianday('now') - 2440587.5) * 86400.0);
 END""",
 )
-_POSTGRES = (  # the function runs with the rights of the ledger's owner and in its schema, whichever user and schema the edit comes from
+# the function runs with the rights of the ledger's owner and in its schema, whichever user and
+# schema the edit comes from
+_POSTGRES = (
     f"""CREATE FUNCTION reward_edit() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$ BEGIN
   IF EXISTS (SELECT 1 FROM leases WHERE experience = OLD.id) THEN
     RAISE EXCEPTION 'experience % {_LEASED}', OLD.id;
@@ -361,7 +420,14 @@ END $$""",
 
 def create_views(tx: Connection) -> None:
     """Views and triggers of a ledger that has none."""
-    for statement in (V_EXPERIENCES, V_RUNS, V_GROUPS, v_tokens(tx), _LINEAGE, *(_SQLITE if tx.dialect.name == "sqlite" else _POSTGRES)):
+    for statement in (
+        V_EXPERIENCES,
+        V_RUNS,
+        V_GROUPS,
+        v_tokens(tx),
+        _LINEAGE,
+        *(_SQLITE if tx.dialect.name == "sqlite" else _POSTGRES),
+    ):
         tx.execute(text(statement))
 
 

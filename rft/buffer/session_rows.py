@@ -3,8 +3,8 @@
     sessions   one row each: whose, which task, until when, its reward, and what became of it
     calls      one row for each answered request; its payload is the caller's
 
-Their tables are made when a run serves for the first time.  The one invariant: answers acknowledged = waiting + accepted + explained, and
-every accepted one is a call of a row of its session's group.
+Their tables are made when a run serves for the first time.  The one invariant: answers acknowledged
+= waiting + accepted + explained, and every accepted one is a call of a row of its session's group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from sqlalchemy import Integer as Whole
 
 from rft.buffer.schema import Id, ask, experiences, put_many
 from rft.types.completion import Score
-from rft.types.sessions import WAITING, CallStored, Explained, Merged, Note, Rewarded, StoredCall, StoredSession
+from rft.types.sessions import (
+    WAITING,
+    CallStored,
+    Explained,
+    Merged,
+    Note,
+    Rewarded,
+    StoredCall,
+    StoredSession,
+)
 
 R = TypeVar("R", StoredSession, StoredCall)
 tables = MetaData()
@@ -58,17 +67,28 @@ _WAITS = f"state IN ({', '.join(repr(s) for s in WAITING)})"
 def all_wait(tx: Connection, ids: Sequence[str]) -> bool:
     if not ids:
         return True
-    return bool(ask(tx, f"SELECT count(*) FROM sessions WHERE {_WAITS} AND id IN (??)", many=ids).scalar_one() == len(ids))
+    return bool(
+        ask(
+            tx, f"SELECT count(*) FROM sessions WHERE {_WAITS} AND id IN (??)", many=ids
+        ).scalar_one()
+        == len(ids)
+    )
 
 
 def accept(tx: Connection, group: str, runs: Sequence[str]) -> None:
     """Sessions `runs`, in run order, are rows of `group`, which this transaction stores."""
     for run, session in enumerate(runs):
-        ask(tx, "UPDATE sessions SET state = 'accepted', group_id = ?, run = ? WHERE id = ?", (group, run, session))
+        ask(
+            tx,
+            "UPDATE sessions SET state = 'accepted', group_id = ?, run = ? WHERE id = ?",
+            (group, run, session),
+        )
 
 
 class Answers(NamedTuple):
-    """Answers of sessions that are no rows: those that wait, and by reason those that never will be; and what is wrong."""
+    """Answers of sessions that are no rows: those that wait, and by reason those that never will
+    be; and what is wrong.
+    """
 
     waiting: int
     explained: Counter[str]
@@ -78,11 +98,21 @@ class Answers(NamedTuple):
 def count_answers(tx: Connection) -> Answers:
     if not inspect(tx).has_table(sessions.name):
         return Answers(0, Counter(), [])
-    s, c, e = sessions.c, calls.c, experiences.c
+    s = sessions.c
+    c = calls.c
+    e = experiences.c
     explained: Counter[str] = Counter()
-    waiting, accepted = 0, {}
+    waiting = 0
+    accepted = {}
     counted = (
-        select(s.id, s.state, s.reason, s.group_id, s.run, func.coalesce(func.sum(c.answers), 0).label("answers"))
+        select(
+            s.id,
+            s.state,
+            s.reason,
+            s.group_id,
+            s.run,
+            func.coalesce(func.sum(c.answers), 0).label("answers"),
+        )
         .join(calls, c.session == s.id, isouter=True)
         .group_by(s.id, s.state, s.reason, s.group_id, s.run)
     )
@@ -97,8 +127,19 @@ def count_answers(tx: Connection) -> Answers:
         sessions, (s.group_id == e.group_id) & (s.run == e.run)
     )
     found = {(r.group_id, r.run): r.turns for r in tx.execute(rows.group_by(e.group_id, e.run))}
-    lost = [f"run {run} of {group}" for (group, run), n in accepted.items() if found.get((group, run)) != n]
-    problems = [f"{lost[0]} has not the answers that its session was acknowledged with ({len(lost)} such runs)"] if lost else []
+    lost = [
+        f"run {run} of {group}"
+        for (group, run), n in accepted.items()
+        if found.get((group, run)) != n
+    ]
+    problems = (
+        [
+            f"{lost[0]} has not the answers that its session was acknowledged with ({len(lost)} "
+            f"such runs)"
+        ]
+        if lost
+        else []
+    )
     return Answers(waiting, +explained, problems)
 
 
@@ -121,7 +162,11 @@ def write(tx: Connection, note: Note) -> bool:
             return _merge(tx, session, others, task_id)
         case Explained(sessions=ids, reason=reason):
             done = ask(
-                tx, f"UPDATE sessions SET state = 'explained', reason = ? WHERE {_WAITS} AND id IN (??)", (reason,), many=ids
+                tx,
+                f"UPDATE sessions SET state = 'explained', reason = ? WHERE {_WAITS} AND id IN "
+                f"(??)",
+                (reason,),
+                many=ids,
             )
             return done.rowcount == len(ids)
     return True
@@ -136,11 +181,19 @@ def _reward(tx: Connection, note: Rewarded) -> bool:
         return False
     score = _json(note.score)
     if note.call is not None:
-        ask(tx, "UPDATE calls SET score = ? WHERE id = ? AND session = ?", (score, note.call, note.session))
+        ask(
+            tx,
+            "UPDATE calls SET score = ? WHERE id = ? AND session = ?",
+            (score, note.call, note.session),
+        )
     elif score is not None:
         ask(tx, "UPDATE sessions SET score = ? WHERE id = ?", (score, note.session))
     if note.at is not None:
-        ask(tx, "UPDATE sessions SET state = 'rewarded', rewarded = ? WHERE id = ? AND state = 'open'", (note.at, note.session))
+        ask(
+            tx,
+            "UPDATE sessions SET state = 'rewarded', rewarded = ? WHERE id = ? AND state = 'open'",
+            (note.at, note.session),
+        )
     return True
 
 
@@ -149,21 +202,56 @@ def _merge(tx: Connection, session: str, others: Sequence[str], task_id: str) ->
         return False
     ask(tx, "UPDATE sessions SET task_id = ? WHERE id = ?", (task_id, session))
     if others:
-        ask(tx, "UPDATE sessions SET state = 'merged', reason = ? WHERE id IN (??)", (session,), many=others)
-        last = ask(tx, "SELECT coalesce(max(number), 0) FROM calls WHERE session = ?", (session,)).scalar_one()
-        moved = ask(tx, "SELECT id FROM calls WHERE session IN (??) ORDER BY created, id", many=others).scalars().all()
+        ask(
+            tx,
+            "UPDATE sessions SET state = 'merged', reason = ? WHERE id IN (??)",
+            (session,),
+            many=others,
+        )
+        last = ask(
+            tx, "SELECT coalesce(max(number), 0) FROM calls WHERE session = ?", (session,)
+        ).scalar_one()
+        moved = (
+            ask(tx, "SELECT id FROM calls WHERE session IN (??) ORDER BY created, id", many=others)
+            .scalars()
+            .all()
+        )
         for number, call in enumerate(moved, last + 1):
-            ask(tx, "UPDATE calls SET session = ?, number = ? WHERE id = ?", (session, number, call))
+            ask(
+                tx, "UPDATE calls SET session = ?, number = ? WHERE id = ?", (session, number, call)
+            )
     return True
 
 
 def _values(s: StoredSession) -> tuple[Any, ...]:
     metadata = msgspec.json.encode(s.metadata).decode()
-    return (s.id, s.client, s.key_hash, s.task_id, metadata, s.created, s.expires, s.state, s.reason, _json(s.score), s.rewarded)
+    return (
+        s.id,
+        s.client,
+        s.key_hash,
+        s.task_id,
+        metadata,
+        s.created,
+        s.expires,
+        s.state,
+        s.reason,
+        _json(s.score),
+        s.rewarded,
+    )
 
 
 def _call_values(session: str, c: StoredCall) -> tuple[Any, ...]:
-    return (c.id, session, c.number, c.retry_key, c.asked, c.created, c.answers, _json(c.score), c.turns)
+    return (
+        c.id,
+        session,
+        c.number,
+        c.retry_key,
+        c.asked,
+        c.created,
+        c.answers,
+        _json(c.score),
+        c.turns,
+    )
 
 
 def _json(score: Score | None) -> str | None:

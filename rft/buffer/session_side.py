@@ -1,6 +1,8 @@
-"""Sessions that are served: answers and rewards are stored before the client gets a response.  See `rft.types.sessions.SessionStore`.
+"""Sessions that are served: answers and rewards are stored before the client gets a response.  See
+`rft.types.sessions.SessionStore`.
 
-It knows no HTTP and no groups.  The one invariant: a note that returned is durable, and notes are stored in the order in which they came.
+It knows no HTTP and no groups.  The one invariant: a note that returned is durable, and notes are
+stored in the order in which they came.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _TOGETHER = 64  # notes that share a transaction
 
 
 class SessionSide(BufferCore):
-    """See `rft.types.sessions.SessionStore`.  Every method names the lineage that calls it, and the explorer."""
+    """See `rft.types.sessions.SessionStore`.  Every method names the lineage that calls it, and the
+    explorer.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -32,14 +36,23 @@ class SessionSide(BufferCore):
         def work(tx: Connection) -> list[StoredSession]:
             tables.create_all(tx)
             s = sessions.c
-            return [to_session(r) for r in tx.execute(select(sessions).where(s.state.in_(WAITING)).order_by(s.created, s.id))]
+            return [
+                to_session(r)
+                for r in tx.execute(
+                    select(sessions).where(s.state.in_(WAITING)).order_by(s.created, s.id)
+                )
+            ]
 
         return await self._fenced(lineage, work)
 
-    async def find_session(self, lineage: int, id: str, *, explorer: int = 0) -> StoredSession | None:
+    async def find_session(
+        self, lineage: int, id: str, *, explorer: int = 0
+    ) -> StoredSession | None:
         def work(tx: Connection) -> StoredSession | None:
             owner = select(calls.c.session).where(calls.c.id == id).scalar_subquery()
-            found = tx.execute(select(sessions).where(sessions.c.id == func.coalesce(owner, id))).one_or_none()
+            found = tx.execute(
+                select(sessions).where(sessions.c.id == func.coalesce(owner, id))
+            ).one_or_none()
             if found is not None and found.state == "merged":
                 found = tx.execute(select(sessions).where(sessions.c.id == found.reason)).one()
             return None if found is None else to_session(found)
@@ -59,7 +72,9 @@ class SessionSide(BufferCore):
         return await answer
 
     async def _note_all(self, lineage: int) -> None:
-        """Notes that came while the last transaction ran share the next one.  A full disk is told at once: a client waits."""
+        """Notes that came while the last transaction ran share the next one.  A full disk is told
+        at once: a client waits.
+        """
         loop = asyncio.get_running_loop()
         while self._notes:
             now, self._notes = self._notes[:_TOGETHER], self._notes[_TOGETHER:]

@@ -26,7 +26,8 @@ class PipelineSettings:
     """What happens to experiences between explorer and buffer."""
 
     operators: tuple[OperatorSettings, ...] = ()
-    input_path: Path | None = None  # jsonl file that takes a copy of the experiences as they were played
+    # jsonl file that takes a copy of the experiences as they were played
+    input_path: Path | None = None
 
 
 UNLIMITED = 2**31 - 1  # of max_uses
@@ -55,8 +56,13 @@ class MixSettings:
     def fits(self, count: int) -> None:
         """Raises ConfigError unless a source of `count` rows has enough for a batch."""
         if self.rows > count:
-            text = f"has {count} rows, and each train batch takes {self.rows} of them; lower expert_data_ratio, or add rows"
-            raise ConfigError(text, key=f"buffer.trainer_input.auxiliary_buffers.{self.name}", given=count)
+            text = (
+                f"has {count} rows, and each train batch takes {self.rows} of them; lower "
+                f"expert_data_ratio, or add rows"
+            )
+            raise ConfigError(
+                text, key=f"buffer.trainer_input.auxiliary_buffers.{self.name}", given=count
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +71,17 @@ class BufferSettings:
 
     name: str = "experience_buffer"
     folder: Path
-    run: str = ""  # project/group/name of the run; shown in the views, and names the schema in PostgreSQL
-    ledger_url: str | None = None  # sqlite:///FILE or postgresql://...; None = SQLite file in `folder`
-    max_retry_times: int = 3  # how often a lost or locked database is tried again, after once at once
+    # project/group/name of the run; shown in the views, and names the schema in PostgreSQL
+    run: str = ""
+    # sqlite:///FILE or postgresql://...; None = SQLite file in `folder`
+    ledger_url: str | None = None
+    # how often a lost or locked database is tried again, after once at once
+    max_retry_times: int = 3
     max_retry_interval_s: float = 1.0  # pause before the first of these; it doubles
     storage_type: str = "sql"  # a marked name, pkg.module:Name or path/file.py:Name
     storage_args: dict[str, Any] = field(default_factory=dict)  # of a storage with `Args`
-    storage_path: str | None = None  # folder of the segments; None = in `folder`; queue: "none" = memory only
+    # folder of the segments; None = in `folder`; queue: "none" = memory only
+    storage_path: str | None = None
     durability: Literal["process", "power"] = "process"
     capacity: int = 10000  # groups that may wait to be trained before the explorer is held back
     capacity_bytes: int = 4 << 30  # and bytes of their payload
@@ -82,6 +92,7 @@ class BufferSettings:
     replay: ReplaySettings | None = None  # None = oldest first
     resume_rows: Literal["orphan", "keep"] = "orphan"
     on_short_batch: Literal["stop", "train", "carry"] = "stop"
-    num_explorers: int = 1  # how many explorers write; a batch is complete when each of them has closed it
+    # how many explorers write; a batch is complete when each of them has closed it
+    num_explorers: int = 1
     vocab_size: int | None = None  # token ids from here on are rejected; None = not known
     max_row_bytes: int = 32 << 20  # an experience larger than this is rejected, and counted

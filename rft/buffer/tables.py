@@ -1,6 +1,8 @@
-"""Make a ledger's tables, or check that those of an existing one are this format's, run's and storage's.
+"""Make a ledger's tables, or check that those of an existing one are this format's, run's and
+storage's.
 
-`prepare` is part of one transaction: a ledger has all of its tables or none, whenever the process dies.
+`prepare` is part of one transaction: a ledger has all of its tables or none, whenever the process
+dies.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ def prepare(tx: Connection, settings: BufferSettings, location: Location) -> Non
     """Make or check the tables.  Raises BufferFailed for another format, run or storage."""
     there = inspect(tx).get_table_names()
     if there and not {"meta", "experiences"} <= set(there):
-        raise BufferFailed(f"{location} holds tables of another program ({', '.join(sorted(there)[:5])}); name another place")
+        raise BufferFailed(
+            f"{location} holds tables of another program ({', '.join(sorted(there)[:5])}); name "
+            f"another place"
+        )
     if not there:
         metadata.create_all(tx, checkfirst=False)
         create_views(tx)
@@ -29,7 +34,8 @@ def prepare(tx: Connection, settings: BufferSettings, location: Location) -> Non
         then = {r.key: r.value for r in tx.execute(select(meta))}
         if then.get("format") != str(FORMAT):
             raise BufferFailed(
-                f"{location} was made with format {then.get('format')!r}, this rft knows format {FORMAT}. "
+                f"{location} was made with format {then.get('format')!r}, this rft knows format "
+                f"{FORMAT}. "
                 "Use the rft that made it, or give the run another name."
             )
         _compare(then, _fixed(settings), location)
@@ -42,8 +48,15 @@ def prepare(tx: Connection, settings: BufferSettings, location: Location) -> Non
 
 def _fixed(settings: BufferSettings) -> dict[str, str]:
     """What never changes in a ledger's life."""
-    fixed = {"format": str(FORMAT), "storage_type": settings.storage_type, "storage_path": settings.storage_path or ""}
-    return fixed | {"storage_args": json.dumps(settings.storage_args, sort_keys=True), "run": settings.run}
+    fixed = {
+        "format": str(FORMAT),
+        "storage_type": settings.storage_type,
+        "storage_path": settings.storage_path or "",
+    }
+    return fixed | {
+        "storage_args": json.dumps(settings.storage_args, sort_keys=True),
+        "run": settings.run,
+    }
 
 
 def _compare(then: dict[str, str], now: dict[str, str], location: Location) -> None:
@@ -52,5 +65,6 @@ def _compare(then: dict[str, str], now: dict[str, str], location: Location) -> N
         if key not in then or then[key] == value or (key == "run" and location.url is None):
             continue
         raise BufferFailed(
-            f"{location} was made with {key} {then[key]!r}, this run has {value!r}. Use that, or give the run another name."
+            f"{location} was made with {key} {then[key]!r}, this run has {value!r}. Use that, or "
+            f"give the run another name."
         )

@@ -1,7 +1,9 @@
-"""SQLite's functions of texts that its own library computes in more than linear time, in linear time.
+"""SQLite's functions of texts that its own library computes in more than linear time, in linear
+time.
 
-A question is ended at its deadline between two steps, and one call of a function is one step: `LIKE '%a%a%a%b'` on a thousand
-characters, or `instr` on two long texts, would never come to its end.  Invariant: results are those of SQLite.
+A question is ended at its deadline between two steps, and one call of a function is one step: `LIKE
+'%a%a%a%b'` on a thousand characters, or `instr` on two long texts, would never come to its end.
+Invariant: results are those of SQLite.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-_MOST_PATTERN = 5000  # characters: a text is compared with a pattern in as many steps as both have together, multiplied
+# characters: a text is compared with a pattern in as many steps as both have together, multiplied
+_MOST_PATTERN = 5000
 
 _SMALL = {c: c + 32 for c in range(ord("A"), ord("Z") + 1)}  # of ASCII alone, as in SQLite
 
@@ -21,9 +24,14 @@ _SMALL = {c: c + 32 for c in range(ord("A"), ord("Z") + 1)}  # of ASCII alone, a
 def install(connection: sqlite3.Connection) -> None:
     """Put them in the place of SQLite's."""
     functions: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-        "like": (_like, (2, 3)), "glob": (_glob, (2,)), "instr": (_instr, (2,)), "replace": (_replace, (3,)),
-        "trim": (_stripped("strip"), (1, 2)), "ltrim": (_stripped("lstrip"), (1, 2)), "rtrim": (_stripped("rstrip"), (1, 2)),
-    }  # fmt: skip
+        "like": (_like, (2, 3)),
+        "glob": (_glob, (2,)),
+        "instr": (_instr, (2,)),
+        "replace": (_replace, (3,)),
+        "trim": (_stripped("strip"), (1, 2)),
+        "ltrim": (_stripped("lstrip"), (1, 2)),
+        "rtrim": (_stripped("rstrip"), (1, 2)),
+    }
     for name, (function, counts) in functions.items():
         for count in counts:
             connection.create_function(name, count, function, deterministic=True)
@@ -62,11 +70,15 @@ def _likes(pattern: str, escape: str | None) -> Callable[[str], int]:
     within = pattern[1:-1]
     if escape is None and pattern == f"%{within}%" and not re.search("[%_]", within):
         small = within.translate(_SMALL)
-        return lambda text: int(small in (text.lower() if text.isascii() else text.translate(_SMALL)))
-    parts, chars = [""], iter(pattern)
+        return lambda text: int(
+            small in (text.lower() if text.isascii() else text.translate(_SMALL))
+        )
+    parts = [""]
+    chars = iter(pattern)
     for char in chars:
         if char == escape:
-            parts[-1] += re.escape(c) if (c := next(chars, "")) else "(?!)"  # one that escapes nothing matches nothing
+            # one that escapes nothing matches nothing
+            parts[-1] += re.escape(c) if (c := next(chars, "")) else "(?!)"
         elif char == "%":
             parts.append("")
         else:
@@ -76,9 +88,11 @@ def _likes(pattern: str, escape: str | None) -> Callable[[str], int]:
 
 @lru_cache(64)
 def _globs(pattern: str) -> Callable[[str], int]:
-    parts, at = [""], 0
+    parts = [""]
+    at = 0
     while at < len(pattern):
-        char, at = pattern[at], at + 1
+        char = pattern[at]
+        at = at + 1
         if char == "*":
             parts.append("")
         elif char == "?":
@@ -96,26 +110,38 @@ def _globs(pattern: str) -> Callable[[str], int]:
 
 
 def _one_of(chars: str, negated: bool) -> str:
-    found, before, at = "", "", 0
+    found = ""
+    before = ""
+    at = 0
     if chars.startswith("]"):
-        found, at = r"\]", 1
+        found = r"\]"
+        at = 1
     while at < len(chars):
         if chars[at] == "-" and before and at + 1 < len(chars):
-            found += f"{re.escape(before)}-{re.escape(chars[at + 1])}" if before <= chars[at + 1] else ""
-            before, at = "", at + 2
+            found += (
+                f"{re.escape(before)}-{re.escape(chars[at + 1])}" if before <= chars[at + 1] else ""
+            )
+            before = ""
+            at = at + 2
         else:
-            found, before, at = found + re.escape(chars[at]), chars[at], at + 1
+            found = found + re.escape(chars[at])
+            before = chars[at]
+            at = at + 1
     return f"[{'^' if negated else ''}{found}]" if found else "." if negated else "(?!)"
 
 
 def _joined(parts: list[str], pattern: str, flags: int) -> Callable[[str], int]:
-    """What stands between wild cards is taken where it is found first, and never given back; the last part stands at the end."""
+    """What stands between wild cards is taken where it is found first, and never given back; the
+    last part stands at the end.
+    """
     if len(pattern) > _MOST_PATTERN:
         raise ValueError("LIKE or GLOB pattern too complex")
     first, *rest = parts
     *middle, last = rest or [""]
     tail = f".*{last}" if rest else ""
-    found = re.compile(f"(?>{first})" + "".join(f"(?>.*?{m})" for m in middle if m) + tail + r"\Z", flags)
+    found = re.compile(
+        f"(?>{first})" + "".join(f"(?>.*?{m})" for m in middle if m) + tail + r"\Z", flags
+    )
     return lambda text: int(found.match(text) is not None)
 
 

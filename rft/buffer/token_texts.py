@@ -1,4 +1,6 @@
-"""Texts of single tokens, by the tokenizer that lies in a run's folder, or the one that it began with."""
+"""Texts of single tokens, by the tokenizer that lies in a run's folder, or the one that it began
+with.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from rft.types import modelfiles
 
 
 class TokenTexts:
-    """The text of a token; its number where no tokenizer is available.  What models wrote is returned as it is, unescaped."""
+    """The text of a token; its number where no tokenizer is available.  What models wrote is
+    returned as it is, unescaped.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._tokenizer: Any = None
@@ -20,13 +24,20 @@ class TokenTexts:
             self._tokenizer = Tokenizer.from_file(str(path))
 
     def __call__(self, token: int) -> str:
-        text = None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        text = (
+            None
+            if self._tokenizer is None
+            else self._tokenizer.decode([token], skip_special_tokens=False)
+        )
         return text or str(token)
 
 
 def _tokenizer_file(run_dir: Path) -> Path | None:
     """tokenizer.json of the newest exported model, or the one that the run began with."""
-    found = sorted(run_dir.glob("checkpoints/global_step_*/huggingface/tokenizer.json"), key=lambda p: p.stat().st_mtime)
+    found = sorted(
+        run_dir.glob("checkpoints/global_step_*/huggingface/tokenizer.json"),
+        key=lambda p: p.stat().st_mtime,
+    )
     try:
         model = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["tree"]["model"]
         given = model.get("tokenizer_path") or model["model_path"]

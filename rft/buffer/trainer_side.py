@@ -1,6 +1,8 @@
-"""The trainer's side of the buffer, see `rft.types.ports.BufferReader`: rows are leased to a step, then used or discarded.
+"""The trainer's side of the buffer, see `rft.types.ports.BufferReader`: rows are leased to a step,
+then used or discarded.
 
-It knows no explorer.  The one invariant: a step has at most one lease, and a repeated call about it is a no-op.
+It knows no explorer.  The one invariant: a step has at most one lease, and a repeated call about it
+is a no-op.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger, note_checkpoint, verify
 from rft.buffer.mixing import MixedCounts
 from rft.buffer.row_selectors import DAMAGED, DROPPED, LeaseRequest, Selection, WaitingGroup
-from rft.buffer.schema import ask, batches, experiences, explanations, leases, mixed_uses, parts, put_many, uses
+from rft.buffer.schema import (
+    ask,
+    batches,
+    experiences,
+    explanations,
+    leases,
+    mixed_uses,
+    parts,
+    put_many,
+    uses,
+)
 from rft.errors import BufferFailed, DeadlineExceeded, PayloadDamaged, ShortBatch
 from rft.fault_injection import fault
 from rft.types import token_logprobs
@@ -35,21 +47,26 @@ from rft.types.ports import Consumption, GroupStats, Lease
 from rft.worker.waiting import idles
 
 _HEADERS = (
-    "SELECT id, group_id, content_hash, reward, run, step, num_response_tokens, credit FROM experiences WHERE group_id IN (??) "
+    "SELECT id, group_id, content_hash, reward, run, step, num_response_tokens, credit FROM "
+    "experiences WHERE group_id IN (??) "
     "ORDER BY id"
 )
 _id = attrgetter("id")
 log = logging.getLogger(__name__)
 
-_Header = tuple[bytes, list[int], list[float | None]]  # a block, positions of rows in it, their rewards
+# a block, positions of rows in it, their rewards
+_Header = tuple[bytes, list[int], list[float | None]]
 
 
 class TrainerSide(BufferCore):
-    """Every method names the lineage that calls it, and raises Fenced for another one than the newest: the trainer was replaced."""
+    """Every method names the lineage that calls it, and raises Fenced for another one than the
+    newest: the trainer was replaced.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._turns: dict[int, tuple[asyncio.Lock, int]] = {}  # by step: calls about it that run or wait
+        # by step: calls about it that run or wait
+        self._turns: dict[int, tuple[asyncio.Lock, int]] = {}
 
     async def lease(
         self,
@@ -62,12 +79,15 @@ class TrainerSide(BufferCore):
         max_staleness: int | None,
         until: int | None = None,
     ) -> Lease:
-        """The rows of `step`.  Asked again before `use` or `discard`, it gives the same rows.  It waits for events."""
+        """The rows of `step`.  Asked again before `use` or `discard`, it gives the same rows.  It
+        waits for events.
+        """
         self._fence(lineage)
         wanted = LeaseRequest(step, groups, rows, max_staleness, until)
         if groups is not None and groups > self._settings.capacity:
             raise BufferFailed(
-                f"a train batch of {groups} groups can never be filled: buffer.capacity is {self._settings.capacity}"
+                f"a train batch of {groups} groups can never be filled: buffer.capacity is "
+                f"{self._settings.capacity}"
             )
         async with self._about(step):
             return await self._lease(lineage, wanted, deadline_s)
@@ -94,11 +114,23 @@ class TrainerSide(BufferCore):
         choice.dropped.clear()  # discarded; a repeated lease must not do so again
         await self._free(over)
         if choice.missing:
-            log.warning("step %d trains with %d %s fewer than asked for", step, choice.missing, wanted.unit)
-        return Lease(step=step, frame=frame, groups=statistics, available_after=order.num_waiting, missing=choice.missing)
+            log.warning(
+                "step %d trains with %d %s fewer than asked for", step, choice.missing, wanted.unit
+            )
+        return Lease(
+            step=step,
+            frame=frame,
+            groups=statistics,
+            available_after=order.num_waiting,
+            missing=choice.missing,
+        )
 
-    async def _leased_rows(self, lineage: int, step: int, choice: Selection) -> tuple[bytes, tuple[GroupStats, ...]]:
-        """The chosen rows as a frame, behind them those of another source, and the groups' frozen statistics."""
+    async def _leased_rows(
+        self, lineage: int, step: int, choice: Selection
+    ) -> tuple[bytes, tuple[GroupStats, ...]]:
+        """The chosen rows as a frame, behind them those of another source, and the groups' frozen
+        statistics.
+        """
 
         def work(tx: Connection) -> tuple[bytes, dict[str, list[Member]]]:
             chosen, scored = lease_rows(tx, self._ledger, step, choice)
@@ -114,8 +146,8 @@ class TrainerSide(BufferCore):
     async def use(self, lineage: int, step: int, logprobs: bytes | None = None) -> None:
         """The lease of `step` was trained on.  Repeating it is a no-op.
 
-        Of `logprobs` those of the rows' first uses are kept, in the same transaction.  A first use that does not count any more is
-        replaced by the one that does.
+        Of `logprobs` those of the rows' first uses are kept, in the same transaction.  A first use
+        that does not count any more is replaced by the one that does.
         """
         async with self._about(step):
             order, choice = await self._leased(lineage, step)
@@ -125,12 +157,21 @@ class TrainerSide(BufferCore):
             rows = [row for _, part in choice.picked for row in part]
             used = [r.id for r in rows if r.uses + 1 >= most]
             first = {r.id for r in rows if r.uses == 0}
-            kept = [] if logprobs is None else [x for x in token_logprobs.decode(logprobs) if x.id in first]
+            kept = (
+                []
+                if logprobs is None
+                else [x for x in token_logprobs.decode(logprobs) if x.id in first]
+            )
 
             def work(tx: Connection) -> None:
                 now = time.time()
                 put_many(tx, uses, [(r.id, lineage, step, now) for r in rows])
-                put_many(tx, schema.token_logprobs, [(x.id, lineage, step, x.token_start, x.pairs) for x in kept], replace=True)
+                put_many(
+                    tx,
+                    schema.token_logprobs,
+                    [(x.id, lineage, step, x.token_start, x.pairs) for x in kept],
+                    replace=True,
+                )
                 if (mix := self._mix) is not None:
                     put_many(tx, mixed_uses, [(mix.name, x, lineage, step) for x in mix.ids(step)])
                 move(tx, used, "used")
@@ -148,11 +189,15 @@ class TrainerSide(BufferCore):
             if choice is None:
                 return
             ids = [r.id for _, part in choice.picked for r in part]
-            await self._fenced(lineage, lambda tx: discard(tx, lineage, step, ids, reason), "buffer.explain")
+            await self._fenced(
+                lineage, lambda tx: discard(tx, lineage, step, ids, reason), "buffer.explain"
+            )
             await self._done(order, step, None)
 
     async def consumption(self, lineage: int, step: int) -> Consumption:
-        """What a manifest of `step` has to state; the digest's exact form is in `rft.buffer.derived_state.UseCounts`."""
+        """What a manifest of `step` has to state; the digest's exact form is in
+        `rft.buffer.derived_state.UseCounts`.
+        """
 
         def work() -> Consumption:
             found = self._ledger.run_for(lineage, lambda tx: consumed(tx, self._ledger, step))
@@ -165,7 +210,9 @@ class TrainerSide(BufferCore):
         now = asyncio.get_running_loop().time
         deadline = now() + deadline_s
         async with contextlib.AsyncExitStack() as held:
-            held.enter_context(idles(lambda: f"the trainer waits for the explorer: {self._order.missing(wanted)}"))
+            held.enter_context(
+                idles(lambda: f"the trainer waits for the explorer: {self._order.missing(wanted)}")
+            )
             await held.enter_async_context(self._changed)
             starving = False
             while True:
@@ -176,13 +223,16 @@ class TrainerSide(BufferCore):
                     return found
                 if now() >= deadline:
                     raise DeadlineExceeded(
-                        f"the trainer waited {deadline_s:g} s for the explorer: {self._order.missing(wanted)}. "
-                        "Raise buffer.trainer_input.experience_buffer.max_read_timeout if the explorer is merely slow."
+                        f"the trainer waited {deadline_s:g} s for the explorer: "
+                        f"{self._order.missing(wanted)}. "
+                        "Raise buffer.trainer_input.experience_buffer.max_read_timeout if the "
+                        "explorer is merely slow."
                     )
                 if not starving:
                     starving = True
                     held.enter_context(self._limiter.starving())
-                    self._changed.notify_all()  # groups of the open batch may come beyond the bounds now
+                    # groups of the open batch may come beyond the bounds now
+                    self._changed.notify_all()
                 until = deadline
                 if found.until is not None:  # something that rests may be used again then
                     until = min(until, now() + max(0.0, found.until - self._clock()))
@@ -192,7 +242,9 @@ class TrainerSide(BufferCore):
 
     @contextlib.asynccontextmanager
     async def _about(self, step: int) -> AsyncIterator[None]:
-        """One call about a step at a time, so that a message that comes twice is a repetition, not a second lease."""
+        """One call about a step at a time, so that a message that comes twice is a repetition, not
+        a second lease.
+        """
         lock, calls = self._turns.get(step) or (asyncio.Lock(), 0)
         self._turns[step] = (lock, calls + 1)
         try:
@@ -208,7 +260,10 @@ class TrainerSide(BufferCore):
         self._fence(lineage)
         order = self._order
         choice = order.leases.get(step)
-        if choice is None and await self._fenced(lineage, lambda tx: settled(tx, lineage, step)) is None:
+        if (
+            choice is None
+            and await self._fenced(lineage, lambda tx: settled(tx, lineage, step)) is None
+        ):
             raise BufferFailed(f"step {step} of lineage {lineage} has no lease")
         return order, choice
 
@@ -230,27 +285,40 @@ class TrainerSide(BufferCore):
 
     async def _leave_out(self, order: LeaseOrder, wanted: LeaseRequest, choice: Selection) -> None:
         """A lease goes on without the groups whose payload is gone; they are discarded."""
-        ledger, lineage = self._ledger, self._lineage
-        why = await self._work(ledger.run, lambda tx: {g.id: ledger.damage(tx, g, rows) for g, rows in choice.picked})
+        ledger = self._ledger
+        lineage = self._lineage
+        why = await self._work(
+            ledger.run, lambda tx: {g.id: ledger.damage(tx, g, rows) for g, rows in choice.picked}
+        )
         damaged = {name: what for name, what in why.items() if what is not None}
         lost = [(group, rows) for group, rows in choice.picked if group.id in damaged]
         ids = [r.id for _, rows in lost for r in rows]
-        await self._fenced(lineage, lambda tx: discard(tx, lineage, wanted.step, ids, DAMAGED), "buffer.explain")
+        await self._fenced(
+            lineage, lambda tx: discard(tx, lineage, wanted.step, ids, DAMAGED), "buffer.explain"
+        )
         order.lose(wanted.step, set(damaged))
         choice.missing += len(lost) if wanted.rows is None else sum(len(rows) for _, rows in lost)
         for group, _ in lost:
             log.error("group %s is left out (%s): %s", group.id, DAMAGED, damaged[group.id])
         if not choice.picked:
-            raise ShortBatch(f"step {wanted.step}: the payload of all its groups is damaged, e.g. {next(iter(damaged.values()))}")
+            raise ShortBatch(
+                f"step {wanted.step}: the payload of all its groups is damaged, e.g. "
+                f"{next(iter(damaged.values()))}"
+            )
 
 
-def lease_rows(tx: Connection, ledger: Ledger, step: int, choice: Selection) -> tuple[list[_Header], dict[str, list[Member]]]:
-    """Payload of the chosen rows, and the scored members of each of their groups; rows left out for good are explained."""
+def lease_rows(
+    tx: Connection, ledger: Ledger, step: int, choice: Selection
+) -> tuple[list[_Header], dict[str, list[Member]]]:
+    """Payload of the chosen rows, and the scored members of each of their groups; rows left out for
+    good are explained.
+    """
     lineage = ledger.lineage
     for reason, dropped in choice.dropped.items():
         discard(tx, lineage, step, [r.id for _, rows in dropped for r in rows], reason)
     blocks = ledger.storage.get([g.locator for g, _ in choice.picked], tx)
-    # locked, where the database locks rows: an edit of a reward comes before this lease or is refused
+    # locked, where the database locks rows: an edit of a reward comes before this lease or is
+    # refused
     locked = _HEADERS if tx.dialect.name == "sqlite" else f"{_HEADERS} FOR UPDATE"
     rewards: dict[str, float | None] = {}
     hashes: dict[str, str] = {}
@@ -284,7 +352,12 @@ def discard(tx: Connection, lineage: int, step: int, ids: Sequence[str], reason:
 
 def settled(tx: Connection, lineage: int, step: int) -> str | None:
     """What became of the lease of `step`: "used", the reason it was explained by, or None."""
-    if tx.scalar(select(uses.c.step).where(uses.c.lineage == lineage, uses.c.step == step).limit(1)) is not None:
+    if (
+        tx.scalar(
+            select(uses.c.step).where(uses.c.lineage == lineage, uses.c.step == step).limit(1)
+        )
+        is not None
+    ):
         return "used"
     x = explanations.c
     of_step = and_(x.lineage == lineage, x.step == step, x.reason.not_in(DROPPED))
@@ -299,22 +372,34 @@ def consumed(tx: Connection, ledger: Ledger, step: int) -> Consumption:
     since: tuple[int, ...] = (ledger.lineage, last)
     ancestry = {ledger.lineage: step}
     if step < last:  # the first of this process
-        since, ancestry, num_uses, total, mixed = (), chain(tx, version), 0, 0, {}
+        since = ()
+        ancestry = chain(tx, version)
+        num_uses = 0
+        total = 0
+        mixed = {}
     more, of_more = UseCounts(tx, *since).of(ancestry)
-    num_uses, total = num_uses + more, total + of_more
+    num_uses = num_uses + more
+    total = total + of_more
     mixed = dict(sorted((Counter(mixed) + Counter(MixedCounts(tx, *since).of(ancestry))).items()))
     ledger.counted = step, num_uses, total, mixed
-    found = Consumption(num_uses=num_uses, digest=digest(total), cursor=_cursor(tx, ledger, step), mixed=mixed)
+    found = Consumption(
+        num_uses=num_uses, digest=digest(total), cursor=_cursor(tx, ledger, step), mixed=mixed
+    )
     note_checkpoint(tx, version, found)
     return found
 
 
 def _cursor(tx: Connection, ledger: Ledger, step: int) -> int:
-    e, first = experiences.c, select(func.min(experiences.c.batch))
+    e = experiences.c
+    first = select(func.min(experiences.c.batch))
     waiting = first.where(e.state == "available", e.batch >= ledger.none_before)
     if ledger.settings.max_uses > 1:  # rows that wait for another use do not hold the cursor back
-        waiting = waiting.where(~counted_uses(ledger.ancestry).where(uses.c.experience == e.id).exists())
-    later = [select(t.c.experience).where(*beyond(t, ledger.lineage, step)) for t in (uses, explanations)]
+        waiting = waiting.where(
+            ~counted_uses(ledger.ancestry).where(uses.c.experience == e.id).exists()
+        )
+    later = [
+        select(t.c.experience).where(*beyond(t, ledger.lineage, step)) for t in (uses, explanations)
+    ]
     unused, *others = [tx.scalar(x) for x in (waiting, *(first.where(e.id.in_(x)) for x in later))]
     found = [_first_open(tx, ledger, explorer) for explorer in range(ledger.settings.num_explorers)]
     ledger.none_before = min([*found, *([] if unused is None else [unused])])
@@ -322,18 +407,29 @@ def _cursor(tx: Connection, ledger: Ledger, step: int) -> int:
 
 
 def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
-    b, known = batches.c, ledger.first_open.get(explorer, ledger.cursor)
-    mine = select(b.batch).where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= known).order_by(b.batch)
-    if ledger.settings.on_short_batch == "stop":  # a short one ends the run, and is played again when that goes on
+    b = batches.c
+    known = ledger.first_open.get(explorer, ledger.cursor)
+    mine = (
+        select(b.batch)
+        .where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= known)
+        .order_by(b.batch)
+    )
+    # a short one ends the run, and is played again when that goes on
+    if ledger.settings.on_short_batch == "stop":
         mine = mine.where(b.accepted >= b.wanted)
     closed = tx.scalars(mine).all()
-    ledger.first_open[explorer] = next((n for n, batch in enumerate(closed, known) if n != batch), known + len(closed))
+    ledger.first_open[explorer] = next(
+        (n for n, batch in enumerate(closed, known) if n != batch), known + len(closed)
+    )
     return ledger.first_open[explorer]
 
 
 def _frozen(name: str, members: Sequence[Member]) -> GroupStats:
     """The statistics of a group, whose rewards stand from here on."""
     for run, rewards in parted_runs(members).items():
-        text = "run %d of group %s: its rows were given the rewards %s; their mean counts.  Change the reward of all rows of a run"
+        text = (
+            "run %d of group %s: its rows were given the rewards %s; their mean counts.  Change "
+            "the reward of all rows of a run"
+        )
         log.warning(text, run, name, ", ".join(f"{r:g}" for r in rewards))
     return group_statistics(name, members)

@@ -1,4 +1,5 @@
-"""`rft buffer`: ask a run's experience buffer, while the run goes on or after it; needs no running program.
+"""`rft buffer`: ask a run's experience buffer, while the run goes on or after it; needs no running
+program.
 
 Every verb takes the run's folder, or with --config the file that the run was started with.
 """
@@ -22,9 +23,14 @@ if TYPE_CHECKING:
 buffer = typer.Typer(no_args_is_help=True, help="Look into a run's experience buffer.")
 Run = Annotated[Path | None, typer.Argument(help="folder of the run", show_default=False)]
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="the run's YAML file, instead of its folder", show_default=False)
+    Path | None,
+    typer.Option(
+        "--config", "-c", help="the run's YAML file, instead of its folder", show_default=False
+    ),
 ]
-Where = Annotated[str, typer.Option(help="SQL condition on the columns of v_experiences", show_default=False)]
+Where = Annotated[
+    str, typer.Option(help="SQL condition on the columns of v_experiences", show_default=False)
+]
 
 
 def _opened(run: Path | None, config: Path | None) -> AbstractContextManager[Questions]:
@@ -37,15 +43,23 @@ def _place(run: Path | None, config: Path | None) -> tuple[Path, str | None]:
     """The run's folder, and the ledger's address where the configuration gives one."""
     if config is None:
         if run is None:
-            raise ConfigError("give the folder of a run, or --config with the file that it was started with", key="RUN")
+            raise ConfigError(
+                "give the folder of a run, or --config with the file that it was started with",
+                key="RUN",
+            )
         if not run.is_dir():
-            raise ConfigError(f"{run} is no folder; give the folder of a run", key="RUN", given=str(run))
+            raise ConfigError(
+                f"{run} is no folder; give the folder of a run", key="RUN", given=str(run)
+            )
         return run, None
     from rft.config.load import stage_names
     from rft.config.verify import check
 
     if (stages := stage_names(config, ())) and run is None:
-        raise ConfigError(f"{config} has the stages {', '.join(stages)}, a run each; give the folder of one", key="--config")
+        raise ConfigError(
+            f"{config} has the stages {', '.join(stages)}, a run each; give the folder of one",
+            key="--config",
+        )
     report = check(config, schema_only=True, stage=stages[0] if stages else "")
     if report.plan is None or report.errors:
         raise ConfigErrors(list(report.errors))
@@ -54,7 +68,9 @@ def _place(run: Path | None, config: Path | None) -> tuple[Path, str | None]:
 
 @buffer.command()
 def stats(run: Run = None, config: Config = None, as_json: Json = False) -> None:
-    """How many experiences there are: by state, reason, taskset and weight version; bytes, what waits, edits."""
+    """How many experiences there are: by state, reason, taskset and weight version; bytes, what
+    waits, edits.
+    """
     from rft.buffer.inspect import collect
     from rft.cli import show
 
@@ -68,12 +84,19 @@ def stats(run: Run = None, config: Config = None, as_json: Json = False) -> None
 def query(
     run: Annotated[str | None, typer.Argument(help="folder of the run", show_default=False)] = None,
     sql: Annotated[
-        str | None, typer.Argument(metavar="SQL", help="one SELECT; without it: the views and their columns", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="SQL",
+            help="one SELECT; without it: the views and their columns",
+            show_default=False,
+        ),
     ] = None,
     config: Config = None,
     output: Annotated[str, typer.Option("--format", "-f", help="table, csv or json")] = "table",
     limit: Annotated[int, typer.Option(min=0, help="print at most this many rows; 0: all")] = 1000,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds after which the query is cancelled")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="seconds after which the query is cancelled")
+    ] = 60.0,
 ) -> None:
     """Ask one SQL question; nothing can be changed, and the run is not held up."""
     from rft.cli import show
@@ -89,16 +112,27 @@ def query(
         with questions.ask(sql, timeout_s=timeout) as answer:
             if show.answer(answer, output, limit):
                 print(f"the first {limit} rows; --limit 0 prints all", file=sys.stderr)
-            elif "used_step" not in sql and re.search(r"\bstep\s*(=|>|<|BETWEEN|IN\b)", sql, re.IGNORECASE):
-                print("`step` counts the rows of one run; the train step that used a row is used_step", file=sys.stderr)
+            elif "used_step" not in sql and re.search(
+                r"\bstep\s*(=|>|<|BETWEEN|IN\b)", sql, re.IGNORECASE
+            ):
+                print(
+                    "`step` counts the rows of one run; the train step that used a row is "
+                    "used_step",
+                    file=sys.stderr,
+                )
 
 
 @buffer.command()
 def export(
     run: Run = None,
-    to: Annotated[Path, typer.Option(help="new file, .parquet or .jsonl", show_default=False)] = ...,  # type: ignore[assignment]
+    to: Annotated[
+        Path, typer.Option(help="new file, .parquet or .jsonl", show_default=False)
+    ] = ...,  # type: ignore[assignment]
     where: Where = "",
-    tokens: Annotated[bool, typer.Option("--tokens", help="also tokens, masks, log-probs, version spans, messages")] = False,
+    tokens: Annotated[
+        bool,
+        typer.Option("--tokens", help="also tokens, masks, log-probs, version spans, messages"),
+    ] = False,
     config: Config = None,
 ) -> None:
     """Write experiences to a new Parquet or JSON lines file."""
@@ -107,34 +141,54 @@ def export(
 
     tell = progress()
     with _opened(run, config) as questions:
-        count = write(questions, to, where=where, tokens=tokens, told=lambda n: tell(f"{n} experiences"))
+        count = write(
+            questions, to, where=where, tokens=tokens, told=lambda n: tell(f"{n} experiences")
+        )
     print(f"{to}  {count} experiences, {human(to.stat().st_size)}")
 
 
 @buffer.command()
 def sample(
     run: Run = None,
-    num: Annotated[int, typer.Option("-n", "--n", min=1, max=1000, help="how many, drawn at random")] = 3,
-    step: Annotated[int | None, typer.Option(min=1, help="only those that this train step used", show_default=False)] = None,
-    best: Annotated[int, typer.Option(min=0, max=1000, help="instead so many of the highest reward")] = 0,
+    num: Annotated[
+        int, typer.Option("-n", "--n", min=1, max=1000, help="how many, drawn at random")
+    ] = 3,
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, help="only those that this train step used", show_default=False),
+    ] = None,
+    best: Annotated[
+        int, typer.Option(min=0, max=1000, help="instead so many of the highest reward")
+    ] = 0,
     worst: Annotated[int, typer.Option(min=0, max=1000, help="and so many of the lowest")] = 0,
-    id: Annotated[str | None, typer.Option("--id", help="this experience", show_default=False)] = None,
+    id: Annotated[
+        str | None, typer.Option("--id", help="this experience", show_default=False)
+    ] = None,
     where: Where = "",
-    tokens: Annotated[bool, typer.Option("--tokens", help="also every token: trained ones with their log-prob")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="also every token: trained ones with their log-prob")
+    ] = False,
     config: Config = None,
     as_json: JsonArray = False,
 ) -> None:
-    """Show experiences whole: turns, reward and its parts, its group, the weights that wrote it and the steps that trained it."""
+    """Show experiences whole: turns, reward and its parts, its group, the weights that wrote it and
+    the steps that trained it.
+    """
     from rft.buffer.inspect import look
     from rft.buffer.token_texts import TokenTexts
     from rft.cli import show
 
     if id is not None and (where or step or best or worst):
-        raise ConfigError("--where, --step, --best and --worst cannot be combined with --id", key="--id")
+        raise ConfigError(
+            "--where, --step, --best and --worst cannot be combined with --id", key="--id"
+        )
     counts: dict[Order, int] = {"best": best, "worst": worst} if best or worst else {"random": num}
     with _opened(run, config) as questions:
         found = [
-            x for order, n in counts.items() if n for x in look(questions, num=n, id=id, where=where, step=step, order=order)
+            x
+            for order, n in counts.items()
+            if n
+            for x in look(questions, num=n, id=id, where=where, step=step, order=order)
         ]
         if as_json:
             print(show.as_json([show.plain(x, tokens=tokens) for x in found]))
@@ -151,10 +205,15 @@ def sample(
 def audit(
     run: Run = None,
     as_json: Json = False,
-    payload: Annotated[bool, typer.Option("--payload/--no-payload", help="also read back every available experience")] = True,
+    payload: Annotated[
+        bool,
+        typer.Option("--payload/--no-payload", help="also read back every available experience"),
+    ] = True,
     config: Config = None,
 ) -> None:
-    """Check by files alone that nothing was lost and nothing trained twice.  Exit code 4 if something was."""
+    """Check by files alone that nothing was lost and nothing trained twice.  Exit code 4 if
+    something was.
+    """
     from rft.buffer import audit as audits
     from rft.buffer.query import locate
 
@@ -167,14 +226,21 @@ def audit(
     if as_json:
         print(audits.as_json(found))
     else:
-        explained = ", ".join(f"{n} {reason}" for reason, n in sorted(found.discarded.items())) or "none"
+        explained = (
+            ", ".join(f"{n} {reason}" for reason, n in sorted(found.discarded.items())) or "none"
+        )
         rest = (f" + waiting {found.waiting}" if found.waiting else "") + " + explained"
-        print(f"acknowledged {found.acked} = used {found.used} + leased {found.leased} + available {found.available}{rest}")
+        print(
+            f"acknowledged {found.acked} = used {found.used} + leased {found.leased} + available "
+            f"{found.available}{rest}"
+        )
         print(f"explained    {explained}")
         print(f"balanced     {'yes' if found.balanced else 'NO'}")
         print(f"used twice   {found.used_twice}")
         if (restart := found.restart) is not None:
-            print(f"checkpoint   {restart.version or 'none'} ({found.manifests} manifests compared)")
+            print(
+                f"checkpoint   {restart.version or 'none'} ({found.manifests} manifests compared)"
+            )
             if restart.used != found.used:
                 aside = f", {restart.orphaned} set aside" if restart.orphaned else ""
                 rest = f"{restart.used} used, {restart.available} available{aside}"

@@ -15,10 +15,20 @@ from rft.secrets import safe
 
 
 def chat(
-    source: Annotated[Path, typer.Argument(metavar="RUN | MODEL", help="folder of a run, or of a model", show_default=False)],
-    step: Annotated[int | None, typer.Option(help="of a run: train step; default: the newest", show_default=False)] = None,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN | MODEL", help="folder of a run, or of a model", show_default=False
+        ),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(help="of a run: train step; default: the newest", show_default=False),
+    ] = None,
     system: Annotated[str, typer.Option(help="system message", show_default=False)] = "",
-    temperature: Annotated[float, typer.Option(min=0.0, help="of sampling; 0: the likeliest token")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="of sampling; 0: the likeliest token")
+    ] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="of one answer")] = 512,
 ) -> None:
     """Talk to the model of a checkpoint, or of a folder.  An empty line begins anew, Ctrl-D ends."""
@@ -27,7 +37,9 @@ def chat(
 
     if (source / "config.json").is_file() and not (source / "checkpoints").exists():
         if step is not None:
-            raise ConfigError("is for runs; this is the folder of a model", key="--step", given=step)
+            raise ConfigError(
+                "is for runs; this is the folder of a model", key="--step", given=step
+            )
         _talk(source, system, temperature, max_tokens, str(source))
     elif (source / "checkpoints").is_dir() or (source / RECORD).is_file():
         with tempfile.TemporaryDirectory(prefix="rft-chat-") as aside:
@@ -35,7 +47,9 @@ def chat(
             called = f"{'the newest step' if step is None else f'step {step}'} of {source}"
             _talk(model, system, temperature, max_tokens, called)
     else:
-        raise ConfigError("holds neither checkpoints nor a model", key="RUN | MODEL", given=str(source))
+        raise ConfigError(
+            "holds neither checkpoints nor a model", key="RUN | MODEL", given=str(source)
+        )
 
 
 def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called: str) -> None:
@@ -49,16 +63,26 @@ def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called
     from rft.types.task import SamplingArgs
 
     if look(str(folder)).chat_template is None:
-        raise ConfigError("has no chat template, so it cannot be talked to", key="RUN | MODEL", given=str(folder))
+        raise ConfigError(
+            "has no chat template, so it cannot be talked to", key="RUN | MODEL", given=str(folder)
+        )
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     print(f"loading {called} on {device}", file=sys.stderr, flush=True)
     length = _context(folder)
     settings = EngineSettings(
-        engine_type="transformers", name="chat", model_path=str(folder), device=device, dtype=dtype, fixed_weights=True,
-        max_model_len=length, max_num_seqs=1, cpu_threads=torch.get_num_threads(),
-    )  # fmt: skip
+        engine_type="transformers",
+        name="chat",
+        model_path=str(folder),
+        device=device,
+        dtype=dtype,
+        fixed_weights=True,
+        max_model_len=length,
+        max_num_seqs=1,
+        cpu_threads=torch.get_num_threads(),
+    )
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    said, sampling = list(opening), SamplingArgs(temperature=temperature, max_tokens=min(max_tokens, length // 2))
+    said = list(opening)
+    sampling = SamplingArgs(temperature=temperature, max_tokens=min(max_tokens, length // 2))
     with asyncio.Runner() as runner:
         engine = runner.run(TransformersEngine.start(settings))
         try:
@@ -68,7 +92,9 @@ def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called
                     continue
                 said.append({"role": "user", "content": line})
                 try:
-                    (answer,) = runner.run(engine.generate(GenerateRequest(messages=tuple(said), sampling=sampling)))
+                    (answer,) = runner.run(
+                        engine.generate(GenerateRequest(messages=tuple(said), sampling=sampling))
+                    )
                 except PromptTooLong as e:
                     said.pop()
                     print(f"{e}, or begin anew with an empty line", file=sys.stderr)
@@ -91,5 +117,10 @@ def _context(folder: Path) -> int:
     """Tokens that the model was made for, at most 8,192."""
     from transformers import AutoConfig
 
-    made_for: int = AutoConfig.from_pretrained(folder).get_text_config().to_dict().get("max_position_embeddings", 8192)
+    made_for: int = (
+        AutoConfig.from_pretrained(folder)
+        .get_text_config()
+        .to_dict()
+        .get("max_position_embeddings", 8192)
+    )
     return min(made_for, 8192)

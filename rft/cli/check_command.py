@@ -1,4 +1,6 @@
-"""`rft check`: what a configuration will do, without starting anything.  Exit code 0, or 2 with every error."""
+"""`rft check`: what a configuration will do, without starting anything.  Exit code 0, or 2 with
+every error.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,19 @@ def check(
     overrides: Overrides = None,
     config: Config = ...,  # type: ignore[assignment]
     plugin_dir: PluginDirs = None,
-    schema_only: Annotated[bool, typer.Option("--schema-only", help="only the file itself: no plugins, data or model")] = False,
+    schema_only: Annotated[
+        bool, typer.Option("--schema-only", help="only the file itself: no plugins, data or model")
+    ] = False,
     as_json: Json = False,
-    gpu_memory: Annotated[float | None, typer.Option(help="GiB of each GPU, to judge the estimate", show_default=False)] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(help="GiB of each GPU, to judge the estimate", show_default=False),
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", hidden=True, help="changes nothing: a check never starts anything")
+        bool,
+        typer.Option(
+            "--dry-run", hidden=True, help="changes nothing: a check never starts anything"
+        ),
     ] = False,
 ) -> None:
     """Say what a configuration will do, and everything that is wrong with it; nothing is started."""
@@ -44,14 +54,27 @@ def check(
     try:
         stages = stage_names(config, overrides or ()) or ("",)
     except ConfigError as e:
-        stages, wrong = (), Report(errors=tuple(e.errors), schema_only=schema_only)
+        stages = ()
+        wrong = Report(errors=tuple(e.errors), schema_only=schema_only)
     found = {
-        stage: verify.check(config, written, plugin_dirs=plugin_dir or (), schema_only=schema_only, facts=facts, stage=stage)
+        stage: verify.check(
+            config,
+            written,
+            plugin_dirs=plugin_dir or (),
+            schema_only=schema_only,
+            facts=facts,
+            stage=stage,
+        )
         for stage in stages
     } or {"": wrong}
-    seats = {stage: place_roles(report.plan) if report.ok else ([], "") for stage, report in found.items()}
+    seats = {
+        stage: place_roles(report.plan) if report.ok else ([], "")
+        for stage, report in found.items()
+    }
     modes = {report.plan.mode for report in found.values() if report.plan is not None}
-    again = start_command("serve" if modes == {"serve"} else "both", config, overrides or (), plugin_dir or ())
+    again = start_command(
+        "serve" if modes == {"serve"} else "both", config, overrides or (), plugin_dir or ()
+    )
     if as_json:
         print(show.as_json(_json(found, seats)))
     else:
@@ -63,19 +86,27 @@ def check(
         raise typer.Exit(2)
 
 
-def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]], str]]) -> dict[str, Any]:
+def _json(
+    found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]], str]]
+) -> dict[str, Any]:
     """One report, or those of all stages below "stages" with what is wrong in any of them on top."""
     whole = []
     for stage, report in found.items():
         places, error = seats[stage]
-        one = {**report.to_json(), "placement": [{"role": role, "place": place} for role, place in places]}
+        one = {
+            **report.to_json(),
+            "placement": [{"role": role, "place": place} for role, place in places],
+        }
         if error:
             one["ok"] = False
             one["errors"].append({"key": "cluster", "given": None, "message": error})
         whole.append({"stage_name": stage, **one} if stage else one)
     if "" in found:
         return whole[0]
-    both = {name: [x for one in whole for x in one[name]] for name in ("errors", "warnings", "notes", "needs")}
+    both = {
+        name: [x for one in whole for x in one[name]]
+        for name in ("errors", "warnings", "notes", "needs")
+    }
     return {"ok": all(one["ok"] for one in whole), **both, "plan": None, "stages": whole}
 
 
@@ -86,8 +117,10 @@ def place_roles(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
 
     if plan is None:
         return [], ""
-    nodes, auxiliary = [plan.cluster.gpu_per_node] * plan.cluster.node_num, plan.cluster.auxiliary
-    engines, learner = plan.engines if explores(plan.mode) else (), plan.learner if plan.trains else None
+    nodes = [plan.cluster.gpu_per_node] * plan.cluster.node_num
+    auxiliary = plan.cluster.auxiliary
+    engines = plan.engines if explores(plan.mode) else ()
+    learner = plan.learner if plan.trains else None
     try:
         seats = placement(engines, learner, nodes, auxiliary, shared=plan.cluster.shared)
     except SetupError as e:
@@ -112,7 +145,9 @@ def console() -> Any:
     return Console(highlight=False, soft_wrap=True, width=140 if fixed else None)
 
 
-def show_report(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path, command: str) -> None:
+def show_report(
+    report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path, command: str
+) -> None:
     out = console()
     errors = [*map(str, report.errors), *([f"cluster: {seat_error}"] if seat_error else [])]
     if report.ok and not errors and report.plan is not None:
@@ -133,7 +168,10 @@ def show_report(report: Report, seats: list[tuple[str, str]], seat_error: str, p
     else:
         stage = ""
         if report.schema_only:
-            stage = f" (the file and its names; plugins, data and model were not opened): {report.outcome}"
+            stage = (
+                f" (the file and its names; plugins, data and model were not opened): "
+                f"{report.outcome}"
+            )
         out.print(f"[bold green]{path} is fine[/]{stage}.  Start it with: {escape(command)}")
 
 
@@ -151,20 +189,30 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
     print_table(out, "what will happen", ("", ""), rows)
     if report.memory:
         print_table(
-            out, "memory and disk at the peak (docs/concepts/memory.md)", ("role", "estimate", "of which"), _memory(report)
+            out,
+            "memory and disk at the peak (docs/concepts/memory.md)",
+            ("role", "estimate", "of which"),
+            _memory(report),
         )
     for t in report.tasksets:
         for row in t.rows:
-            gold = f", gold answer {row.truth!r}" + (f" scores {row.gold_reward:g}" if row.gold_reward is not None else "")
+            gold = f", gold answer {row.truth!r}" + (
+                f" scores {row.gold_reward:g}" if row.gold_reward is not None else ""
+            )
             count = f", {row.tokens} tokens" if row.tokens is not None else ""
             out.print(
-                f"[bold]{escape(t.name)}\\[{row.index}][/] of {t.num_rows}{count}{escape(gold) if row.truth is not None else ''}"
+                f"[bold]{escape(t.name)}\\[{row.index}][/] of "
+                f"{t.num_rows}{count}{escape(gold) if row.truth is not None else ''}"
             )
-            out.print(f"  {escape(row.prompt if len(row.prompt) < 800 else row.prompt[:797] + '...')!s}", style="cyan")
+            out.print(
+                f"  {escape(row.prompt if len(row.prompt) < 800 else row.prompt[:797] + '...')!s}",
+                style="cyan",
+            )
         if t.workflows:
             added = escape(", ".join(t.workflows))
             out.print(
-                f"  {added} may add to it, or score its runs without the reward; see: rft debug workflow --config FILE",
+                f"  {added} may add to it, or score its runs without the reward; see: rft debug "
+                f"workflow --config FILE",
                 style="dim",
             )
 
@@ -175,7 +223,11 @@ def _memory(report: Report) -> list[tuple[str, str, str]]:
     where = {"cpu": "", "cuda": " of a GPU", "disk": " of disk"}
     for r in report.memory:
         terms = ", ".join(f"{t.name} {t.nbytes / (1 << 20):,.0f} MiB" for t in r.terms)
-        size = f"{r.nbytes / (1 << 30):.2f} GiB" if r.nbytes >= 1 << 27 else f"{r.nbytes / (1 << 20):.0f} MiB"
+        size = (
+            f"{r.nbytes / (1 << 30):.2f} GiB"
+            if r.nbytes >= 1 << 27
+            else f"{r.nbytes / (1 << 20):.0f} MiB"
+        )
         rows.setdefault((size + where[r.device], terms), []).append(r.role)
     return [
         (roles[0] if len(roles) == 1 else f"{roles[0]} ... {roles[-1]}, each", size, terms)
@@ -190,47 +242,110 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
     if plan.trainer.alone:
         return _offline(s, plan) + _model_and_rows(report)
     engine = plan.engines[0]
-    tokens = f"at most {s['max_generated_tokens']:,} tokens generated by one model call of each run" + (
-        f" after about {s['prompt_tokens']:,} tokens of prompts" if s["prompt_tokens"] is not None else ""
+    tokens = (
+        f"at most {s['max_generated_tokens']:,} tokens generated by one model call of each run"
+        + (
+            f" after about {s['prompt_tokens']:,} tokens of prompts"
+            if s["prompt_tokens"] is not None
+            else ""
+        )
     )
-    unknown = "until it is stopped" if plan.serve is not None else "known once the tasksets are opened"
+    unknown = (
+        "until it is stopped" if plan.serve is not None else "known once the tasksets are opened"
+    )
     steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else unknown
-    epochs = f", {s['epochs']:g} epochs in {s['explore_steps']} explore steps" if s["epochs"] is not None else ""
+    epochs = (
+        f", {s['epochs']:g} epochs in {s['explore_steps']} explore steps"
+        if s["epochs"] is not None
+        else ""
+    )
     found = [
         ("steps", steps + epochs),
         ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens}"),
         ("weights", s["sync"]),
-        ("", "\n".join(["if an explore step takes as long as the train steps it feeds:", *s["timeline"]])),
+        (
+            "",
+            "\n".join(
+                ["if an explore step takes as long as the train steps it feeds:", *s["timeline"]]
+            ),
+        ),
         ("staleness", _staleness(plan.staleness_bound)),
-        ("engines", f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, {engine.max_model_len} tokens"),
-        ("trainer", f"{plan.learner.world_size} rank(s) on {plan.learner.device}, {plan.learner.dtype}, lr {plan.learner.optim.lr:g}"),
-        ("loss", f"{plan.learner.algorithm.advantage_fn} advantages, {plan.learner.algorithm.policy_loss_fn} loss, KL "
-                 f"{plan.learner.algorithm.kl_loss_fn}, {plan.learner.algorithm.loss_agg_mode}"),
-    ]  # fmt: skip
+        (
+            "engines",
+            f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, "
+            f"{engine.max_model_len} tokens",
+        ),
+        (
+            "trainer",
+            f"{plan.learner.world_size} rank(s) on {plan.learner.device}, {plan.learner.dtype}, lr "
+            f"{plan.learner.optim.lr:g}",
+        ),
+        (
+            "loss",
+            f"{plan.learner.algorithm.advantage_fn} advantages, "
+            f"{plan.learner.algorithm.policy_loss_fn} loss, KL "
+            f"{plan.learner.algorithm.kl_loss_fn}, {plan.learner.algorithm.loss_agg_mode}",
+        ),
+    ]
     return found + _model_and_rows(report)
 
 
 def _offline(s: dict[str, Any], plan: Plan) -> list[tuple[str, str]]:
-    learner, epochs = plan.learner, f", {s['epochs']:g} epochs" if s["epochs"] is not None else ""
-    tokens = f", about {s['tokens']:,} tokens, {s['trained_tokens']:,} of them trained" if s["tokens"] is not None else ""
-    steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the data set is opened"
+    learner = plan.learner
+    epochs = f", {s['epochs']:g} epochs" if s["epochs"] is not None else ""
+    tokens = (
+        f", about {s['tokens']:,} tokens, {s['trained_tokens']:,} of them trained"
+        if s["tokens"] is not None
+        else ""
+    )
+    steps = (
+        f"{s['train_steps']} train steps"
+        if s["train_steps"] is not None
+        else "known once the data set is opened"
+    )
     return [
         ("steps", steps + epochs),
-        ("each step", f"{s['rows']} {s['kind']}{tokens}" if s["rows"] else f"the rows that it used in {plan.trainer.replay_run}"),
-        ("trainer", f"{learner.world_size} rank(s) on {learner.device}, {learner.dtype}, lr {learner.optim.lr:g}"),
-        ("loss", f"{learner.algorithm.policy_loss_fn}, KL {learner.algorithm.kl_loss_fn}, {learner.algorithm.loss_agg_mode}"),
+        (
+            "each step",
+            f"{s['rows']} {s['kind']}{tokens}"
+            if s["rows"]
+            else f"the rows that it used in {plan.trainer.replay_run}",
+        ),
+        (
+            "trainer",
+            f"{learner.world_size} rank(s) on {learner.device}, {learner.dtype}, lr "
+            f"{learner.optim.lr:g}",
+        ),
+        (
+            "loss",
+            f"{learner.algorithm.policy_loss_fn}, KL {learner.algorithm.kl_loss_fn}, "
+            f"{learner.algorithm.loss_agg_mode}",
+        ),
     ]
 
 
 def _model_and_rows(report: Report) -> list[tuple[str, str]]:
-    found, model = [], report.model
+    found = []
+    model = report.model
     if model:
-        found.append(("model", f"{model['type']}, {model['parameters']:,} parameters stored as {model['stored']}"))
+        found.append(
+            (
+                "model",
+                f"{model['type']}, {model['parameters']:,} parameters stored as {model['stored']}",
+            )
+        )
     if "row_layout" in model:
         found.append(
-            ("rows", f"{model['row_layout']}: {model['row_layout_why']}; compared with plain rows when the model is loaded")
+            (
+                "rows",
+                f"{model['row_layout']}: {model['row_layout_why']}; compared with plain rows when "
+                f"the model is loaded",
+            )
         )
-    found += [(f"{'evaluation' if t.is_eval else 'training'} set", f"{t.name}: {t.num_rows:,} rows") for t in report.tasksets]
+    found += [
+        (f"{'evaluation' if t.is_eval else 'training'} set", f"{t.name}: {t.num_rows:,} rows")
+        for t in report.tasksets
+    ]
     return found
 
 
@@ -243,7 +358,9 @@ def _staleness(bound: int | None) -> str:
 def print_table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) -> None:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_header=any(head), box=None, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", show_header=any(head), box=None, pad_edge=False
+    )
     for name in head:
         table.add_column(name, overflow="fold", no_wrap=table.columns == [])
     for row in rows:

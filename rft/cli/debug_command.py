@@ -1,4 +1,5 @@
-"""`rft debug`: play one task of a configuration, or score one answer to it, and show everything that happens.
+"""`rft debug`: play one task of a configuration, or score one answer to it, and show everything
+that happens.
 
 Without Ray, trainer and buffer, in this process: breakpoints work.  Exit code 4 where a run failed.
 """
@@ -28,22 +29,31 @@ if TYPE_CHECKING:
     from rft.types.ports import ChatModel
     from rft.types.task import Task
 
-debug = typer.Typer(no_args_is_help=True, help="Play one task of a configuration, or score one answer, and show what happens.")
+debug = typer.Typer(
+    no_args_is_help=True,
+    help="Play one task of a configuration, or score one answer, and show what happens.",
+)
 ENGINES = ("scripted", "transformers", "vllm", "openai")
 _JUDGE = re.compile(r"(?:(?P<name>[^:=]+)=)?(?P<how>scripted|fake):(?P<says>.*)", re.DOTALL)
 
 Number = Annotated[int, typer.Option("--task", help="row of the task in its taskset, from 0")]
-Name = Annotated[str | None, typer.Option("--taskset", help="name of the taskset; default: the first", show_default=False)]
+Name = Annotated[
+    str | None,
+    typer.Option("--taskset", help="name of the taskset; default: the first", show_default=False),
+]
 Stage = Annotated[str, typer.Option(help="which of the configuration's stages", show_default=False)]
 Judges = Annotated[
     list[str] | None,
     typer.Option(
         "--judge",
-        help="scripted:TEXT: what every auxiliary model says; fake:NUMBER: the verdict of judges; NAME=... for one model; repeatable",
+        help="scripted:TEXT: what every auxiliary model says; fake:NUMBER: the verdict of judges; "
+        "NAME=... for one model; repeatable",
         show_default=False,
     ),
 ]
-Limit = Annotated[float, typer.Option("--timeout", help="seconds for each run; long enough for a breakpoint")]
+Limit = Annotated[
+    float, typer.Option("--timeout", help="seconds for each run; long enough for a breakpoint")
+]
 
 
 @debug.command("workflow")
@@ -57,22 +67,32 @@ def workflow(
     say: Annotated[
         list[str] | None,
         typer.Option(
-            help="scripted: the model's answers in each run, call by call, the last one repeated; default: the gold answer",
+            help="scripted: the model's answers in each run, call by call, the last one repeated; "
+            "default: the gold answer",
             show_default=False,
         ),
     ] = None,
     runs: Annotated[int, typer.Option(help="runs of the task at the same time")] = 1,
-    tokens: Annotated[bool, typer.Option("--tokens", help="show which tokens are trained, and how likely each was")] = False,
+    tokens: Annotated[
+        bool,
+        typer.Option("--tokens", help="show which tokens are trained, and how likely each was"),
+    ] = False,
     judge: Judges = None,
-    model: Annotated[str | None, typer.Option(help="openai: the model's name on the server", show_default=False)] = None,
-    base_url: Annotated[str | None, typer.Option(help="openai: address; default: OPENAI_BASE_URL", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Option(help="openai: the model's name on the server", show_default=False)
+    ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="openai: address; default: OPENAI_BASE_URL", show_default=False),
+    ] = None,
     timeout: Limit = 3600.0,
     plugin_dir: PluginDirs = None,
 ) -> None:
     """Play one task and show messages, tool calls, rewards by part, and times.
 
-    `scripted` needs no model; `transformers` and `vllm` serve the configuration's model as it is; `openai` asks a server (its key is
-    in OPENAI_API_KEY).  Auxiliary models are started when they are first called.
+    `scripted` needs no model; `transformers` and `vllm` serve the configuration's model as it is;
+    `openai` asks a server (its key is in OPENAI_API_KEY).  Auxiliary models are started when they
+    are first called.
     """
     from rft.config.second_stage import policy_files
     from rft.launch import debug_session
@@ -87,7 +107,11 @@ def workflow(
         if not model:
             raise ConfigError("name the server's model with --model", key="--model")
         if tokens:
-            raise ConfigError("a server gives no tokens; use transformers or vllm", key="--tokens", given="--engine openai")
+            raise ConfigError(
+                "a server gives no tokens; use transformers or vllm",
+                key="--tokens",
+                given="--engine openai",
+            )
         settings = debug_session.server_settings(model, base_url)
     elif engine != "scripted":
         policy_files(plan)
@@ -103,20 +127,29 @@ def workflow(
 def reward(
     config: Config,
     answer: Annotated[
-        list[str], typer.Option(help="an answer to score; repeatable: several runs of the task", show_default=False)
+        list[str],
+        typer.Option(
+            help="an answer to score; repeatable: several runs of the task", show_default=False
+        ),
     ],
     overrides: Overrides = None,
     task: Number = 0,
     taskset: Name = None,
     stage: Stage = "",
     explain: Annotated[
-        bool, typer.Option("--explain", help="show what the reward reads in the answer and in the truth, and its verdict")
+        bool,
+        typer.Option(
+            "--explain",
+            help="show what the reward reads in the answer and in the truth, and its verdict",
+        ),
     ] = False,
     judge: Judges = None,
     timeout: Limit = 3600.0,
     plugin_dir: PluginDirs = None,
 ) -> None:
-    """Score answers to one task with its reward, as if the model had given them, and show the parts."""
+    """Score answers to one task with its reward, as if the model had given them, and show the
+    parts.
+    """
     from rft.testing.fakes import ScriptedModel
     from rft.testing.play import OneAnswer
 
@@ -125,7 +158,8 @@ def reward(
     one = _unlimited(_task(plan, taskset, task, counts=False))
     if one.reward is None:
         raise ConfigError(
-            "names no reward, so its workflow scores itself; use `rft debug workflow --say TEXT`", key=f"taskset {one.taskset}"
+            "names no reward, so its workflow scores itself; use `rft debug workflow --say TEXT`",
+            key=f"taskset {one.taskset}",
         )
     policy = ScriptedModel(per_run=[[a] for a in answer])
     _play(plan, one, policy, len(answer), judge or (), timeout, workflow=OneAnswer, explain=explain)
@@ -145,7 +179,9 @@ def _task(plan: Plan, name: str | None, number: int, *, counts: bool) -> Task:
 
 def _unlimited(task: Task) -> Task:
     """The limits count tokens, and a script's are bytes."""
-    return msgspec.structs.replace(task, sampling=msgspec.structs.replace(task.sampling, max_tokens=1 << 20, min_tokens=0))
+    return msgspec.structs.replace(
+        task, sampling=msgspec.structs.replace(task.sampling, max_tokens=1 << 20, min_tokens=0)
+    )
 
 
 def _judges(plan: Plan, given: Sequence[str]) -> dict[str, ChatModel]:
@@ -154,7 +190,11 @@ def _judges(plan: Plan, given: Sequence[str]) -> dict[str, ChatModel]:
     for text in given:
         found = _JUDGE.fullmatch(text)
         if found is None:
-            raise ConfigError("write scripted:TEXT, fake:NUMBER, or NAME= and one of these", key="--judge", given=text)
+            raise ConfigError(
+                "write scripted:TEXT, fake:NUMBER, or NAME= and one of these",
+                key="--judge",
+                given=text,
+            )
         names = [found["name"]] if found["name"] else [n for m in plan.auxiliary for n in m.names]
         replaced |= dict.fromkeys(names, _stand_in(found["how"], found["says"]))
     return replaced
@@ -169,7 +209,9 @@ def _stand_in(how: str, says: str) -> ChatModel:
     try:
         return FakeJudge(float(says))
     except ValueError:
-        raise ConfigError("fake: is followed by the number that the judge gives", key="--judge", given=says) from None
+        raise ConfigError(
+            "fake: is followed by the number that the judge gives", key="--judge", given=says
+        ) from None
 
 
 def _play(
@@ -192,19 +234,32 @@ def _play(
     _in_vllms_environment(plan, policy, replaced)
 
     async def play() -> WorkflowResult:
-        models = debug_session.Models(plan, lambda text: print(f"starting {text}", file=sys.stderr, flush=True))
+        models = debug_session.Models(
+            plan, lambda text: print(f"starting {text}", file=sys.stderr, flush=True)
+        )
         try:
-            played_by = await models.policy(policy) if isinstance(policy, EngineSettings) else policy
+            played_by = (
+                await models.policy(policy) if isinstance(policy, EngineSettings) else policy
+            )
             beside = models.auxiliary(replaced)
             args: dict[str, Any] | None = {} if workflow is not None else None
             return await run_workflow_async(
-                workflow, task, played_by, models=beside, n=runs, workflow_args=args, timeout_s=timeout_s, may_fail=True
+                workflow,
+                task,
+                played_by,
+                models=beside,
+                n=runs,
+                workflow_args=args,
+                timeout_s=timeout_s,
+                may_fail=True,
             )
         finally:
             await models.close()
 
     result = asyncio.run(play())
-    decoding: Mapping[str, Any] = {"decode": _decoder(policy)} if tokens and isinstance(policy, EngineSettings) else {}
+    decoding: Mapping[str, Any] = (
+        {"decode": _decoder(policy)} if tokens and isinstance(policy, EngineSettings) else {}
+    )
     show(result, console(), tokens=tokens, explain=explain, **decoding)
     if result.failed:
         raise typer.Exit(4)
@@ -217,8 +272,12 @@ def _decoder(settings: EngineSettings) -> Any:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _in_vllms_environment(plan: Plan, policy: ChatModel | EngineSettings, replaced: Mapping[str, Any]) -> None:
-    """Where a model may be vLLM's: the rest of this command in its own process, which ends this one."""
+def _in_vllms_environment(
+    plan: Plan, policy: ChatModel | EngineSettings, replaced: Mapping[str, Any]
+) -> None:
+    """Where a model may be vLLM's: the rest of this command in its own process, which ends this
+    one.
+    """
     from rft.launch import debug_session, leftovers
 
     found = [policy] if isinstance(policy, EngineSettings) else []
@@ -226,23 +285,31 @@ def _in_vllms_environment(plan: Plan, policy: ChatModel | EngineSettings, replac
     vllm = next((e for e in found if e.engine_type == "vllm"), None)
     if vllm is not None and leftovers.RUN_ID not in os.environ:
         sys.stdout.flush()
-        raise typer.Exit(debug_session.in_vllms_environment(vllm, [sys.executable, "-m", "rft", *sys.argv[1:]]))
+        raise typer.Exit(
+            debug_session.in_vllms_environment(vllm, [sys.executable, "-m", "rft", *sys.argv[1:]])
+        )
 
 
 @debug.command("step")
 def step(
     run: Annotated[Path, typer.Argument(help="folder of the run", show_default=False)],
-    number: Annotated[int, typer.Argument(metavar="STEP", help="train step, from 1", min=1, show_default=False)],
+    number: Annotated[
+        int, typer.Argument(metavar="STEP", help="train step, from 1", min=1, show_default=False)
+    ],
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Train one step of a run again, from the checkpoint before it and on its rows, and show the loss of every row."""
+    """Train one step of a run again, from the checkpoint before it and on its rows, and show the
+    loss of every row.
+    """
     from rft.cli.show import as_json as dumped
     from rft.cli.show import table
     from rft.launch.step_again import again
 
     learn_environment()
-    found = again(run, number, overrides or (), lambda text: print(text, file=sys.stderr, flush=True))
+    found = again(
+        run, number, overrides or (), lambda text: print(text, file=sys.stderr, flush=True)
+    )
     if as_json:
         print(dumped(dataclasses.asdict(found)))
         return
@@ -260,7 +327,8 @@ def step(
     ]
     print("\n".join(table(heads, cells, (False, True, True, True, True, True))))
     print(
-        f"\nstep {found.step}, trained again from {found.begun_from}; losses of its rows add up to {sum(r.loss for r in found.rows):.6f}"
+        f"\nstep {found.step}, trained again from {found.begun_from}; losses of its rows add up to "
+        f"{sum(r.loss for r in found.rows):.6f}"
     )
     for name, (now, then) in found.numbers.items():
         print(f"  {name:26} {now:.8g}" + ("" if then is None else f"  the run wrote {then:.8g}"))

@@ -1,4 +1,5 @@
-"""`rft explain`: one configuration key in words; `rft plugins`: what a configuration can name, and where each thing comes from.
+"""`rft explain`: one configuration key in words; `rft plugins`: what a configuration can name, and
+where each thing comes from.
 
 Exit code 2 for an unknown key or kind.
 """
@@ -14,16 +15,30 @@ import typer
 from rft.cli.options import JsonArray, PluginDirs
 from rft.errors import ConfigError
 
-_PACKAGES = ("rft.algorithm", "rft.buffer.operators", "rft.buffer.storage", "rft.monitor", "rft.taskset")
+_PACKAGES = (
+    "rft.algorithm",
+    "rft.buffer.operators",
+    "rft.buffer.storage",
+    "rft.monitor",
+    "rft.taskset",
+)
 
 
 def explain(
     key: Annotated[
-        str, typer.Argument(help="a key, e.g. trainer.grad_clip; veRL's and Trinity-RFT's names too", show_default=False)
+        str,
+        typer.Argument(
+            help="a key, e.g. trainer.grad_clip; veRL's and Trinity-RFT's names too",
+            show_default=False,
+        ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON array, one object for each key it became")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print a JSON array, one object for each key it became")
+    ] = False,
 ) -> None:
-    """Say what a key means, its unit and default, who reads it, and its names in veRL and Trinity-RFT."""
+    """Say what a key means, its unit and default, who reads it, and its names in veRL and
+    Trinity-RFT.
+    """
     from rft.config.describe import describe
     from rft.plugins import extra_entries
 
@@ -55,7 +70,10 @@ def explain(
 
 def plugins(
     kind: Annotated[
-        str | None, typer.Argument(help="workflow, reward, policy_loss_fn ...; default: all", show_default=False)
+        str | None,
+        typer.Argument(
+            help="workflow, reward, policy_loss_fn ...; default: all", show_default=False
+        ),
     ] = None,
     as_json: JsonArray = False,
     plugin_dir: PluginDirs = None,
@@ -69,11 +87,16 @@ def plugins(
     for i, row in enumerate(rows):
         if i == 0 or rows[i - 1]["kind"] != row["kind"]:
             print(f"{row['kind']}")
-        print(f"  {row['name']:{width}}  {row['about']}" + (f"  [{row['source']}]" if not row["built_in"] else ""))
+        print(
+            f"  {row['name']:{width}}  {row['about']}"
+            + (f"  [{row['source']}]" if not row["built_in"] else "")
+        )
 
 
 def listed(plugin_dirs: list[str], kind: str | None) -> list[dict[str, str | bool | list[str]]]:
-    """One row per plugin: kind, name, what it is (first line of its docstring), arguments, source.  Raises ConfigError, PluginError."""
+    """One row per plugin: kind, name, what it is (first line of its docstring), arguments, source.
+    Raises ConfigError, PluginError.
+    """
     import rft.plugins as registry
     from rft.engine.named import BUILT_IN
 
@@ -95,12 +118,21 @@ def listed(plugin_dirs: list[str], kind: str | None) -> list[dict[str, str | boo
     ]
     known = {(r["kind"], r["name"]) for r in rows}
     rows += [
-        {"kind": "engine", "name": n, "about": "", "args": [], "source": where.partition(":")[0], "built_in": True}
+        {
+            "kind": "engine",
+            "name": n,
+            "about": "",
+            "args": [],
+            "source": where.partition(":")[0],
+            "built_in": True,
+        }
         for n, where in BUILT_IN.items()
         if ("engine", n) not in known
     ]
     rows.sort(key=lambda r: (r["kind"], r["name"]))
     kinds = sorted({str(r["kind"]) for r in rows})
     if kind is not None and kind not in kinds:
-        raise ConfigError(f"unknown kind {kind!r}; known: {', '.join(kinds)}", key="KIND", given=kind)
+        raise ConfigError(
+            f"unknown kind {kind!r}; known: {', '.join(kinds)}", key="KIND", given=kind
+        )
     return [r for r in rows if kind in (None, r["kind"])]

@@ -19,16 +19,31 @@ if TYPE_CHECKING:
 
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Option("--out", "-o", help="new folder for the model", show_default=False)],
-    step: Annotated[int | None, typer.Option(help="train step; default: the newest", show_default=False)] = None,
-    best: Annotated[
-        str | None, typer.Option(help="metric of metrics.jsonl: the checkpoint where it was highest", show_default=False)
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="new folder for the model", show_default=False)
+    ],
+    step: Annotated[
+        int | None, typer.Option(help="train step; default: the newest", show_default=False)
     ] = None,
-    lowest: Annotated[bool, typer.Option("--lowest", help="with --best: where it was lowest")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapter, as peft reads it")] = False,
+    best: Annotated[
+        str | None,
+        typer.Option(
+            help="metric of metrics.jsonl: the checkpoint where it was highest", show_default=False
+        ),
+    ] = None,
+    lowest: Annotated[
+        bool, typer.Option("--lowest", help="with --best: where it was lowest")
+    ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="only the LoRA adapter, as peft reads it")
+    ] = False,
 ) -> None:
-    """Write the verified Hugging Face model of a checkpoint; with LoRA the adapter is added to the weights."""
-    print(copy_model(run_dir, out, step, best=best, mode="min" if lowest else "max", adapter=adapter))
+    """Write the verified Hugging Face model of a checkpoint; with LoRA the adapter is added to the
+    weights.
+    """
+    print(
+        copy_model(run_dir, out, step, best=best, mode="min" if lowest else "max", adapter=adapter)
+    )
 
 
 def copy_model(
@@ -42,9 +57,10 @@ def copy_model(
 ) -> Path:
     """Write to `out`, which must not exist yet; it appears whole or not at all.
 
-    The checkpoint's own Hugging Face folder is copied where it has one; else its parts are put together, one tensor in memory at a
-    time.  `adapter`: only what was trained of it.  The folder of a program stands for that of its last finished stage.
-    Raises ConfigError for a wrong folder or step, CheckpointInvalid naming the file that is not what the manifest says.
+    The checkpoint's own Hugging Face folder is copied where it has one; else its parts are put
+    together, one tensor in memory at a time.  `adapter`: only what was trained of it.  The folder
+    of a program stands for that of its last finished stage. Raises ConfigError for a wrong folder
+    or step, CheckpointInvalid naming the file that is not what the manifest says.
     """
     from rft.monitor.monitor import FILE as METRICS
     from rft.trainer import manifest as manifests
@@ -56,9 +72,17 @@ def copy_model(
             raise ConfigError("--best is given too; name one of them", key="--step", given=step)
         if (step := best_step(run_dir / METRICS, best, mode, folders)) is None:
             steps = ", ".join(map(str, folders))
-            raise ConfigError(f"{best} has no value at the steps of the checkpoints ({steps})", key="--best", given=best)
+            raise ConfigError(
+                f"{best} has no value at the steps of the checkpoints ({steps})",
+                key="--best",
+                given=best,
+            )
     if step is not None and step not in folders:
-        raise ConfigError(f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}", key="--step", given=step)
+        raise ConfigError(
+            f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}",
+            key="--step",
+            given=step,
+        )
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not", key="--out")
     chosen = max(folders.values(), key=age) if step is None else folders[step]
@@ -72,7 +96,11 @@ def copy_model(
         _fill(manifest, aside, adapter=adapter)
         aside.rename(out)
     except OSError as e:
-        gone = "" if chosen.is_dir() else f"{chosen} was removed meanwhile (trainer.max_checkpoints_to_keep); export again"
+        gone = (
+            ""
+            if chosen.is_dir()
+            else f"{chosen} was removed meanwhile (trainer.max_checkpoints_to_keep); export again"
+        )
         raise SetupError(gone or f"{out} cannot be written: {e.strerror}") from e
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -86,22 +114,30 @@ def _say(text: str, size: int) -> None:
 
 
 def _with_model(run_dir: Path, adapter: bool) -> tuple[Path, dict[int, Path]]:
-    """The folder of the run, or of a program's last finished stage, and its checkpoints with a model, or adapter, by step."""
+    """The folder of the run, or of a program's last finished stage, and its checkpoints with a
+    model, or adapter, by step.
+    """
     from rft.launch import stages
     from rft.trainer import manifest as manifests
 
     if stages.record(run_dir):
         if not (done := stages.read(run_dir)):
-            raise ConfigError(f"{run_dir} is a program of stages, and none of them is done", key="RUN_DIR")
+            raise ConfigError(
+                f"{run_dir} is a program of stages, and none of them is done", key="RUN_DIR"
+            )
         run_dir = run_dir / done[-1].name
     committed = manifests.committed(run_dir / "checkpoints")
     kinds = ("trainer/adapters",) if adapter else ("huggingface", "trainer/pretrained")
-    folders = {manifests.step_of(f): f for f in committed if any((f / name).is_dir() for name in kinds)}
+    folders = {
+        manifests.step_of(f): f for f in committed if any((f / name).is_dir() for name in kinds)
+    }
     none = f"{run_dir} has {len(committed)} checkpoints and none of them holds"
     if not folders and adapter:
         raise ConfigError(f"{none} an adapter; it trained the whole model", key="--adapter")
     if not folders:
-        raise ConfigError(f"{none} a model; set trainer.save_hf_checkpoint to last or always", key="RUN_DIR")
+        raise ConfigError(
+            f"{none} a model; set trainer.save_hf_checkpoint to last or always", key="RUN_DIR"
+        )
     return run_dir, folders
 
 
@@ -112,7 +148,9 @@ def _fill(manifest: Manifest, aside: Path, *, adapter: bool) -> None:
         beginning = "/".join(names[0].split("/")[:3])  # the folder has the adapter's name
     if adapter or names:
         if not any(n.endswith(".safetensors") for n in names):
-            raise CheckpointInvalid(f"{manifest.folder}: its manifest lists no safetensors file below {beginning}")
+            raise CheckpointInvalid(
+                f"{manifest.folder}: its manifest lists no safetensors file below {beginning}"
+            )
         for name in names:
             target = aside / Path(name).relative_to(beginning)
             target.parent.mkdir(parents=True, exist_ok=True)

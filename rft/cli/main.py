@@ -1,7 +1,8 @@
-"""The program `rft`: finds the verb, imports its file alone, turns errors into messages and exit codes.
+"""The program `rft`: finds the verb, imports its file alone, turns errors into messages and exit
+codes.
 
-Knows no verb's inside.  The one invariant: people's mistakes and failed runs end with a message and their exit code, never with a
-traceback; everything else is a bug and ends with one (exit code 4).
+Knows no verb's inside.  The one invariant: people's mistakes and failed runs end with a message and
+their exit code, never with a traceback; everything else is a bug and ends with one (exit code 4).
 """
 
 from __future__ import annotations
@@ -25,9 +26,17 @@ from rft.secrets import learn_environment, redact
 from rft.worker.blocked import name_what_blocks
 
 _OF_THE_MACHINE = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
     errno.EEXIST,
-}  # fmt: skip
+}
 EXIT_CODES = "Exit codes: 0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted."
 
 
@@ -36,21 +45,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [a for a in given if a != "--debug"]
-    asked = os.environ["COMP_WORDS"].split()[1:] if "_RFT_COMPLETE" in os.environ and "COMP_WORDS" in os.environ else given
+    asked = (
+        os.environ["COMP_WORDS"].split()[1:]
+        if "_RFT_COMPLETE" in os.environ and "COMP_WORDS" in os.environ
+        else given
+    )
     _open_streams()
-    if not sys.stderr.isatty():  # bars of other libraries are for people; one whose reader has gone waits for ever
+    # bars of other libraries are for people; one whose reader has gone waits for ever
+    if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         Path.cwd()
     except OSError as e:
-        _tell(f"ConfigError: the current folder cannot be used: {e.strerror}; change into one that is there")
+        _tell(
+            f"ConfigError: the current folder cannot be used: {e.strerror}; change into one that "
+            f"is there"
+        )
         sys.exit(2)
-    over = name_what_blocks(lambda text: print(f"rft: {text}", file=sys.stderr, flush=True), _end_check)
+    over = name_what_blocks(
+        lambda text: print(f"rft: {text}", file=sys.stderr, flush=True), _end_check
+    )
     try:
         make(next((a for a in asked if not a.startswith("-")), ""))(args=given, prog_name="rft")
     except SystemExit as e:
         if (frame := _of_a_plugin(e)) is not None:
-            _tell(f"RunFailed: {frame} called sys.exit({e.code!r}); a plugin must not end the program")
+            _tell(
+                f"RunFailed: {frame} called sys.exit({e.code!r}); a plugin must not end the program"
+            )
             sys.exit(4)
         raise
     except RftError as e:
@@ -58,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         _tell(f"{type(e).__name__}: {e}")
         if isinstance(e, Interrupted | RayFailed):
-            # All of ours is closed by now; the exit handlers of Ray would wait for one that does not answer.
+            # All of ours is closed by now; the exit handlers of Ray would wait for one that does
+            # not answer.
             sys.stdout.flush()
             os._exit(e.exit_code)
         sys.exit(e.exit_code)
@@ -76,13 +98,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _tell(f"DiskFull: {full(e, 'the output')}")
             sys.exit(DiskFull.exit_code)
         if isinstance(e, MemoryError) and not debug:
-            _tell("SetupError: there is not enough memory, or a limit (`ulimit -v`) does not allow more; --debug shows where")
+            _tell(
+                "SetupError: there is not enough memory, or a limit (`ulimit -v`) does not allow "
+                "more; --debug shows where"
+            )
             sys.exit(3)
-        if isinstance(e, OSError) and e.filename is not None and e.errno in _OF_THE_MACHINE and not debug:
-            _tell(f"SetupError: {os.fspath(e.filename)!r}: {e.strerror}; --debug shows where it was needed")
+        if (
+            isinstance(e, OSError)
+            and e.filename is not None
+            and e.errno in _OF_THE_MACHINE
+            and not debug
+        ):
+            _tell(
+                f"SetupError: {os.fspath(e.filename)!r}: {e.strerror}; --debug shows where it was "
+                f"needed"
+            )
             sys.exit(3)
-        first = "" if (frame := _of_a_plugin(e)) is None else f"Look at {frame} first, which is no part of rft.  "
-        _tell(f"{traceback.format_exc()}{first}This is a bug in rft, or in a plugin; please report it with the lines above.")
+        first = (
+            ""
+            if (frame := _of_a_plugin(e)) is None
+            else f"Look at {frame} first, which is no part of rft.  "
+        )
+        _tell(
+            f"{traceback.format_exc()}{first}This is a bug in rft, or in a plugin; please report "
+            f"it with the lines above."
+        )
         sys.exit(4)
     finally:
         over.set()
@@ -104,7 +144,11 @@ def _open_streams() -> None:
             if opened != fd:
                 os.close(opened)
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(fd, mode, closefd=False, encoding="utf-8", errors="backslashreplace"))
+            setattr(
+                sys,
+                name,
+                os.fdopen(fd, mode, closefd=False, encoding="utf-8", errors="backslashreplace"),
+            )
 
 
 def _drop_output() -> None:
@@ -124,7 +168,9 @@ def _tell(text: str) -> None:
 
 
 def make(verb: str) -> typer.Typer:
-    """The whole program, of which only `verb` can do something: importing the others would make every command slow."""
+    """The whole program, of which only `verb` can do something: importing the others would make
+    every command slow.
+    """
     app = typer.Typer(
         name="rft",
         help="Reinforcement fine-tuning of language models.",
@@ -155,9 +201,14 @@ def _version(asked: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_version)
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", is_eager=True, callback=_version
+        ),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")
+    ] = False,
 ) -> None:
     """Only for the help: `main` has read both already, or ends here."""
 

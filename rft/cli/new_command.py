@@ -1,7 +1,8 @@
-"""`rft new`: the skeleton of a plugin and its test, which passes at once, with NAME and CLASS filled in.
+"""`rft new`: the skeleton of a plugin and its test, which passes at once, with NAME and CLASS
+filled in.
 
-The skeletons are the files in `skeletons`.  Invariant: no existing file is overwritten; the generated test passes unchanged, without a
-model.
+The skeletons are the files in `skeletons`.  Invariant: no existing file is overwritten; the
+generated test passes unchanged, without a model.
 """
 
 from __future__ import annotations
@@ -23,29 +24,55 @@ KINDS = {
     "operator": "changes or drops scored runs before they are stored",
     "agent": "a program that speaks OpenAI's protocol to the model",
 }
-_REGISTERED = {"judge": "reward", "env": "workflow", "agent": "workflow"}  # kinds that are plugins of another kind
+# kinds that are plugins of another kind
+_REGISTERED = {"judge": "reward", "env": "workflow", "agent": "workflow"}
 _NAME = re.compile(r"[a-z][a-z0-9_]{1,49}")
 _SKELETONS = Path(__file__).with_name("skeletons")
 _SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
 
 
 def new(
-    kind: Annotated[str, typer.Argument(help="config, workflow, reward, judge, env, operator or agent", show_default=False)],
-    name: Annotated[str, typer.Argument(help="its name in configurations, e.g. guess_number", show_default=False)],
-    folder: Annotated[Path, typer.Option("--dir", help="folder of your plugins; created if missing")] = Path("plugins"),
-    model: Annotated[str, typer.Option(help="of a config: folder of the model")] = "runs/tiny-model",
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="config, workflow, reward, judge, env, operator or agent", show_default=False
+        ),
+    ],
+    name: Annotated[
+        str,
+        typer.Argument(help="its name in configurations, e.g. guess_number", show_default=False),
+    ],
+    folder: Annotated[
+        Path, typer.Option("--dir", help="folder of your plugins; created if missing")
+    ] = Path("plugins"),
+    model: Annotated[
+        str, typer.Option(help="of a config: folder of the model")
+    ] = "runs/tiny-model",
 ) -> None:
-    """Write DIR/NAME.py and DIR/tests/test_NAME.py, or NAME.yaml with NAME.jsonl; existing files are left alone."""
+    """Write DIR/NAME.py and DIR/tests/test_NAME.py, or NAME.yaml with NAME.jsonl; existing files
+    are left alone.
+    """
     if kind == "config":
         _config(name, model)
         return
     if kind not in KINDS:
-        known = "; ".join([*(f"{k} ({about})" for k, about in KINDS.items()), "config (a configuration and its tasks)"])
+        known = "; ".join(
+            [
+                *(f"{k} ({about})" for k, about in KINDS.items()),
+                "config (a configuration and its tasks)",
+            ]
+        )
         raise ConfigError(f"write one of: {known}", key="KIND", given=kind)
     _check_plugin_name(kind, name)
-    plugin, test = folder / f"{name}.py", folder / "tests" / f"test_{name}.py"
-    _write({plugin: skeleton(kind, "plugin.py.txt", name), test: skeleton(kind, "test.py.txt", name)})
-    print(f"{plugin}\n{test}\n\ntest it:  pytest {test}\nuse it:   rft run --config FILE --plugin-dir {folder}\n")
+    plugin = folder / f"{name}.py"
+    test = folder / "tests" / f"test_{name}.py"
+    _write(
+        {plugin: skeleton(kind, "plugin.py.txt", name), test: skeleton(kind, "test.py.txt", name)}
+    )
+    print(
+        f"{plugin}\n{test}\n\ntest it:  pytest {test}\nuse it:   rft run --config FILE "
+        f"--plugin-dir {folder}\n"
+    )
     print("in FILE, which `rft new config ...` writes:\n")
     print(skeleton(kind, "use.yaml", name), end="")
 
@@ -53,7 +80,9 @@ def new(
 def skeleton(kind: str, file: str, name: str) -> str:
     """The text of a file of one kind, with its names filled in."""
     text = (_SKELETONS / kind / file).read_text(encoding="utf-8")
-    return text.replace("CLASS", "".join(part.capitalize() for part in name.split("_"))).replace("NAME", name)
+    return text.replace("CLASS", "".join(part.capitalize() for part in name.split("_"))).replace(
+        "NAME", name
+    )
 
 
 def _config(name: str, model: str) -> None:
@@ -63,16 +92,27 @@ def _config(name: str, model: str) -> None:
 
     _check_name(name)
     engine = "vllm" if importlib.util.find_spec("vllm") else "transformers"
-    rows = [json.dumps({"prompt": f"What is {a} + {b}? Reply with the number only.", "response": str(a + b)}) for a, b in _SUMS]
+    rows = [
+        json.dumps(
+            {"prompt": f"What is {a} + {b}? Reply with the number only.", "response": str(a + b)}
+        )
+        for a, b in _SUMS
+    ]
     files = {
-        Path(f"{name}.yaml"): skeleton("config", "config.yaml", name).replace("MODEL", model).replace("ENGINE", engine),
+        Path(f"{name}.yaml"): skeleton("config", "config.yaml", name)
+        .replace("MODEL", model)
+        .replace("ENGINE", engine),
         Path(f"{name}.jsonl"): "".join(f"{row}\n" for i, row in enumerate(rows) if i % 5),
         Path(f"{name}_eval.jsonl"): "".join(f"{row}\n" for i, row in enumerate(rows) if i % 5 == 0),
     }
     _write(files)
     print(*files, sep="\n")
     if not Path(model).is_dir():
-        made = f"python -m rft.testing.tiny {model}" if Path(model).name == "tiny-model" else "see --model"
+        made = (
+            f"python -m rft.testing.tiny {model}"
+            if Path(model).name == "tiny-model"
+            else "see --model"
+        )
         print(f"\nthere is no {model} yet:  {made}")
     print(f"\nlook:   rft check --config {name}.yaml\ntrain:  rft run --config {name}.yaml")
 
@@ -80,7 +120,8 @@ def _config(name: str, model: str) -> None:
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError(
-            "must be 2 to 50 lower-case letters, digits and underscores, begin with a letter, and not be a Python keyword",
+            "must be 2 to 50 lower-case letters, digits and underscores, begin with a letter, and "
+            "not be a Python keyword",
             key="NAME",
             given=name,
         )
@@ -93,14 +134,20 @@ def _check_plugin_name(kind: str, name: str) -> None:
     plugins.load_all()
     registered = _REGISTERED.get(kind, kind)
     if name in plugins.REGISTRY.names(registered):
-        raise ConfigError(f"a {registered} that comes with rft has this name; choose another", key="NAME", given=name)
+        raise ConfigError(
+            f"a {registered} that comes with rft has this name; choose another",
+            key="NAME",
+            given=name,
+        )
 
 
 def _write(files: dict[Path, str]) -> None:
     """All of the files, or none where one exists."""
     for path in files:
         if path.exists():
-            raise ConfigError("already exists; choose another name, or delete it", key="NAME", given=str(path))
+            raise ConfigError(
+                "already exists; choose another name, or delete it", key="NAME", given=str(path)
+            )
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

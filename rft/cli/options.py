@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 RunDir = Annotated[Path, typer.Argument(help="folder of the run", show_default=False)]
 Config = Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value; lists too: a.tasksets.0.path=x", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key.path=value; lists too: a.tasksets.0.path=x", show_default=False),
+]
 PluginDirs = Annotated[
-    list[str] | None, typer.Option("--plugin-dir", help="folder with your plugins; repeatable", show_default=False)
+    list[str] | None,
+    typer.Option("--plugin-dir", help="folder with your plugins; repeatable", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 JsonArray = Annotated[bool, typer.Option("--json", help="print one JSON array")]
@@ -34,7 +38,10 @@ def one_of(given: str | None, known: Sequence[str], key: str) -> str:
 
 
 def planned(
-    config: Path, overrides: Sequence[str] | None = None, plugin_dirs: Sequence[str] | None = None, stage: str = ""
+    config: Path,
+    overrides: Sequence[str] | None = None,
+    plugin_dirs: Sequence[str] | None = None,
+    stage: str = "",
 ) -> Plan:
     """The plan of a configuration, with everything loaded that it may name."""
     from rft.config.load import load
@@ -50,7 +57,10 @@ def task_of(opened: Taskset, row: int, key: str) -> Task:
     """The task of row `row`, as a run stores its number; rows that were left out have one too."""
     if (place := opened.place(row)) is None:
         raise ConfigError(
-            f"taskset {opened.settings.name} has no row {row}, or leaves it out; it has {len(opened)}", key=key, given=row
+            f"taskset {opened.settings.name} has no row {row}, or leaves it out; it has "
+            f"{len(opened)}",
+            key=key,
+            given=row,
         )
     return opened.task(place)
 

@@ -13,12 +13,19 @@ from rft.secrets import safe
 
 
 def quickstart(
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as for `rft run`", show_default=False)] = None,
-    engine: Annotated[str, typer.Option(help="vllm, or transformers where vLLM cannot be installed")] = "vllm",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key.path=value, as for `rft run`", show_default=False),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="vllm, or transformers where vLLM cannot be installed")
+    ] = "vllm",
     seed: Annotated[int, typer.Option(help="seed of data order and sampling")] = 42,
     root: Annotated[Path, typer.Option(help="folder for the run")] = Path("runs"),
 ) -> None:
-    """Fetch SmolLM2-135M-Instruct and train it on single-digit sums with GRPO; shows held-out accuracy before and after."""
+    """Fetch SmolLM2-135M-Instruct and train it on single-digit sums with GRPO; shows held-out
+    accuracy before and after.
+    """
     from rich.console import Console
 
     from rft.launch.execute import execute
@@ -46,17 +53,22 @@ def config_file() -> Path:
     for folder in (package.parent / "examples", package / "_examples"):
         if (path := folder / "quickstart" / "config.yaml").exists():
             return path
-    raise FileNotFoundError("examples/quickstart/config.yaml is neither in the source tree nor in the package")
+    raise FileNotFoundError(
+        "examples/quickstart/config.yaml is neither in the source tree nor in the package"
+    )
 
 
 def report(run_dir: Path, seconds: float | None, console: Any) -> None:
-    """What the model learnt: held-out accuracy, answers before and after, the curve, and where to go next; seconds of a whole run."""
+    """What the model learnt: held-out accuracy, answers before and after, the curve, and where to
+    go next; seconds of a whole run.
+    """
     from rft.monitor.curves import Picture, evaluations, is_main, main_curves, svg
     from rft.monitor.read import AllSeries, Records
 
     found = AllSeries(is_main, Records(run_dir / "metrics.jsonl"))
     name = next(iter(evaluations(found.names)), "")
-    points, took = found.points(name), "" if seconds is None else f", {seconds:.0f} s"
+    points = found.points(name)
+    took = "" if seconds is None else f", {seconds:.0f} s"
     if len(points) > 1:
         taskset, _, mean = name.removeprefix("eval/").rpartition("/")
         if (shown := _answers(run_dir, taskset, points[0][0], points[-1][0])).row_count:
@@ -64,14 +76,21 @@ def report(run_dir: Path, seconds: float | None, console: Any) -> None:
         gain = f"[bold]{points[0][1]:.2f} -> {points[-1][1]:.2f}[/bold] in {points[-1][0]} steps"
         console.print(f"\nheld-out accuracy ({mean}, temperature 1): {gain}{took}")
     else:
-        console.print(f"\nwhat was learnt is not told without an evaluation before and one after (explorer.eval_*){took}")
+        console.print(
+            f"\nwhat was learnt is not told without an evaluation before and one after "
+            f"(explorer.eval_*){took}"
+        )
     picture = run_dir / "reward_curve.svg"
     Picture(svg(main_curves(found), title=run_dir.resolve().name)).save(picture)
     console.print(f"curve     {picture}\nrun       {run_dir}")
-    for model in sorted(run_dir.glob("checkpoints/global_step_*/huggingface"), key=lambda m: m.stat().st_mtime_ns)[-1:]:
+    for model in sorted(
+        run_dir.glob("checkpoints/global_step_*/huggingface"), key=lambda m: m.stat().st_mtime_ns
+    )[-1:]:
         console.print(f"model     {model}")
     console.print(f"next      rft status {run_dir}")
-    console.print("          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL")
+    console.print(
+        "          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL"
+    )
     console.print("          docs/ explains how to write a workflow, a reward, a taskset")
 
 
@@ -79,18 +98,31 @@ def _answers(run_dir: Path, taskset: str, first: int, last: int) -> Any:
     """A table of six held-out questions with the first answer to each before and after training."""
     from rich.table import Table
 
-    before, after = _samples(run_dir, taskset, first), _samples(run_dir, taskset, last)
+    before = _samples(run_dir, taskset, first)
+    after = _samples(run_dir, taskset, last)
     table = Table(title="held-out questions, first answer of each", title_justify="left")
-    for column in ("question", "truth", "untrained" if first == 0 else f"after {first} steps", f"after {last} steps"):
+    for column in (
+        "question",
+        "truth",
+        "untrained" if first == 0 else f"after {first} steps",
+        f"after {last} steps",
+    ):
         table.add_column(column, overflow="fold")
     for prompt in list(before)[:6]:
         if prompt in after:
-            table.add_row(_plain(prompt), _plain(before[prompt]["truth"]), _short(before[prompt]), _short(after[prompt]))
+            table.add_row(
+                _plain(prompt),
+                _plain(before[prompt]["truth"]),
+                _short(before[prompt]),
+                _short(after[prompt]),
+            )
     return table
 
 
 def _samples(run_dir: Path, taskset: str, step: int) -> dict[str, dict[str, Any]]:
-    """First answer per prompt of one evaluation; none where none was kept (monitor.log_eval_samples=0)."""
+    """First answer per prompt of one evaluation; none where none was kept
+    (monitor.log_eval_samples=0).
+    """
     found: dict[str, dict[str, Any]] = {}
     file = run_dir / "samples" / f"eval_{taskset}_{step}.jsonl"
     for line in file.read_text().splitlines() if file.is_file() else ():

@@ -13,13 +13,26 @@ def run(
     config: Config,
     overrides: Overrides = None,
     plugin_dir: PluginDirs = None,
-    name: Annotated[str | None, typer.Option(help="name of the run (same as name=...)", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="name of the run (same as name=...)", show_default=False)
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="same as seed=...", show_default=False)] = None,
-    in_process: Annotated[bool, typer.Option("--in-process", help="one process, no Ray: transformers engine, one rank")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="start nothing: the same as rft check")] = False,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="one process, no Ray: transformers engine, one rank"),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="start nothing: the same as rft check")
+    ] = False,
 ) -> None:
-    """Train: explore, judge, learn, synchronise, until the configured number of steps; resumes where it was stopped."""
-    changes = [*(overrides or []), *([f"name={name}"] if name else []), *([f"seed={seed}"] if seed is not None else [])]
+    """Train: explore, judge, learn, synchronise, until the configured number of steps; resumes
+    where it was stopped.
+    """
+    changes = [
+        *(overrides or []),
+        *([f"name={name}"] if name else []),
+        *([f"seed={seed}"] if seed is not None else []),
+    ]
     if dry_run:
         from rft.cli.check_command import check
 

@@ -1,4 +1,5 @@
-"""Columns of text on a terminal, and what `rft buffer` prints: tables, CSV, JSON, and experiences for people.
+"""Columns of text on a terminal, and what `rft buffer` prints: tables, CSV, JSON, and experiences
+for people.
 
 Invariant: texts of models are made safe for the terminal.
 """
@@ -31,7 +32,8 @@ FORMATS = ("table", "csv", "json")
 _NUMBERS = (int, float, decimal.Decimal)
 _TIMES = ("created", "leased", "used", "trained")  # columns of the views
 _INFO = {"reward_reason": "reason"}  # shorter names of entries of info
-_HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")  # what JSON would print as it is
+# what JSON would print as it is
+_HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def on_terminal() -> bool:
@@ -45,7 +47,8 @@ def in_colour() -> bool:
 
 def progress() -> Callable[[str], None]:
     """Tells people what is under way, every two seconds at most; on a terminal in one line."""
-    last, end = time.monotonic(), "\r" if sys.stderr.isatty() else "\n"
+    last = time.monotonic()
+    end = "\r" if sys.stderr.isatty() else "\n"
 
     def told(text: str) -> None:
         nonlocal last
@@ -106,10 +109,17 @@ def answer(found: QueryResult, output: str, limit: int) -> bool:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """In parts of 1000 rows with a head each, so that a long answer is printed as it comes."""
-    every, first = iter(rows), True
+    every = iter(rows)
+    first = True
     while (part := list(itertools.islice(every, 1000))) or first:
-        numbers = [all(v is None or isinstance(v, _NUMBERS) for v in column) for column in zip(*part, strict=True)]
-        cells = [[moment(v) if c in _TIMES else cell(v) for c, v in zip(columns, row, strict=True)] for row in part]
+        numbers = [
+            all(v is None or isinstance(v, _NUMBERS) for v in column)
+            for column in zip(*part, strict=True)
+        ]
+        cells = [
+            [moment(v) if c in _TIMES else cell(v) for c, v in zip(columns, row, strict=True)]
+            for row in part
+        ]
         print("\n".join(table(columns, cells, numbers)))
         if not part:
             print("(no rows)")
@@ -129,7 +139,11 @@ def cell(value: Any) -> str:
 
 def moment(value: Any) -> str:
     """Seconds since the epoch as a date of this machine; other values as they are."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if isinstance(value, float) and value > 1e9 else cell(value)
+    return (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+        if isinstance(value, float) and value > 1e9
+        else cell(value)
+    )
 
 
 def _csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -138,7 +152,14 @@ def _csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     writer.writerow(columns)
     for row in rows:
         writer.writerow(
-            [clean(v) if isinstance(v, str) else plain_value(v) if isinstance(v, bytes | memoryview) else v for v in row]
+            [
+                clean(v)
+                if isinstance(v, str)
+                else plain_value(v)
+                if isinstance(v, bytes | memoryview)
+                else v
+                for v in row
+            ]
         )
 
 
@@ -160,18 +181,33 @@ def _json(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 def stats(facts: dict[str, Any]) -> Iterator[str]:
     """`facts` of `rft.buffer.inspect.collect` for people."""
-    waiting, uses, size = facts["waiting"], facts["uses"], facts["bytes"]
+    waiting = facts["waiting"]
+    uses = facts["uses"]
+    size = facts["bytes"]
     states = ", ".join(f"{n} {state}" for state, n in facts["states"].items()) or "none"
-    yield f"buffer       {safe(facts['buffer'])}, storage {facts['storage']}, ledger {safe(facts['ledger'])}"
+    yield (
+        f"buffer       {safe(facts['buffer'])}, storage {facts['storage']}, ledger "
+        f"{safe(facts['ledger'])}"
+    )
     yield f"experiences  {facts['experiences']} in {facts['groups']} groups: {states}"
     if facts["reasons"]:
-        yield "explained    " + ", ".join(f"{n} {safe(str(reason))}" for reason, n in facts["reasons"].items())
+        yield "explained    " + ", ".join(
+            f"{n} {safe(str(reason))}" for reason, n in facts["reasons"].items()
+        )
     if waiting["experiences"]:
         batches = f"batches {waiting['first_batch']} to {waiting['last_batch']}"
-        yield f"waiting      {waiting['experiences']} in {waiting['groups']} groups, {waiting['tokens']} tokens, {batches}"
-    yield f"uses         {uses['uses']} of {uses['experiences']} experiences, the last in step {uses['last'] or '-'}"
+        yield (
+            f"waiting      {waiting['experiences']} in {waiting['groups']} groups, "
+            f"{waiting['tokens']} tokens, {batches}"
+        )
+    yield (
+        f"uses         {uses['uses']} of {uses['experiences']} experiences, the last in step "
+        f"{uses['last'] or '-'}"
+    )
     if facts["rejected"]:
-        yield "refused      " + ", ".join(f"{n} {safe(reason)}" for reason, n in facts["rejected"].items())
+        yield "refused      " + ", ".join(
+            f"{n} {safe(reason)}" for reason, n in facts["rejected"].items()
+        )
     if facts["edits"]:
         yield f"edits        {facts['edits']} of rewards (table reward_edits)"
     yield "bytes        " + ", ".join(f"{name} {human(n)}" for name, n in size.items())
@@ -185,7 +221,10 @@ def stats(facts: dict[str, Any]) -> Iterator[str]:
 
 def _counts(head: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
     keys = list(found[0])
-    rows = [["none" if r[head] is None else str(r[head]), *(_short(r[k]) for k in keys[1:])] for r in found]
+    rows = [
+        ["none" if r[head] is None else str(r[head]), *(_short(r[k]) for k in keys[1:])]
+        for r in found
+    ]
     return table([k.replace("_", " ") for k in keys], rows, [False, *([True] * (len(keys) - 1))])
 
 
@@ -208,8 +247,15 @@ def experience(x: Shown, words: TokenTexts | None, *, colour: bool) -> Iterator[
     row = x.row
     state = row["state"] + (f" ({safe(str(row['explained']))})" if row["explained"] else "")
     yield _bold(f"experience   {row['id']}", colour)
-    yield f"task         {safe(row['taskset'])}[{row['task_index']}], run {row['run']}, workflow {safe(row['workflow'])}"
-    yield f"state        {state}; {row['status']}" + (f", {safe(row['reason'])}" if row["reason"] else "") + _ended(row)
+    yield (
+        f"task         {safe(row['taskset'])}[{row['task_index']}], run {row['run']}, workflow "
+        f"{safe(row['workflow'])}"
+    )
+    yield (
+        f"state        {state}; {row['status']}"
+        + (f", {safe(row['reason'])}" if row["reason"] else "")
+        + _ended(row)
+    )
     parts = json.loads(row["reward_parts"] or "{}")
     yield f"reward       {cell(row['reward'])}" + (
         "" if not parts else "  = " + ", ".join(f"{safe(k)} {v:g}" for k, v in parts.items())
@@ -225,7 +271,9 @@ def experience(x: Shown, words: TokenTexts | None, *, colour: bool) -> Iterator[
         from rft.buffer.inspect import conversation
 
         for said in conversation(x):
-            yield from _text(safe(said["role"])[:12], "\n".join(filter(None, (said["text"], said["calls"]))))
+            yield from _text(
+                safe(said["role"])[:12], "\n".join(filter(None, (said["text"], said["calls"])))
+            )
     else:
         yield from _text("prompt", row["prompt_text"])
         yield from _text("response", row["response_text"])
@@ -235,15 +283,25 @@ def experience(x: Shown, words: TokenTexts | None, *, colour: bool) -> Iterator[
 
 
 def _compared(x: Shown) -> str:
-    """The mean reward of its group and its advantage: the trainer's where it is kept, else the distance to the mean."""
+    """The mean reward of its group and its advantage: the trainer's where it is kept, else the
+    distance to the mean.
+    """
     if x.group_mean is None:
         return ""
-    kept = [] if x.payload is None or x.trainer is None else x.trainer.advantages[x.payload.loss_mask].tolist()
+    kept = (
+        []
+        if x.payload is None or x.trainer is None
+        else x.trainer.advantages[x.payload.loss_mask].tolist()
+    )
     known = [a for a in kept if math.isfinite(a)]
     said = f", mean reward {x.group_mean:.4g} of {x.group_scored}"
     if known:
         return f"{said}, mean advantage {sum(known) / len(known):+.4g}"
-    return said if x.row["reward"] is None else f"{said}, this one {x.row['reward'] - x.group_mean:+.4g}"
+    return (
+        said
+        if x.row["reward"] is None
+        else f"{said}, this one {x.row['reward'] - x.group_mean:+.4g}"
+    )
 
 
 def _ended(row: dict[str, Any]) -> str:
@@ -256,7 +314,9 @@ def _lineage(x: Shown) -> Iterator[str]:
     from rft.buffer.inspect import written_by
 
     if x.payload is not None and x.payload.version_spans:
-        spans = ", ".join(f"{s.version} tokens {s.start} to {s.end}" for s in x.payload.version_spans)
+        spans = ", ".join(
+            f"{s.version} tokens {s.start} to {s.end}" for s in x.payload.version_spans
+        )
         yield f"written by   weights {spans}"
     elif versions := written_by(x.row):
         yield f"written by   weights {versions}"
@@ -266,7 +326,9 @@ def _lineage(x: Shown) -> Iterator[str]:
         elif use.checkpoint is None:
             after = "in no checkpoint yet"
         else:
-            after = f"first in checkpoint {use.checkpoint}" + ("" if use.there else ", which was deleted")
+            after = f"first in checkpoint {use.checkpoint}" + (
+                "" if use.there else ", which was deleted"
+            )
         yield f"trained in   step {use.version}, {after}"
     if not x.uses:
         yield "trained in   no step"
@@ -280,20 +342,28 @@ def _text(name: str, text: str) -> Iterator[str]:
 
 
 def _tokens(x: Shown, words: TokenTexts, colour: bool) -> Iterator[str]:
-    """All tokens in a row: those of the prompt as they are, trained ones with their log-prob, and the trainer's where it is kept."""
+    """All tokens in a row: those of the prompt as they are, trained ones with their log-prob, and
+    the trainer's where it is kept.
+    """
     if x.payload is None:
         yield f"tokens       {safe(x.gone)}"
         return
-    p, out = x.payload, []
+    p = x.payload
+    out = []
     kept = [None] * len(p.tokens) if x.trainer is None else x.trainer.logprobs.tolist()
-    for token, trained, logprob, ours in zip(p.tokens.tolist(), p.loss_mask.tolist(), p.logprobs.tolist(), kept, strict=True):
-        word, shade = safe(words(token)), _shade(logprob) if p.has_logprobs else 39
+    for token, trained, logprob, ours in zip(
+        p.tokens.tolist(), p.loss_mask.tolist(), p.logprobs.tolist(), kept, strict=True
+    ):
+        word = safe(words(token))
+        shade = _shade(logprob) if p.has_logprobs else 39
         said = f"{logprob:.2f}" if p.has_logprobs else "-"
         said += "" if ours is None or math.isnan(ours) else f"/{ours:.2f}"
         if not trained:
             out.append(f"\x1b[2m{word}\x1b[0m" if colour else word)
         else:
-            out.append(f"\x1b[{shade}m{word}\x1b[0m\x1b[2m{said}\x1b[0m" if colour else f"⟦{word} {said}⟧")
+            out.append(
+                f"\x1b[{shade}m{word}\x1b[0m\x1b[2m{said}\x1b[0m" if colour else f"⟦{word} {said}⟧"
+            )
     yield "tokens       " + "·".join(out)
 
 
@@ -310,10 +380,14 @@ def plain(x: Shown, *, tokens: bool) -> dict[str, Any]:
     """One experience as plain values."""
     from rft.buffer.experience_export import unpacked
 
-    uses = [{"step": str(u.version), "checkpoint": u.checkpoint, "counts": u.counts} for u in x.uses]
+    uses = [
+        {"step": str(u.version), "checkpoint": u.checkpoint, "counts": u.counts} for u in x.uses
+    ]
     payload = unpacked(x.payload, x.trainer) if x.payload is not None else {"gone": x.gone}
     if not tokens:
-        payload = {k: v for k, v in payload.items() if k in ("version_spans", "metrics", "info", "gone")}
+        payload = {
+            k: v for k, v in payload.items() if k in ("version_spans", "metrics", "info", "gone")
+        }
     return {**x.row, **payload, "uses": uses}
 
 
@@ -324,14 +398,18 @@ def width(text: str) -> int:
     """Columns of the terminal that `text` takes."""
     if text.isascii():
         return len(text)
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
 
 
 def cut(text: str, most: int = CELL) -> str:
     """`text`, or its beginning and an ellipsis, in at most `most` columns."""
     if len(text) <= most // 2 or width(text) <= most:
         return text
-    kept, used = [], 1
+    kept = []
+    used = 1
     for char in text:
         used += width(char)
         if used > most:
@@ -340,11 +418,18 @@ def cut(text: str, most: int = CELL) -> str:
     return "".join(kept) + "…"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> Iterator[str]:
-    """Lines of a table; cells are made safe and cut, columns of numbers (`right`) are aligned to the right."""
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()
+) -> Iterator[str]:
+    """Lines of a table; cells are made safe and cut, columns of numbers (`right`) are aligned to
+    the right.
+    """
     cells = [[cut(safe(c)) for c in row] for row in (heads, *rows)]
     wide = [max(width(row[i]) for row in cells) for i in range(len(heads))]
     side = [*right, *([False] * (len(heads) - len(right)))]
     for row in cells:
-        parts = [(" " * (w - width(c)) + c) if r else (c + " " * (w - width(c))) for c, w, r in zip(row, wide, side, strict=True)]
+        parts = [
+            (" " * (w - width(c)) + c) if r else (c + " " * (w - width(c)))
+            for c, w, r in zip(row, wide, side, strict=True)
+        ]
         yield "  ".join(parts).rstrip()

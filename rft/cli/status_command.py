@@ -1,4 +1,5 @@
-"""`rft status`, `rft timeline` and `rft log`: what a run is doing or how it ended, who worked and who waited in it, and what it said.
+"""`rft status`, `rft timeline` and `rft log`: what a run is doing or how it ended, who worked and
+who waited in it, and what it said.
 
 From its files alone; the run need not be alive, or on this machine, and may still be going on.
 """
@@ -45,7 +46,9 @@ def status(
 
 
 def collect(run_dir: Path) -> dict[str, Any]:
-    """Phase, holder, steps, newest numbers, checkpoints.  Raises ConfigError when no run has been in `run_dir`."""
+    """Phase, holder, steps, newest numbers, checkpoints.  Raises ConfigError when no run has been
+    in `run_dir`.
+    """
     from rft.launch.rundir import RunDir
 
     run = RunDir(run_dir)
@@ -79,7 +82,13 @@ def _stages(run_dir: Path) -> list[dict[str, Any]]:
     for stage in record(run_dir):
         folder = run_dir / stage["stage_name"]
         state = {"phase": "done"} if stage["version"] else RunDir(folder).read_state()
-        rows.append({**stage, "phase": RunDir(folder).phase(state)[0] if state else "not begun", "run_dir": str(folder)})
+        rows.append(
+            {
+                **stage,
+                "phase": RunDir(folder).phase(state)[0] if state else "not begun",
+                "run_dir": str(folder),
+            }
+        )
     return rows
 
 
@@ -90,7 +99,11 @@ def lines(facts: dict[str, Any]) -> list[str]:
     from rft.launch.progress import duration, next_steps, step_facts
 
     state = facts["state"]
-    away = "" if (node := state.get("node", os.uname().nodename)) == os.uname().nodename else f", on {node}"
+    away = (
+        ""
+        if (node := state.get("node", os.uname().nodename)) == os.uname().nodename
+        else f", on {node}"
+    )
     held = f", process {facts['holder']}" if facts["holder"] is not None else away
     age = f", since {duration(max(time.time() - state['time'], 0))}" if "time" in state else ""
     if facts["phase"] == "died":
@@ -106,17 +119,27 @@ def lines(facts: dict[str, Any]) -> list[str]:
         out.append(f"reason       {reason}")
     for s in facts["stages"]:
         model = f", version {s['version']}" if s["version"] else ""
-        out.append(f"stage        {s['stage_name']}: {s['phase']}{model}  (rft status {s['run_dir']})")
+        out.append(
+            f"stage        {s['stage_name']}: {s['phase']}{model}  (rft status {s['run_dir']})"
+        )
     out += [f"waiting      {wait}" for wait in state.get("waiting", ())]
     if parts := state.get("parts"):
         out.append(
-            "parts        " + ", ".join(f"{n} {p}{'' if away or psutil.pid_exists(p) else ' (gone)'}" for n, p in parts.items())
+            "parts        "
+            + ", ".join(
+                f"{n} {p}{'' if away or psutil.pid_exists(p) else ' (gone)'}"
+                for n, p in parts.items()
+            )
         )
     if step := facts["last_step"]:
-        out.append(f"step         {step['step']}  {step_facts(step['values'], step['values']['perf/step_s'])}")
+        out.append(
+            f"step         {step['step']}  "
+            f"{step_facts(step['values'], step['values']['perf/step_s'])}"
+        )
     out += [f"eval         step {e['step']}: {e['name']} {e['value']:.3f}" for e in facts["evals"]]
     out += [
-        f"checkpoint   step {c['step']}, version {c['version']}, {c['bytes'] / 1e6:.0f} MB{', model' if c['model'] else ''}"
+        f"checkpoint   step {c['step']}, version {c['version']}, {c['bytes'] / 1e6:.0f} "
+        f"MB{', model' if c['model'] else ''}"
         if not c["problem"]
         else f"checkpoint   step {c['step']}: {c['problem']}"
         for c in facts["checkpoints"][-3:]
@@ -128,24 +151,38 @@ def lines(facts: dict[str, Any]) -> list[str]:
     out += [f"curve        {line}" for line in facts["curves"]]
     out += [f"alarm        {a.removeprefix('alarm ')}" for a in facts["alarms"]]
     out += [f"note         {n}" for n in facts["notes"] if not facts["stages"]]
-    return [*out, *(f"next         {line}" for line in next_steps(facts["run_dir"]) if facts["last_step"])]
+    return [
+        *out,
+        *(f"next         {line}" for line in next_steps(facts["run_dir"]) if facts["last_step"]),
+    ]
 
 
 def _moment(seconds: float) -> str:
     """The time of day, of another day with its date."""
-    then, today = time.localtime(seconds), time.localtime()
+    then = time.localtime(seconds)
+    today = time.localtime()
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%Y-%m-%d %H:%M", then)
 
 
 def _metrics(path: Path, since: float) -> dict[str, Any]:
-    """The last train step, the first and last value of each evaluation mean, and the notes of the process that began at `since`."""
+    """The last train step, the first and last value of each evaluation mean, and the notes of the
+    process that began at `since`.
+    """
     from rft.launch.progress import curve_lines
     from rft.monitor.curves import evaluations, is_main
     from rft.monitor.read import AllSeries, Records
 
     if not path.exists():
-        return {"last_step": None, "evals": [], "curves": [], "alarms": [], "notes": ["nothing has been measured yet"]}
-    records, found, last = Records(path), AllSeries(is_main), None
+        return {
+            "last_step": None,
+            "evals": [],
+            "curves": [],
+            "alarms": [],
+            "notes": ["nothing has been measured yet"],
+        }
+    records = Records(path)
+    found = AllSeries(is_main)
+    last = None
     alarms: list[str] = []
     told: deque[str] = deque(maxlen=NOTES)
     for r in records:
@@ -158,10 +195,18 @@ def _metrics(path: Path, since: float) -> dict[str, Any]:
             told += [f"{r.role} {r.step}: {n}" for n in r.notes]
     evals = []
     for name in sorted(evaluations(found.found)):
-        points = [{"step": step, "name": name, "value": value} for step, value in found.points(name)]
+        points = [
+            {"step": step, "name": name, "value": value} for step, value in found.points(name)
+        ]
         evals += [points[0], points[-1]] if len(points) > 1 else points
     notes = [*told, *([records.note] if records.note else [])]
-    return {"last_step": last, "evals": evals, "curves": curve_lines(found), "alarms": alarms, "notes": notes}
+    return {
+        "last_step": last,
+        "evals": evals,
+        "curves": curve_lines(found),
+        "alarms": alarms,
+        "notes": notes,
+    }
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
@@ -169,10 +214,17 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
 
     out = []
     for path in manifests.committed(folder):
-        row: dict[str, Any] = {"step": int(path.name.rpartition("_")[2]), "folder": str(path), "problem": ""}
+        row: dict[str, Any] = {
+            "step": int(path.name.rpartition("_")[2]),
+            "folder": str(path),
+            "problem": "",
+        }
         try:
             found = manifests.read(path, verify=False)  # hashing gigabytes is for export and resume
-            row |= {"version": str(found.version), "bytes": sum(f.size for f in found.files.values())}
+            row |= {
+                "version": str(found.version),
+                "bytes": sum(f.size for f in found.files.values()),
+            }
         except CheckpointInvalid as e:
             row["problem"] = str(e)
         out.append({**row, "model": (path / "huggingface").is_dir()})
@@ -182,17 +234,28 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
 def timeline(
     run_dir: RunDir,
     out: Annotated[
-        Path | None, typer.Option(help="the SVG file; RUN_DIR/timeline.svg where none is named", show_default=False)
+        Path | None,
+        typer.Option(
+            help="the SVG file; RUN_DIR/timeline.svg where none is named", show_default=False
+        ),
     ] = None,
-    last: Annotated[int, typer.Option(help="train steps at the end of the run; 0 draws all of it", min=0)] = 30,
+    last: Annotated[
+        int, typer.Option(help="train steps at the end of the run; 0 draws all of it", min=0)
+    ] = 30,
 ) -> None:
-    """Draw explore batches, train steps, weight syncs by phase and evaluations over time, and say who was idle."""
+    """Draw explore batches, train steps, weight syncs by phase and evaluations over time, and say
+    who was idle.
+    """
     from rft.monitor.pictures import picture
 
     if out is not None and out.suffix != ".svg":
         raise ConfigError("must end in .svg", key="--out", given=str(out))
     if not (run_dir / "metrics.jsonl").is_file():
-        raise ConfigError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl", key="RUN_DIR", given=str(run_dir))
+        raise ConfigError(
+            f"{run_dir} is not the folder of a run: it has no metrics.jsonl",
+            key="RUN_DIR",
+            given=str(run_dir),
+        )
     path = out or run_dir / "timeline.svg"
     for name, share in picture(run_dir, path, last=last or None).items():
         print(f"{name:16}{share:6.1%}")
@@ -202,13 +265,21 @@ def timeline(
 def log(
     run_dir: RunDir,
     keyword: Annotated[
-        str | None, typer.Option("-k", help="only entries that contain this text, in any case", show_default=False)
+        str | None,
+        typer.Option(
+            "-k", help="only entries that contain this text, in any case", show_default=False
+        ),
     ] = None,
     level: Annotated[str, typer.Option("-l", help=f"lowest level: {', '.join(LEVELS)}")] = "info",
     last: Annotated[
-        int | None, typer.Option("-n", min=0, help="show only this many of the newest entries", show_default=False)
+        int | None,
+        typer.Option(
+            "-n", min=0, help="show only this many of the newest entries", show_default=False
+        ),
     ] = None,
-    follow: Annotated[bool, typer.Option("-f", help="follow the log as the run writes it; Ctrl-C ends it")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", help="follow the log as the run writes it; Ctrl-C ends it")
+    ] = False,
 ) -> None:
     """Show a run's logs, merged by time."""
     if level.lower() not in LEVELS:
@@ -218,11 +289,13 @@ def log(
         why = f"has no logs{below and f'; it holds the runs {below}'}; give the folder of a run"
         raise ConfigError(f"{run_dir} {why}", key="RUN_DIR", given=str(run_dir))
     tails = _Tails(run_dir / "logs")
-    watch = FolderChanges(run_dir / "logs") if follow else None  # before the first read, so that nothing falls between
+    # before the first read, so that nothing falls between
+    watch = FolderChanges(run_dir / "logs") if follow else None
     shown: dict[str, bool] = {}  # by file: whether its newest entry was
 
     def wanted(entry: Entry) -> bool:
-        goes_on = not entry[0] and shown.get(entry[1], False)  # the rest of one that was read while it was written
+        # the rest of one that was read while it was written
+        goes_on = not entry[0] and shown.get(entry[1], False)
         shown[entry[1]] = goes_on or matches(entry, keyword, level.lower())
         return shown[entry[1]]
 
@@ -236,7 +309,9 @@ def log(
 
 
 def matches(entry: Entry, keyword: str | None, level: str) -> bool:
-    """Whether an entry is of `level` or above and holds `keyword`; text without a head counts as info."""
+    """Whether an entry is of `level` or above and holds `keyword`; text without a head counts as
+    info.
+    """
     head = _HEAD.match(entry[2])
     letters = [name[0].upper() for name in LEVELS]
     rank = letters.index(head["level"] if head else "I")
@@ -257,8 +332,12 @@ class _Tails:
         self._read: dict[Path, int] = {}  # bytes taken so far
 
     def new(self) -> list[list[Entry]]:
-        paths = sorted(self._folder.rglob("*.log"))  # with log.group_by_node each machine has a folder
-        return [list(entries(str(p.relative_to(self._folder).with_suffix("")), self._lines(p))) for p in paths]
+        # with log.group_by_node each machine has a folder
+        paths = sorted(self._folder.rglob("*.log"))
+        return [
+            list(entries(str(p.relative_to(self._folder).with_suffix("")), self._lines(p)))
+            for p in paths
+        ]
 
     def _lines(self, path: Path) -> Iterator[str]:
         start = self._read.get(path, 0)
@@ -275,13 +354,17 @@ class _Tails:
 
 
 def entries(name: str, lines: Iterable[str]) -> Iterator[Entry]:
-    """Lines joined into entries: one that does not begin with a time belongs to the one before (tracebacks)."""
-    began, text = "", ""
+    """Lines joined into entries: one that does not begin with a time belongs to the one before
+    (tracebacks).
+    """
+    began = ""
+    text = ""
     for line in lines:
         if head := _HEAD.match(line):
             if text:
                 yield began, name, text
-            began, text = head["time"], line
+            began = head["time"]
+            text = line
         else:
             text = f"{text}\n{line}" if text else line
     if text:

@@ -1,14 +1,17 @@
 """Weights through one torch.distributed group of the trainer's rank 0 and all engine workers.
 
-Knows where tensors lie in a version's bytes; not where the bytes come from, nor what becomes of them.  A group stands beside all others
-of a process (no default group is made or used) and is kept for the next round as long as the same members hold it.
+Knows where tensors lie in a version's bytes; not where the bytes come from, nor what becomes of
+them.  A group stands beside all others of a process (no default group is made or used) and is kept
+for the next round as long as the same members hold it.
 
-    worker:  "here, I hold group G and version V" ─▶ meeting point at the trainer ─▶ "keep G" | "form G'" | "stop, because …" ─▶ buckets
-    trainer: waits for all, or says who did not come
+    worker:  "here, I hold group G and version V" ─▶ meeting point at the trainer ─▶ "keep G" |
+    "form G'" | "stop, because …" ─▶ buckets trainer: waits for all, or says who did not come
 
-Where all workers hold one version, which the trainer has, too, only what changed since then is sent, bucket by bucket.
+Where all workers hold one version, which the trainer has, too, only what changed since then is
+sent, bucket by bucket.
 
-Invariant: nothing is sent before everyone is there, and a group in which something failed is never used again.
+Invariant: nothing is sent before everyone is there, and a group in which something failed is never
+used again.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class Bucket:
 
 
 def buckets(tensors: Sequence[TensorSpec], bucket_bytes: int | None) -> list[Bucket]:
-    """In the order of the bytes.  A tensor larger than a bucket goes alone; None: every tensor does."""
+    """In the order of the bytes.  A tensor larger than a bucket goes alone; None: every tensor
+    does.
+    """
     made: list[Bucket] = []
     for spec in sorted((t for t in tensors if t.nbytes), key=lambda t: t.offset):
         end = spec.offset + spec.nbytes
@@ -68,14 +73,15 @@ class _Member:
         self._group: Any = None
         self._work: Any = None  # the bucket under way
         self._held = ""  # name of the group; no two have the same
-        self._world = 0  # its size: with fewer members it would wait for those that do not take part
+        # its size: with fewer members it would wait for those that do not take part
+        self._world = 0
         self._store: Any = None
 
     def close(self) -> None:
         """Leaves the group, so that nobody waits for this member in it.
 
-        Its connections end with the last reference (so there is no other one than these; `abort` would leave those who wait in it
-        waiting for good).
+        Its connections end with the last reference (so there is no other one than these; `abort`
+        would leave those who wait in it waiting for good).
         """
         self._work = self._group = None
         self._held = ""
@@ -100,7 +106,8 @@ class _Member:
         if b.backend == "gloo":
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(b.host))]
-            options._timeout, options._threads = timedelta(seconds=b.timeout_s), 2
+            options._timeout = timedelta(seconds=b.timeout_s)
+            options._threads = 2
             self._group = ProcessGroupGloo(store, rank, b.world, options)  # type: ignore[arg-type, call-arg]
         else:
             from torch.distributed.distributed_c10d import ProcessGroupNCCL
@@ -109,7 +116,8 @@ class _Member:
             limits._timeout = timedelta(seconds=b.timeout_s)
             with _own_errors():
                 self._group = ProcessGroupNCCL(store, rank, b.world, limits)
-        self._held, self._world = name, b.world
+        self._held = name
+        self._world = b.world
 
     def _stream(
         self,
@@ -121,10 +129,11 @@ class _Member:
         changed: bool = False,
         before: torch.Tensor | None = None,
     ) -> int:
-        """All buckets of `memory` (uint8, this host's) through the group; `done` with each that is there, overlapped if so wanted.
+        """All buckets of `memory` (uint8, this host's) through the group; `done` with each that is
+        there, overlapped if so wanted.
 
-        `changed`: only what changed since the version that all hold, which is `before` at the trainer and `memory` itself at a worker.
-        Returns the bytes that went through.
+        `changed`: only what changed since the version that all hold, which is `before` at the
+        trainer and `memory` itself at a worker. Returns the bytes that went through.
         """
         b = manifest.broadcast
         assert b is not None
@@ -132,7 +141,11 @@ class _Member:
         moved = 0
         for bucket in buckets(manifest.tensors, b.bucket_bytes):
             part = memory[bucket.start : bucket.end]
-            packed = self._packed(b, part, None if before is None else before[bucket.start : bucket.end]) if changed else None
+            packed = (
+                self._packed(b, part, None if before is None else before[bucket.start : bucket.end])
+                if changed
+                else None
+            )
             data = part if packed is None else packed
             moved += len(data)
             room = self._begin(b, data, sends)
@@ -148,8 +161,12 @@ class _Member:
             done(earlier)
         return moved
 
-    def _packed(self, b: Broadcast, part: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
-        """The changes of a bucket, at a worker room for them; None where the bucket itself is sent.  Its size goes ahead."""
+    def _packed(
+        self, b: Broadcast, part: torch.Tensor, before: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The changes of a bucket, at a worker room for them; None where the bucket itself is sent.
+        Its size goes ahead.
+        """
         import torch
 
         made = None if before is None else delta.pack(before.numpy(), part.numpy())
@@ -163,7 +180,13 @@ class _Member:
         """Where `data` is on its way; nothing is where there is none."""
         import torch
 
-        room = data if b.backend == "gloo" else data.cuda() if sends else torch.empty_like(data, device="cuda")
+        room = (
+            data
+            if b.backend == "gloo"
+            else data.cuda()
+            if sends
+            else torch.empty_like(data, device="cuda")
+        )
         self._work = self._group.broadcast([room], _from_trainer()) if len(data) else None
         return room
 
@@ -180,27 +203,44 @@ class _Member:
 
 
 class TrainerEnd(_Member):
-    """Rank 0 and the meeting point.  `send` is called from one thread at a time, `abandon` from any other."""
+    """Rank 0 and the meeting point.  `send` is called from one thread at a time, `abandon` from any
+    other.
+    """
 
     def __init__(self, host: str = LOOPBACK) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         super().__init__()
-        self.host, self.token = host, secrets.token_hex(8)
+        self.host = host
+        self.token = secrets.token_hex(8)
         listening = socket.create_server((host, 0))
         self.port: int = listening.getsockname()[1]
         limit = timedelta(seconds=TIMEOUT_S)
         self._store = TCPStore(
-            host, self.port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening.detach()
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=limit,
+            master_listen_fd=listening.detach(),
         )
-        self._door = TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=limit)  # a wait blocks its store
+        # a wait blocks its store
+        self._door = TCPStore(
+            host, self.port, is_master=False, wait_for_workers=False, timeout=limit
+        )
         self._lock = threading.Lock()
         self._meeting: tuple[int, list[str]] | None = None  # round, and whom it waits for
         self._abandoned = (0, "")
         self._groups = 0
 
-    def send(self, manifest: WeightManifest, memory: torch.Tensor, held: Mapping[str, torch.Tensor] | None = None) -> None:
-        """One round: the version's bytes (uint8, as the manifest places them) to all workers.  Raises WeightSyncFailed.
+    def send(
+        self,
+        manifest: WeightManifest,
+        memory: torch.Tensor,
+        held: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """One round: the version's bytes (uint8, as the manifest places them) to all workers.
+        Raises WeightSyncFailed.
 
         `held`: versions that are still there, placed in the same way.
         """
@@ -208,7 +248,9 @@ class TrainerEnd(_Member):
         assert b is not None, "only a manifest that names the group of a round is sent"
         with self._whole(f"sending {manifest.version} to {_members(b)} broke off"):
             before = self._meet(b, held or {})
-            self._stream(manifest, memory, sends=True, done=_sent, changed=before is not None, before=before)
+            self._stream(
+                manifest, memory, sends=True, done=_sent, changed=before is not None, before=before
+            )
 
     def abandon(self, round: int, reason: str) -> None:
         """Ends the meeting of this round, or of an earlier one, now or when it begins."""
@@ -219,9 +261,12 @@ class TrainerEnd(_Member):
                     self._door.compare_set(key, "", "gone")  # sets it only where nobody came
 
     def _meet(self, b: Broadcast, held: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Everyone is there, in one group.  The bytes of the version that all workers hold, if it is one of `held`."""
+        """Everyone is there, in one group.  The bytes of the version that all workers hold, if it
+        is one of `held`.
+        """
         names = {f"{b.token}/{b.round}/here/{rank}": _name(b, rank) for rank in range(1, b.world)}
-        go, keys = f"{b.token}/{b.round}/go", list(names)
+        go = f"{b.token}/{b.round}/go"
+        keys = list(names)
         with self._lock:
             self._meeting = (b.round, keys)
             abandoned = self._abandoned
@@ -240,7 +285,11 @@ class TrainerEnd(_Member):
             since = versions.pop() if len(versions) == 1 else NONE
             before = held.get(since)
             told = NONE if before is None else since
-            if {group for group, _ in said} == {self._held} and self._held and self._world == b.world:
+            if (
+                {group for group, _ in said} == {self._held}
+                and self._held
+                and self._world == b.world
+            ):
                 self._store.set(go, f"keep {self._held} {told}")
             else:
                 self._groups += 1
@@ -275,16 +324,24 @@ class Worker(_Member):
         self._at: tuple[str, int] | None = None  # the meeting point that the store is of
 
     def receive(
-        self, manifest: WeightManifest, worker: int, memory: torch.Tensor, holds: str, done: Callable[[Bucket], None]
+        self,
+        manifest: WeightManifest,
+        worker: int,
+        memory: torch.Tensor,
+        holds: str,
+        done: Callable[[Bucket], None],
     ) -> tuple[float, float, int]:
-        """One round: fills `memory` (uint8 [size of the version]); `done` is called with each bucket that is there.
+        """One round: fills `memory` (uint8 [size of the version]); `done` is called with each
+        bucket that is there.
 
-        `worker` is this one's number in its engine.  `holds`: the version that `memory` is of, or NONE.  (seconds until the group stood,
-        seconds of all that followed, bytes that came).  Raises WeightSyncFailed.
+        `worker` is this one's number in its engine.  `holds`: the version that `memory` is of, or
+        NONE.  (seconds until the group stood, seconds of all that followed, bytes that came).
+        Raises WeightSyncFailed.
         """
         b = manifest.broadcast
         assert b is not None, "only a version that is broadcast is received"
-        rank, began = b.first + worker, time.monotonic()
+        rank = b.first + worker
+        began = time.monotonic()
         with self._whole(f"receiving {manifest.version} as {_name(b, rank)} broke off"):
             changed = self._meet(b, rank, holds) != NONE
             met = time.monotonic()
@@ -298,13 +355,14 @@ class Worker(_Member):
         limit = timedelta(seconds=b.timeout_s)
         if self._at != (b.host, b.port):
             self.close()
-            self._store, self._at = (
-                TCPStore(b.host, b.port, is_master=False, wait_for_workers=False, timeout=limit),
-                (b.host, b.port),
+            self._store = TCPStore(
+                b.host, b.port, is_master=False, wait_for_workers=False, timeout=limit
             )
+            self._at = (b.host, b.port)
         go = f"{b.token}/{b.round}/go"
         self._store.set(f"{b.token}/{b.round}/here/{rank}", f"{self._held or NONE} {holds}")
-        self._store.wait([go], timedelta(seconds=2 * b.timeout_s))  # the trainer gives up first, and says why
+        # the trainer gives up first, and says why
+        self._store.wait([go], timedelta(seconds=2 * b.timeout_s))
         answer: str = self._store.get(go).decode()
         said, _, rest = answer.partition(" ")
         if said == "stop":
@@ -321,8 +379,10 @@ def _sent(bucket: Bucket) -> None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """A group of NCCL that is made inside raises its errors where a bucket is waited for.  Else torch's watchdog ends this process as soon
-    as another member dies (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
+    """A group of NCCL that is made inside raises its errors where a bucket is waited for.  Else
+    torch's watchdog ends this process as soon as another member dies
+    (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
+    """
     before = os.environ.get(_RAISES)
     os.environ[_RAISES] = "1"
     try:

@@ -1,4 +1,6 @@
-"""What `rft check` has found: errors, warnings, notes, the plan, what its tasks look like and how much memory it takes."""
+"""What `rft check` has found: errors, warnings, notes, the plan, what its tasks look like and how
+much memory it takes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ class Report:
         return {
             "ok": self.ok,
             "outcome": self.outcome,
-            "errors": [plain({"key": e.key, "given": e.given, "message": redact(e.message)}) for e in self.errors],
+            "errors": [
+                plain({"key": e.key, "given": e.given, "message": redact(e.message)})
+                for e in self.errors
+            ],
             "warnings": [redact(w) for w in self.warnings],
             "notes": [redact(n) for n in self.notes],
             "needs": plain(self.needs),
@@ -67,23 +72,34 @@ class Report:
 
         if self.config is None or self.plan is None:
             return []
-        return [{"key": k, "value": redact(v), "from": redact(where)} for k, v, where in values(self.config, self.plan)]
+        return [
+            {"key": k, "value": redact(v), "from": redact(where)}
+            for k, v, where in values(self.config, self.plan)
+        ]
 
 
 def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
-    """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are unknown."""
+    """What one explore step and the whole run amount to.  `tasksets`: previews; without them
+    prompts and epochs are unknown.
+    """
     from rft.config.describe import timeline
     from rft.config.offline_plan import summary
-    from rft.config.plan_serve import ENDLESS  # loads numpy, which a file that is wrong by itself does without
+
+    # loads numpy, which a file that is wrong by itself does without
+    from rft.config.plan_serve import ENDLESS
     from rft.sync.timeline import picture
 
     if plan.trainer.alone:
         return summary(plan, tuple(tasksets))
     train = [t for t in tasksets if not t.is_eval]
     prompts = [t.mean_prompt_tokens for t in train if t.mean_prompt_tokens is not None]
-    rows, batches = sum(t.num_rows for t in train), plan.explorer.total_batches
+    rows = sum(t.num_rows for t in train)
+    batches = plan.explorer.total_batches
     runs = plan.runs_per_step
-    most = max((t.sampling.max_tokens for t in plan.explorer.tasksets), default=plan.learner.max_response_tokens)
+    most = max(
+        (t.sampling.max_tokens for t in plan.explorer.tasksets),
+        default=plan.learner.max_response_tokens,
+    )
     return {
         "train_steps": None if plan.total_steps == ENDLESS else plan.total_steps,
         "explore_steps": None if batches == ENDLESS else batches or None,

@@ -1,6 +1,8 @@
-"""What the parts of `resolve` share: the configuration, what is known of the world, and everything that is found on the way.
+"""What the parts of `resolve` share: the configuration, what is known of the world, and everything
+that is found on the way.
 
-Invariant: errors, warnings, notes and derived values are collected, so that all are reported at once.
+Invariant: errors, warnings, notes and derived values are collected, so that all are reported at
+once.
 """
 
 from __future__ import annotations
@@ -28,10 +30,14 @@ _DATA = (".py", ".jinja", *FILES)
 
 
 def filled(settings: type[T], *sections: Section, **decided: Any) -> T:
-    """`settings` with `decided`, and for its other fields the keys of the same name, the last section's where several have one."""
+    """`settings` with `decided`, and for its other fields the keys of the same name, the last
+    section's where several have one.
+    """
     fields: Any = settings
     names = {f.name for f in dataclasses.fields(fields)} - decided.keys()
-    keys = {name: getattr(s, name) for s in sections for name in type(s).model_fields if name in names}
+    keys = {
+        name: getattr(s, name) for s in sections for name in type(s).model_fields if name in names
+    }
     return settings(**keys, **decided)
 
 
@@ -53,7 +59,9 @@ class Problems:
 
     @contextmanager
     def taking(self, key: str = "") -> Iterator[None]:
-        """Takes a ConfigError that is raised inside, and goes on behind; one that names no key is about `key`."""
+        """Takes a ConfigError that is raised inside, and goes on behind; one that names no key is
+        about `key`.
+        """
         try:
             yield
         except ConfigError as e:
@@ -79,7 +87,9 @@ class Problems:
 
 
 class Context(Problems):
-    """One configuration that is resolved.  `written` is what the user wrote; `config` has each value in the one place where it is read."""
+    """One configuration that is resolved.  `written` is what the user wrote; `config` has each
+    value in the one place where it is read.
+    """
 
     def __init__(self, written: RunConfig, facts: Facts, name: str = "") -> None:
         super().__init__()
@@ -91,14 +101,25 @@ class Context(Problems):
         root = Path(written.checkpoint_root_dir).expanduser().absolute()
         self.run_dir = root / written.project / written.group / self.name
         for loc, value in leaves(dict(written.source.values)):
-            is_path = isinstance(value, str) and re.search(r"(path|dirs?|file)(\[\d+\])?$", key := dotted(loc))
-            if is_path and re.match(r"[^:]*\$\w", value) and not facts.exists(self.find(value)):  # a URL's password may hold one
-                self.error(key, "has a $, which only shells replace; write ${oc.env:NAME} for a variable")
-        self.plugin_dirs = tuple(dict.fromkeys(self.find(d) for d in (*written.plugin_dirs, *facts.plugin_dirs)))
+            is_path = isinstance(value, str) and re.search(
+                r"(path|dirs?|file)(\[\d+\])?$", key := dotted(loc)
+            )
+            # a URL's password may hold one
+            if is_path and re.match(r"[^:]*\$\w", value) and not facts.exists(self.find(value)):
+                self.error(
+                    key, "has a $, which only shells replace; write ${oc.env:NAME} for a variable"
+                )
+        self.plugin_dirs = tuple(
+            dict.fromkeys(self.find(d) for d in (*written.plugin_dirs, *facts.plugin_dirs))
+        )
 
     def judged(self, kind: str, name: str) -> bool:
         """Whether a plugin can be checked now; else once plugins are loaded, which may bring it."""
-        return self.facts.plugins_loaded or name in REGISTRY.names(kind) or not may_come(name, self.plugin_dirs)
+        return (
+            self.facts.plugins_loaded
+            or name in REGISTRY.names(kind)
+            or not may_come(name, self.plugin_dirs)
+        )
 
     def error(self, key: str, message: str, given: object = None) -> None:
         """The value that was given is looked up."""
@@ -114,13 +135,19 @@ class Context(Problems):
                 return None
             if is_secret(str(step), place):
                 return REDACTED
-        if isinstance(place, Section) or (isinstance(place, tuple) and any(isinstance(x, Section) for x in place)):
+        if isinstance(place, Section) or (
+            isinstance(place, tuple) and any(isinstance(x, Section) for x in place)
+        ):
             return None
         return list(place) if isinstance(place, tuple) else place
 
     def find(self, text: str) -> str:
-        """A path: as it stands from the current folder, else beside the configuration file, else unchanged (a hub id, a name)."""
-        path, colon, attribute = text, "", ""
+        """A path: as it stands from the current folder, else beside the configuration file, else
+        unchanged (a hub id, a name).
+        """
+        path = text
+        colon = ""
+        attribute = ""
         if match := re.fullmatch(r"(.+\.py)(:)(\w+)", text):
             path, colon, attribute = match.groups()
         if not path or "://" in path:

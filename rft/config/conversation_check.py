@@ -1,4 +1,5 @@
-"""Whether the chat template writes every message of a conversation that a workflow will have, before a run finds out.
+"""Whether the chat template writes every message of a conversation that a workflow will have,
+before a run finds out.
 
 Knows templates and the arguments of workflows; no engine.  Invariant: nothing is generated.
 """
@@ -16,7 +17,11 @@ from rft.types.task import Task
 from rft.types.written import MessageLeftOut, Render, behind_answer, check_written, way_out
 
 _ANSWER = {"role": "assistant", "content": "An answer."}
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "a_tool_of_rft_check", "arguments": "{}"}}
+_CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "a_tool_of_rft_check", "arguments": "{}"},
+}
 
 
 def renderer(task: Task, model: ModelFiles, engine: EngineSettings) -> Render:
@@ -27,7 +32,9 @@ def renderer(task: Task, model: ModelFiles, engine: EngineSettings) -> Render:
 
 
 def left_out(task: Task, model: ModelFiles, engine: EngineSettings) -> str:
-    """What the template leaves out of the task's own messages; "" for nothing.  Raises ValueError where the workflow makes its own."""
+    """What the template leaves out of the task's own messages; "" for nothing.  Raises ValueError
+    where the workflow makes its own.
+    """
     chat = task.chat()
     try:
         check_written(chat, renderer(task, model, engine))
@@ -36,8 +43,12 @@ def left_out(task: Task, model: ModelFiles, engine: EngineSettings) -> str:
     return ""
 
 
-def left_out_later(task: Task, model: ModelFiles, engine: EngineSettings, arguments: Mapping[str, Any]) -> str:
-    """What the template leaves out behind the first answer, in a workflow of several turns with these arguments; "" for nothing."""
+def left_out_later(
+    task: Task, model: ModelFiles, engine: EngineSettings, arguments: Mapping[str, Any]
+) -> str:
+    """What the template leaves out behind the first answer, in a workflow of several turns with
+    these arguments; "" for nothing.
+    """
     if arguments.get("max_turns", 1) < 2:
         return ""
     try:

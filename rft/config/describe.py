@@ -1,7 +1,8 @@
-"""One key explained: meaning, type, default, who reads it; and a resolved configuration in words: where each value came from.
+"""One key explained: meaning, type, default, who reads it; and a resolved configuration in words:
+where each value came from.
 
-Knows the schema.  Invariant: everything said is read from it; nothing is described twice.  What related tools call a key is added by
-an extra.
+Knows the schema.  Invariant: everything said is read from it; nothing is described twice.  What
+related tools call a key is added by an extra.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ READ_BY = (  # longest beginning first: who does what with a key
     ("algorithm.sample_strategy", "trainer: which experiences a step reads"),
     ("algorithm", "trainer: advantages and loss"),
     ("model.critic_model_path", "trainer: critic"),
-    ("model.temperature", "explorer: sampling of every taskset; trainer: log-probs at the same temperature"),
+    (
+        "model.temperature",
+        "explorer: sampling of every taskset; trainer: log-probs at the same temperature",
+    ),
     ("model.external_model", "engines of rft bench"),
     ("model.lora_configs", "trainer: what is trained"),
     ("model", "engines and trainer"),
@@ -65,7 +69,8 @@ READ_BEFORE = {  # key -> (type, meaning) of what is gone before the schema sees
     ),
     "stages": (
         "list of sections",
-        "Consecutive runs; each starts from the model of the one before, its sections replace the common ones.",
+        "Consecutive runs; each starts from the model of the one before, its sections replace the "
+        "common ones.",
     ),
     "trainer.trainer_config": ("mapping", "veRL's keys, read as the native keys they became."),
 }
@@ -104,14 +109,18 @@ def _nearest(loc: tuple[str, ...]) -> str:
     if own(".".join(loc[:-1])) and not fields_at(loc[:-1]):
         return f"  {dotted(loc[:-1])} is a value; there are no keys below it"
     parent = loc[:-1] if fields_at(loc[:-1]) else ()
-    return f"  Known {f'below {dotted(parent)}' if parent else 'at the top'}: {', '.join(fields_at(parent))}"
+    return (
+        f"  Known {f'below {dotted(parent)}' if parent else 'at the top'}: "
+        f"{', '.join(fields_at(parent))}"
+    )
 
 
 def described(name: str) -> Description | None:
     """The key called `name`, with or without list indexes; None where nothing is called so."""
     if before := _before_the_schema(name):
         return before
-    inner = re.sub(r"^stages(\[\w*\]|\.\d+)\.", "", name)  # a stage's sections have the keys of the common ones
+    # a stage's sections have the keys of the common ones
+    inner = re.sub(r"^stages(\[\w*\]|\.\d+)\.", "", name)
     key = own(inner)
     if key is not None and (inner == name or key.split(".")[0] in SECTIONS):
         return _described(key, "" if key == listed(name) else name)
@@ -129,7 +138,9 @@ def unknown(name: str) -> ConfigError:
     """What to do about a key that is not offered, or the nearest keys."""
     said = advice(re.sub(r"\[\]", "[0]", listed(name)))
     loc = _parts_of(name)
-    return ConfigError(said or f"unknown key.{_nearest(loc)}", key=name if len(name) <= 120 else f"{name[:117]}...")
+    return ConfigError(
+        said or f"unknown key.{_nearest(loc)}", key=name if len(name) <= 120 else f"{name[:117]}..."
+    )
 
 
 def _before_the_schema(asked: str) -> Description | None:
@@ -175,7 +186,9 @@ def _described(key: str, asked: str) -> Description:
         allowed=tuple(_choices(found)),
         used_by=next(text for beginning, text in READ_BY if key.startswith(beginning)),
         active=_active(inert(key)),
-        on_resume={"safe": "may change", "refuse": "may not change"}.get(extra(found, "on_resume"), ""),
+        on_resume={"safe": "may change", "refuse": "may not change"}.get(
+            extra(found, "on_resume"), ""
+        ),
         also=tuple(n for n in aliases(found) if n != key.rpartition(".")[2]),
         below=tuple(inner.model_fields) if inner else _parts(key),
     )
@@ -207,8 +220,13 @@ def _argument(name: str) -> Description | None:
     """algorithm.policy_loss_fn_args.clip_range: an argument of one or more parts."""
     match = re.fullmatch(r"algorithm\.(\w+)_args\.(\w+)", name)
     if match is None:
-        found = re.fullmatch(r"(.+_args)\.\w+", listed(name))  # of a workflow or a reward: the plugin's own
-        if found is None or (key := own(found[1])) is None or next(models(_field(key).annotation), None):
+        # of a workflow or a reward: the plugin's own
+        found = re.fullmatch(r"(.+_args)\.\w+", listed(name))
+        if (
+            found is None
+            or (key := own(found[1])) is None
+            or next(models(_field(key).annotation), None)
+        ):
             return None  # a section such as rollout_args has its own keys, and no others
         return Description(
             key=listed(name),
@@ -219,7 +237,11 @@ def _argument(name: str) -> Description | None:
             on_resume="may not change",
         )
     kind, word = match.groups()
-    takers = {part: m.model_fields[word] for (k, part), m in shipped().items() if k == kind and word in m.model_fields}
+    takers = {
+        part: m.model_fields[word]
+        for (k, part), m in shipped().items()
+        if k == kind and word in m.model_fields
+    }
     if not takers:
         return None
     one = next(iter(takers.values()))
@@ -238,12 +260,19 @@ def _argument(name: str) -> Description | None:
 def _parts(key: str) -> tuple[str, ...]:
     """Names of the arguments that the shipped parts take below an _args key."""
     match = re.fullmatch(r"algorithm\.(\w+)_args", key)
-    return tuple(dict.fromkeys(n for (k, _), m in shipped().items() if match and k == match[1] for n in m.model_fields))
+    return tuple(
+        dict.fromkeys(
+            n for (k, _), m in shipped().items() if match and k == match[1] for n in m.model_fields
+        )
+    )
 
 
 def values(config: RunConfig, plan: Plan) -> list[tuple[str, str, str]]:
-    """(key, value, where from) of every key: a line of the file, an override, "default", or what it was derived from."""
-    derived, why = {d.key: d for d in plan.derived}, {d.key: d.why for d in reversed(plan.derived)}
+    """(key, value, where from) of every key: a line of the file, an override, "default", or what it
+    was derived from.
+    """
+    derived = {d.key: d for d in plan.derived}
+    why = {d.key: d.why for d in reversed(plan.derived)}
     rows = []
     for loc, value in leaves(config.shown(), lists=False):
         key = dotted(loc)
@@ -259,40 +288,57 @@ def values(config: RunConfig, plan: Plan) -> list[tuple[str, str, str]]:
 
 def timeline(plan: Plan) -> str:
     """The first steps of the schedule in one line."""
-    s, sync = schedule(plan.sync), plan.sync
+    s = schedule(plan.sync)
+    sync = plan.sync
     if sync.style != "fixed":
         return _asynchronous(plan)
-    parts, last = [], -1
+    parts = []
+    last = -1
     for batch in range(2 * sync.interval + sync.offset + 1):
         need = s.required_step(batch)
         if need != last:
-            parts.append(f"explore {batch} waits for weights {need}" if need else "explore 0 starts with the untrained weights")
+            parts.append(
+                f"explore {batch} waits for weights {need}"
+                if need
+                else "explore 0 starts with the untrained weights"
+            )
             last = need
     every = "every train step" if sync.interval == 1 else f"every {sync.interval} train steps"
     return f"by {sync.method} after {every}; {', '.join(parts[:3])} ..."
 
 
 def _asynchronous(plan: Plan) -> str:
-    s, sync = schedule(plan.sync), plan.sync
+    s = schedule(plan.sync)
+    sync = plan.sync
     steps = "every train step" if sync.interval == 1 else f"every {sync.interval} train steps"
     if sync.style == "explorer_driven":
         batches = "explore step" if sync.interval == 1 else f"{sync.interval} explore steps"
-        when = f"when the explorer asks, after every {batches} from explore step {sync.offset + sync.interval} on"
+        when = (
+            f"when the explorer asks, after every {batches} from explore step "
+            f"{sync.offset + sync.interval} on"
+        )
     else:
         when = f"after {steps}"
     if s.quota is not None:
         unit = "tasks" if plan.trainer.batch_rows is None else "experiences"
         window = s.interval * s.step_units
-        limit = f"; a window takes {window} {unit}, and {s.quota} may have begun and not been trained at its start"
+        limit = (
+            f"; a window takes {window} {unit}, and {s.quota} may have begun and not been "
+            f"trained at its start"
+        )
     else:
         limit = ""
     if sync.max_staleness is not None:
         limit += f"; the explorer waits where rows would get older than {sync.max_staleness} steps"
-    return f"by {sync.method} {when}{limit}" + ("" if sync.partial_rollout else "; tasks under way are waited for")
+    return f"by {sync.method} {when}{limit}" + (
+        "" if sync.partial_rollout else "; tasks under way are waited for"
+    )
 
 
 def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def type_text(field: FieldInfo) -> str:
@@ -308,7 +354,13 @@ def type_text(field: FieldInfo) -> str:
         return many + ", ".join(f"`{n}`" for n in names)
     text = str(field.annotation)
     many = "list of " if "tuple" in text else ""
-    words = (("dict", "mapping"), ("bool", "true, false"), ("float", "number"), ("int", "whole number"), ("str", "text"))
+    words = (
+        ("dict", "mapping"),
+        ("bool", "true, false"),
+        ("float", "number"),
+        ("int", "whole number"),
+        ("str", "text"),
+    )
     word = next((w for t, w in words if t in text), "text")
     signs = {Gt: ">", Ge: "≥", Lt: "<", Le: "≤"}
     bounds = [

@@ -1,4 +1,6 @@
-"""Modes and machines: which device each role uses, how GPUs are split, where processes meet.  Part of `resolve`."""
+"""Modes and machines: which device each role uses, how GPUs are split, where processes meet.  Part
+of `resolve`.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ _FOUND = "auto"  # RAY_ADDRESS, or the Ray that was started on this machine
 def namespace(config: RunConfig) -> str:
     """Where the processes of this run meet: what is written, or the same for the same folder."""
     folder = str(Path(config.checkpoint_root_dir).expanduser().absolute())
-    return config.ray_namespace or f"rft-{config.project}-{xxhash.xxh3_64_hexdigest(folder.encode())}"
+    return (
+        config.ray_namespace or f"rft-{config.project}-{xxhash.xxh3_64_hexdigest(folder.encode())}"
+    )
 
 
 def ray_address(config: RunConfig) -> str | None:
     """The Ray to join; None: the run starts one."""
-    return config.cluster.ray_address or (_FOUND if apart(config) or config.cluster.node_num > 1 else None)
+    return config.cluster.ray_address or (
+        _FOUND if apart(config) or config.cluster.node_num > 1 else None
+    )
 
 
 def chosen_mode(ctx: Context, config: RunConfig) -> RunConfig:
@@ -44,38 +50,70 @@ def chosen_mode(ctx: Context, config: RunConfig) -> RunConfig:
 def in_turns(
     ctx: Context, engines: Sequence[EngineSettings], learner: LearnerSettings, *, shared: bool
 ) -> tuple[tuple[EngineSettings, ...], LearnerSettings]:
-    """Engines that give their memory back while the trainer works.  Where an adapter is sent alone they keep the weights, on the host."""
+    """Engines that give their memory back while the trainer works.  Where an adapter is sent alone
+    they keep the weights, on the host.
+    """
     if ctx.config.mode != "colocate":
         return tuple(engines), learner
     level = 1 if learner.lora is not None and not learner.lora.merge else 2
     if shared and engines[0].engine_type == "transformers":
-        ctx.warn("explorer.rollout_model.engine_type transformers keeps its memory while the trainer works; vllm gives it back")
-    if shared and "gpu_memory_utilization" not in ctx.config.explorer.rollout_model.model_fields_set:
-        key, why = "explorer.rollout_model.gpu_memory_utilization", "the trainer's weights and moments stay beside it"
+        ctx.warn(
+            "explorer.rollout_model.engine_type transformers keeps its memory while the trainer "
+            "works; vllm gives it back"
+        )
+    if (
+        shared
+        and "gpu_memory_utilization" not in ctx.config.explorer.rollout_model.model_fields_set
+    ):
+        key = "explorer.rollout_model.gpu_memory_utilization"
+        why = "the trainer's weights and moments stay beside it"
         ctx.derive(key, SHARED_MEMORY, why)
         engines = [replace(e, gpu_memory_utilization=SHARED_MEMORY) for e in engines]
-    sleeping = tuple(replace(e, sleep_level=level if e.engine_type == "vllm" else 0) for e in engines)
+    sleeping = tuple(
+        replace(e, sleep_level=level if e.engine_type == "vllm" else 0) for e in engines
+    )
     return sleeping, replace(learner, shares_device=shared)
 
 
 def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
     """(cluster, device of the engines, training ranks, device of the trainer)."""
-    c, model, t = ctx.config.cluster, ctx.config.explorer.rollout_model, ctx.config.trainer
-    nodes, per_node = c.node_num or 1, c.gpu_per_node or ctx.facts.gpus
+    c = ctx.config.cluster
+    model = ctx.config.explorer.rollout_model
+    t = ctx.config.trainer
+    nodes = c.node_num or 1
+    per_node = c.gpu_per_node or ctx.facts.gpus
     total = nodes * per_node
     if not c.gpu_per_node:
         ctx.derive("cluster.gpu_per_node", per_node, "found on this machine")
     device = {}
-    for role, wanted, key in (("engine", model.device, "explorer.rollout_model.device"), ("trainer", t.device, "trainer.device")):
-        device[role] = ctx.chosen(key, wanted, "cuda" if total else "cpu", f"the cluster has {total} GPUs")
+    for role, wanted, key in (
+        ("engine", model.device, "explorer.rollout_model.device"),
+        ("trainer", t.device, "trainer.device"),
+    ):
+        device[role] = ctx.chosen(
+            key, wanted, "cuda" if total else "cpu", f"the cluster has {total} GPUs"
+        )
         if device[role] == "cuda" and not total:
-            ctx.error(key, "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu")
-            total = per_node = max(1, plan_engines.gpus(model) * plan_engines.copies(model) + (t.world_size or 1))
-    tp, stages = model.tensor_parallel_size, plan_engines.stages(model)
-    local = device["engine"] == "cuda" and explores(ctx.config.mode) and not ctx.config.model.external_model.enable
+            ctx.error(
+                key,
+                "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, "
+                "or use cpu",
+            )
+            total = per_node = max(
+                1, plan_engines.gpus(model) * plan_engines.copies(model) + (t.world_size or 1)
+            )
+    tp = model.tensor_parallel_size
+    stages = plan_engines.stages(model)
+    local = (
+        device["engine"] == "cuda"
+        and explores(ctx.config.mode)
+        and not ctx.config.model.external_model.enable
+    )
     engine_gpus = plan_engines.copies(model) * plan_engines.gpus(model) if local else 0
     beside = plan_engines.distinct(ctx.config) if explores(ctx.config.mode) else ()
-    auxiliary = tuple(n for i in beside for n in plan_engines.auxiliary_gpus(ctx, i, total, per_node))
+    auxiliary = tuple(
+        n for i in beside for n in plan_engines.auxiliary_gpus(ctx, i, total, per_node)
+    )
     auxiliary_gpus = sum(auxiliary)
     shared = ctx.config.mode == "colocate" and set(device.values()) == {"cuda"}
     taken = auxiliary_gpus + (0 if shared else engine_gpus)
@@ -89,12 +127,14 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
     if shared and engine_gpus > world:
         ctx.error(
             "explorer.rollout_model.engine_num",
-            f"the engines need {engine_gpus} GPUs ({plan_engines.copies(model)} x {plan_engines.gpus(model)}) and are to share the "
+            f"the engines need {engine_gpus} GPUs ({plan_engines.copies(model)} x "
+            f"{plan_engines.gpus(model)}) and are to share the "
             f"{world} of the trainer (mode: colocate)",
         )
     elif shared and engine_gpus < world:
         ctx.note(
-            f"the engines use {engine_gpus} of the {world} GPUs that they could share; raise explorer.rollout_model.engine_num"
+            f"the engines use {engine_gpus} of the {world} GPUs that they could share; raise "
+            f"explorer.rollout_model.engine_num"
         )
     cluster = ClusterSettings(
         ray_address=ray_address(ctx.config),
@@ -114,8 +154,11 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
 
 
 def _world(ctx: Context, device: str, total: int, per_node: int, taken: int, others: str) -> int:
-    """Training ranks: what is written, else the GPUs that are left.  The engines take `taken`; `others` says who else."""
-    model, t = ctx.config.explorer.rollout_model, ctx.config.trainer
+    """Training ranks: what is written, else the GPUs that are left.  The engines take `taken`;
+    `others` says who else.
+    """
+    model = ctx.config.explorer.rollout_model
+    t = ctx.config.trainer
     world = t.world_size or 1
     if device == "cuda" and trains(ctx.config):
         left = total - taken
@@ -124,18 +167,29 @@ def _world(ctx: Context, device: str, total: int, per_node: int, taken: int, oth
             key = "trainer.world_size" if t.world_size else "cluster.gpu_per_node"
             ctx.error(
                 key,
-                f"the engines take {taken} of {total} GPUs ({plan_engines.copies(model)} x tensor_parallel_size "
+                f"the engines take {taken} of {total} GPUs ({plan_engines.copies(model)} x "
+                f"tensor_parallel_size "
                 f"{model.tensor_parallel_size}{plan_engines.stages(model)}"
                 f"{others}) and leave "
-                f"{max(0, left)} for {world} trainer rank(s); lower explorer.rollout_model.engine_num, add GPUs, "
+                f"{max(0, left)} for {world} trainer rank(s); lower "
+                f"explorer.rollout_model.engine_num, add GPUs, "
                 "or set one of the devices to cpu",
             )
         if world > per_node and world % per_node:
-            ctx.error("trainer.world_size", f"is {world}: more than one node ({per_node} GPUs) must be whole nodes")
+            ctx.error(
+                "trainer.world_size",
+                f"is {world}: more than one node ({per_node} GPUs) must be whole nodes",
+            )
         if not t.world_size:
-            ctx.derive("trainer.world_size", world, f"{total} GPUs less {taken} of the engines{others}")
+            ctx.derive(
+                "trainer.world_size", world, f"{total} GPUs less {taken} of the engines{others}"
+            )
     elif t.world_size is None:
-        why = "trainer on CPU" if trains(ctx.config) else f"mode {ctx.config.mode} trains nothing here"
+        why = (
+            "trainer on CPU"
+            if trains(ctx.config)
+            else f"mode {ctx.config.mode} trains nothing here"
+        )
         ctx.derive("trainer.world_size", 1, why)
     return world
 
@@ -144,25 +198,40 @@ def check_processes(ctx: Context) -> None:
     """What several machines, and two processes, need that one does not."""
     if ctx.config.cluster.ray_address is None and (found := ray_address(ctx.config)) is not None:
         other = "explore" if ctx.config.mode == "train" else "train"
-        why = f"to meet the process of mode: {other}" if apart(ctx.config) else "which the other nodes have joined"
+        why = (
+            f"to meet the process of mode: {other}"
+            if apart(ctx.config)
+            else "which the other nodes have joined"
+        )
         ctx.derive("cluster.ray_address", found, f"the Ray of this machine (ray start), {why}")
-    if not apart(ctx.config) and ctx.config.mode != "serve" and ctx.config.explorer.name != "explorer":
+    if (
+        not apart(ctx.config)
+        and ctx.config.mode != "serve"
+        and ctx.config.explorer.name != "explorer"
+    ):
         ctx.warn(f"explorer.name has no effect with mode: {ctx.config.mode}: there is one explorer")
 
 
 def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
-    """What lets both sides work at the same time is refused by its key.  `devices`: of engines and trainer."""
+    """What lets both sides work at the same time is refused by its key.  `devices`: of engines and
+    trainer.
+    """
     if ctx.config.mode != "colocate":
         return
     if len(set(devices)) > 1:
         ctx.error(
-            "mode", f"colocate shares devices, and engines are on {devices[0]}, the trainer on {devices[1]}; use mode: both"
+            "mode",
+            f"colocate shares devices, and engines are on {devices[0]}, the trainer on "
+            f"{devices[1]}; use mode: both",
         )
     if "cuda" in devices and ctx.config.synchronizer.sync_method == "nccl":
         ctx.error(
-            "synchronizer.sync_method", "nccl needs a GPU for each process; with colocate use memory, on several nodes checkpoint"
+            "synchronizer.sync_method",
+            "nccl needs a GPU for each process; with colocate use memory, on several nodes "
+            "checkpoint",
         )
-    s, e = ctx.config.synchronizer, ctx.config.explorer
+    s = ctx.config.synchronizer
+    e = ctx.config.explorer
     wanted = (
         ("synchronizer.sync_style", s.sync_style, "fixed"),
         ("synchronizer.sync_offset", s.sync_offset, 0),
@@ -170,7 +239,12 @@ def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
     )
     why = "with mode: colocate, where exploring and training take turns; mode: both overlaps them"
     if ctx.written.mode == "both":  # see `chosen_mode`
-        why = "with one GPU, which engines and trainer have in turns; with one of them on cpu (device) they overlap"
+        why = (
+            "with one GPU, which engines and trainer have in turns; with one of them on cpu "
+            "(device) they overlap"
+        )
     for key, given, value in wanted:
         if given != value:
-            ctx.error(key, f"must be {str(value).lower() if isinstance(value, bool) else value} {why}")
+            ctx.error(
+                key, f"must be {str(value).lower() if isinstance(value, bool) else value} {why}"
+            )

@@ -1,7 +1,7 @@
 """How much `${...}` unfolds to, counted before anything is unfolded.
 
-Knows the syntax of references, not what resolves them.  Invariant: what passes is resolved in seconds and fits into memory; a few lines
-that refer to each other ten times over are refused.
+Knows the syntax of references, not what resolves them.  Invariant: what passes is resolved in
+seconds and fits into memory; a few lines that refer to each other ten times over are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ MAX_EXPANSIONS = 10_000
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 64  # of references to values that refer to others
 _REFERENCE = re.compile(r"\$\{(?P<key>[^${}:]*)(?P<end>[${}:]|$)")
-_ARGUMENT = re.compile(r"\$\{\s*oc\.(?:select|dict\.keys|dict\.values)\s*:\s*(?P<key>[^${},]*)(?P<end>[${},]|$)")
+_ARGUMENT = re.compile(
+    r"\$\{\s*oc\.(?:select|dict\.keys|dict\.values)\s*:\s*(?P<key>[^${},]*)(?P<end>[${},]|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,16 @@ class _Size:
 
 def refuse_bombs(leaves: list[tuple[Loc, Any]], origins: Mapping[Loc, str]) -> None:
     """Raises ConfigError naming the key with which the references of `leaves` unfold to too much."""
-    sizes, total = _Sizes(leaves), _Size(0, 0)
+    sizes = _Sizes(leaves)
+    total = _Size(0, 0)
     for loc, leaf in leaves:
         if isinstance(leaf, str) and "${" in leaf:
             total += sizes.of(loc, leaf)
         if total.expansions > MAX_EXPANSIONS or total.characters > MAX_CHARACTERS:
             where = f"  ({origins[loc]})" if origins.get(loc) else ""
             raise ConfigError(
-                f"its references unfold to more than {MAX_EXPANSIONS:,} values or {MAX_CHARACTERS:,} characters; refer to fewer keys"
+                f"its references unfold to more than {MAX_EXPANSIONS:,} values or "
+                f"{MAX_CHARACTERS:,} characters; refer to fewer keys"
                 f"{where}",
                 key=dotted(loc),
             )
@@ -47,7 +51,8 @@ def refuse_bombs(leaves: list[tuple[Loc, Any]], origins: Mapping[Loc, str]) -> N
 
 class _Sizes:
     def __init__(self, leaves: list[tuple[Loc, Any]]) -> None:
-        self._under: dict[tuple[str, ...], list[tuple[Loc, Any]]] = {}  # by every beginning of their place
+        # by every beginning of their place
+        self._under: dict[tuple[str, ...], list[tuple[Loc, Any]]] = {}
         for at, leaf in leaves:
             names = tuple(map(str, at))
             for depth in range(len(names) + 1):
@@ -62,7 +67,9 @@ class _Sizes:
             return self._known.get(loc, _Size(1, 0))
         if len(self._open) == MAX_DEPTH:
             raise ConfigError(
-                f"is reached through more than {MAX_DEPTH} references one after the other; refer to it directly", key=dotted(loc)
+                f"is reached through more than {MAX_DEPTH} references one after the other; refer "
+                f"to it directly",
+                key=dotted(loc),
             )
         self._open.add(loc)
         size = _Size(1, len(leaf))
@@ -76,7 +83,9 @@ class _Sizes:
         return size
 
     def _below(self, loc: Loc, key: str, *, whole: bool) -> _Size:
-        """Of everything that `key` may stand for; not `whole`: another reference goes on where it ends."""
+        """Of everything that `key` may stand for; not `whole`: another reference goes on where it
+        ends.
+        """
         dots = len(key) - len(key.lstrip("."))
         target = (*loc[: len(loc) - dots], *undotted(key[dots:])) if dots else undotted(key)
         if not whole:

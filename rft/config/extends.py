@@ -1,8 +1,10 @@
-"""Files that extend files, merged into one tree with the file and line of each value; and the trees of a file's `stages`.
+"""Files that extend files, merged into one tree with the file and line of each value; and the trees
+of a file's `stages`.
 
-Knows names of sections, not what is in them.  Invariants: what a file writes wins over what it extends, and a later base over an earlier
-one; mappings merge, lists and single values replace.  The tree of a stage is an ordinary configuration: the file's, in which the stage's
-own sections stand instead of the common ones, as wholes.
+Knows names of sections, not what is in them.  Invariants: what a file writes wins over what it
+extends, and a later base over an earlier one; mappings merge, lists and single values replace.  The
+tree of a stage is an ordinary configuration: the file's, in which the stage's own sections stand
+instead of the common ones, as wholes.
 """
 
 from __future__ import annotations
@@ -38,32 +40,51 @@ class Written:
 
 
 def read(path: Path, interpolate: Interpolate) -> Written:
-    """The file at `path`.  Raises ConfigError(s) naming the file and the line; `interpolate` reads ${...} in names of bases."""
+    """The file at `path`.  Raises ConfigError(s) naming the file and the line; `interpolate` reads
+    ${...} in names of bases.
+    """
     found = _read(path, (), "", interpolate, [])
     if len(found.files) > 1:
-        found.text = f"# {', '.join(p for p, _ in found.files)} as one\n{yamlfile.dump(found.values)}"
+        found.text = (
+            f"# {', '.join(p for p, _ in found.files)} as one\n{yamlfile.dump(found.values)}"
+        )
     return found
 
 
-def _read(path: Path, above: tuple[Path, ...], label: str, interpolate: Interpolate, opened: list[Path]) -> Written:
+def _read(
+    path: Path, above: tuple[Path, ...], label: str, interpolate: Interpolate, opened: list[Path]
+) -> Written:
     chain = " → ".join(p.name for p in (*above, path))
     if os.path.realpath(path) in map(os.path.realpath, above):
-        raise ConfigError(f"{chain}: a file cannot extend itself; remove one of them", key="extends", given=str(path))
+        raise ConfigError(
+            f"{chain}: a file cannot extend itself; remove one of them",
+            key="extends",
+            given=str(path),
+        )
     if len(above) > MAX_DEPTH:
-        raise ConfigError(f"{chain}: more than {MAX_DEPTH} files deep; merge some of them", key="extends", given=str(path))
+        raise ConfigError(
+            f"{chain}: more than {MAX_DEPTH} files deep; merge some of them",
+            key="extends",
+            given=str(path),
+        )
     opened.append(path)
     if len(opened) > MAX_FILES:
         raise ConfigError(
-            f"{opened[0].name}: more than {MAX_FILES} files are read; merge some of them", key="extends", given=str(path)
+            f"{opened[0].name}: more than {MAX_FILES} files are read; merge some of them",
+            key="extends",
+            given=str(path),
         )
     text = _text(path, chain if above else "")
     values, lines = yamlfile.parse(text, path.name)
     if values is None:
-        raise ConfigError(f"{path} is empty; it needs at least model.model_path and buffer.explorer_input")
+        raise ConfigError(
+            f"{path} is empty; it needs at least model.model_path and buffer.explorer_input"
+        )
     if not isinstance(values, dict):
         kind = "list" if isinstance(values, list) else "single value"
         raise ConfigError(
-            f"{path} holds a {kind}; the top level must be a mapping such as `model:`; of other tools: docs/migration.md"
+            f"{path} holds a {kind}; the top level must be a mapping such as `model:`; of other "
+            f"tools: docs/migration.md"
         )
     own = Written(
         values,
@@ -96,8 +117,12 @@ def _text(path: Path, chain: str) -> str:
     except OSError as e:
         if chain:
             hint = "the name is relative to the file it stands in"
-            raise ConfigError(f"{chain}: cannot read {path}: {e.strerror}; {hint}", key="extends", given=str(path)) from None
-        raise ConfigError(f"cannot read configuration {path}: {e.strerror}; --config names the YAML file") from None
+            raise ConfigError(
+                f"{chain}: cannot read {path}: {e.strerror}; {hint}", key="extends", given=str(path)
+            ) from None
+        raise ConfigError(
+            f"cannot read configuration {path}: {e.strerror}; --config names the YAML file"
+        ) from None
 
 
 def _bases(own: Written, interpolate: Interpolate) -> list[str]:
@@ -109,21 +134,33 @@ def _bases(own: Written, interpolate: Interpolate) -> list[str]:
         given = interpolate({"extends": given})["extends"]
     bases = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(bases, list) or not all(isinstance(b, str) and b for b in bases):
-        raise ConfigError(f"must be a file name or a list of file names  ({where})", key="extends", given=given)
+        raise ConfigError(
+            f"must be a file name or a list of file names  ({where})", key="extends", given=given
+        )
     return bases
 
 
 def _foreign(own: Written, label: str) -> list[str]:
-    """veRL's spellings become native keys file by file, so that a file's native key wins over its base's veRL spelling."""
+    """veRL's spellings become native keys file by file, so that a file's native key wins over its
+    base's veRL spelling.
+    """
     try:
         return foreign.expand(own.values, own.origins)
     except ConfigError as e:
         if not label:
             raise
-        raise ConfigErrors([ConfigError(f"{x.message}, in {label}", key=x.key, given=x.given) for x in e.errors]) from None
+        raise ConfigErrors(
+            [ConfigError(f"{x.message}, in {label}", key=x.key, given=x.given) for x in e.errors]
+        ) from None
 
 
-def _merge(into: dict[str, Any], origins: dict[Loc, str], values: dict[str, Any], new: dict[Loc, str], loc: Loc) -> None:
+def _merge(
+    into: dict[str, Any],
+    origins: dict[Loc, str],
+    values: dict[str, Any],
+    new: dict[Loc, str],
+    loc: Loc,
+) -> None:
     """Puts `values` over `into`, and their origins over its."""
     for k, v in values.items():
         here = (*loc, k)
@@ -155,26 +192,42 @@ class Selected:
 
 
 def names(values: dict[str, Any]) -> tuple[str, ...]:
-    """The stages of a file, in order; none if it has none.  Raises ConfigErrors with everything that is wrong with the list."""
+    """The stages of a file, in order; none if it has none.  Raises ConfigErrors with everything
+    that is wrong with the list.
+    """
     given = values.get("stages")
     if given is None or given == []:
         return ()
     if not isinstance(given, list):
-        raise ConfigError("must be a list of stages: [{stage_name: ..., trainer: {...}}, ...]", key="stages", given=given)
+        raise ConfigError(
+            "must be a list of stages: [{stage_name: ..., trainer: {...}}, ...]",
+            key="stages",
+            given=given,
+        )
     errors: list[ConfigError] = []
     found: list[str] = []
     for i, stage in enumerate(given):
         key = f"stages[{i}]"
         if not isinstance(stage, dict):
-            errors.append(ConfigError("must be a mapping with stage_name and sections", key=key, given=stage))
+            errors.append(
+                ConfigError("must be a mapping with stage_name and sections", key=key, given=stage)
+            )
             continue
         name = stage.get("stage_name")
         if not isinstance(name, str) or not re.match(NAME, name) or len(name) > 120:
             message = "is required: " if name is None else f"given {name!r}: "
-            message += "a name that begins with a letter or digit and holds no slash; the stage runs in <name>/<stage_name>"
+            message += (
+                "a name that begins with a letter or digit and holds no slash; the stage "
+                "runs in <name>/<stage_name>"
+            )
             errors.append(ConfigError(message, key=f"{key}.stage_name", given=name))
         elif name in found:
-            errors.append(ConfigError(f"{name!r} is also the name of stages[{found.index(name)}]", key=f"{key}.stage_name"))
+            errors.append(
+                ConfigError(
+                    f"{name!r} is also the name of stages[{found.index(name)}]",
+                    key=f"{key}.stage_name",
+                )
+            )
         found.append(str(name))
         errors += [_unknown(f"{key}.{k}", k) for k in stage if k not in ("stage_name", *SECTIONS)]
     raise_all(errors)
@@ -183,25 +236,47 @@ def names(values: dict[str, Any]) -> tuple[str, ...]:
 
 def _unknown(key: str, name: str) -> ConfigError:
     if name == "model":
-        return ConfigError("a stage's model is what the stage before it exported; write model once, at the top level", key=key)
+        return ConfigError(
+            "a stage's model is what the stage before it exported; write model once, at the top "
+            "level",
+            key=key,
+        )
     hint = nearest(name, ("stage_name", *SECTIONS))
-    return ConfigError(f"a stage has stage_name and whole sections: {', '.join(SECTIONS)}.{hint}", key=key)
+    return ConfigError(
+        f"a stage has stage_name and whole sections: {', '.join(SECTIONS)}.{hint}", key=key
+    )
 
 
 def select(values: dict[str, Any], origins: dict[Loc, str], name: str) -> Selected:
-    """The tree of stage `name`; of a file without stages, with name "", the file's own.  Raises ConfigError."""
+    """The tree of stage `name`; of a file without stages, with name "", the file's own.  Raises
+    ConfigError.
+    """
     known = names(values)
     common = {k: v for k, v in values.items() if k != "stages"}
     above = {at: o for at, o in origins.items() if at[:1] != ("stages",)}
     if not known and not name:
         return Selected(common, above, {}, ())
     if name not in known:
-        says = f"no stage is called {name!r}" if name else "one run was asked for, and this is a program of several"
-        raise ConfigError(f"{says}; the stages are: {', '.join(known) or 'none'}", key="stages", given=name)
+        says = (
+            f"no stage is called {name!r}"
+            if name
+            else "one run was asked for, and this is a program of several"
+        )
+        raise ConfigError(
+            f"{says}; the stages are: {', '.join(known) or 'none'}", key="stages", given=name
+        )
     i = known.index(name)
     own = {k: v for k, v in values["stages"][i].items() if k != "stage_name"}
-    idle = [".".join(map(str, at)) for at, o in above.items() if o.startswith("override") and at[0] in own]
-    warnings = [f"stage {name} replaces {k.partition('.')[0]} as a whole; the override of {k} has no effect in it" for k in idle]
+    idle = [
+        ".".join(map(str, at))
+        for at, o in above.items()
+        if o.startswith("override") and at[0] in own
+    ]
+    warnings = [
+        f"stage {name} replaces {k.partition('.')[0]} as a whole; the override of {k} has no "
+        f"effect in it"
+        for k in idle
+    ]
     tree = common | own
     above = {at: o for at, o in above.items() if at[0] not in own}
     for at, o in origins.items():
@@ -213,18 +288,23 @@ def select(values: dict[str, Any], origins: dict[Loc, str], name: str) -> Select
         tree = tree | {"trainer": trainer | {"save_hf_checkpoint": "last"}}
         above["trainer", "save_hf_checkpoint"] = "stages"
         warnings.append(
-            f"stage {name}: trainer.save_hf_checkpoint is last instead of never, since stages hand on their last model"
+            f"stage {name}: trainer.save_hf_checkpoint is last instead of never, since stages hand "
+            f"on their last model"
         )
     return Selected(tree, above, {k: f"stages[{i}].{k}" for k in own}, tuple(warnings))
 
 
 def rekey(errors: Iterable[ConfigError], source: Source) -> list[ConfigError]:
-    """Errors of a stage under the keys that were written: trainer.total_steps as stages[1].trainer.total_steps."""
+    """Errors of a stage under the keys that were written: trainer.total_steps as
+    stages[1].trainer.total_steps.
+    """
 
     def moved(e: ConfigError) -> ConfigError:
         section = re.split(r"[.\[]", e.key)[0]
         if section not in source.sections:
             return e
-        return ConfigError(e.message, key=source.sections[section] + e.key.removeprefix(section), given=e.given)
+        return ConfigError(
+            e.message, key=source.sections[section] + e.key.removeprefix(section), given=e.given
+        )
 
     return [moved(e) for e in errors]

@@ -1,4 +1,5 @@
-"""What related tools call our keys: the hook by which a table of foreign names takes part in reading a configuration.
+"""What related tools call our keys: the hook by which a table of foreign names takes part in
+reading a configuration.
 
 Knows no such table: extras add them.  Invariant: without any
 of them a configuration in our own spelling is read in the same way.
@@ -20,21 +21,28 @@ Origins = dict[Loc, str]
 
 
 class ForeignKeys:
-    """The names of one tool.  Patterns are dotted keys, in which `*` stands for one part or list index."""
+    """The names of one tool.  Patterns are dotted keys, in which `*` stands for one part or list
+    index.
+    """
 
     instead: ClassVar[Mapping[str, str]] = {}
     """Keys that people know and that are not in the schema: what to do about each."""
     files: ClassVar[Mapping[str, str]] = {}
     """Keys at the top of a file that is another tool's as a whole: what to do about it."""
     ignored: ClassVar[Mapping[str, str]] = {}
-    """Keys that are taken out with a warning, because what they ask for is so anyway or is decided elsewhere: why."""
+    """Keys that are taken out with a warning, because what they ask for is so anyway or is decided
+    elsewhere: why.
+    """
     values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Values of a choice that are not offered: key → value → what to do."""
 
-    def expand(self, values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool]) -> list[str]:
+    def expand(
+        self, values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool]
+    ) -> list[str]:
         """Moves what is spelled differently to our keys, before anything is validated; warnings.
 
-        A key that is written in both spellings is an error if `same_layer` says that both stand in the same file.
+        A key that is written in both spellings is an error if `same_layer` says that both stand in
+        the same file.
         """
         return []
 
@@ -44,8 +52,12 @@ def tables() -> tuple[ForeignKeys, ...]:
     return tuple(table() for table in extra_entries("foreign_keys").values())
 
 
-def expand(values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool] = lambda _: True) -> list[str]:
-    """Every tool's spellings in `values` and `origins` become ours.  Raises ConfigError or ConfigErrors."""
+def expand(
+    values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool] = lambda _: True
+) -> list[str]:
+    """Every tool's spellings in `values` and `origins` become ours.  Raises ConfigError or
+    ConfigErrors.
+    """
     if key := next((key for table in tables() for key in table.files if key in values), ""):
         where = next((f"  ({o})" for at, o in origins.items() if at[0] == key), "")
         raise ConfigError(f"{advice(key)}{where}", key=key)
@@ -58,7 +70,9 @@ def ignored() -> dict[str, str]:
 
 
 def _without_ignored(values: dict[str, Any], origins: Origins) -> list[str]:
-    """Takes out the ignored keys, and those not offered whose value asks for nothing (null, false, empty); a warning for each."""
+    """Takes out the ignored keys, and those not offered whose value asks for nothing (null, false,
+    empty); a warning for each.
+    """
     warnings = []
     for place, loc in list(mappings(values, ())):
         for name, value in list(place.items()):
@@ -92,13 +106,23 @@ def mappings(value: Any, loc: Loc) -> Iterator[tuple[dict[str, Any], Loc]]:
     """Every mapping in `value`, the outer ones first."""
     if isinstance(value, dict):
         yield value, loc
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, item in inner:
         yield from mappings(item, (*loc, name))
 
 
 def instead() -> dict[str, str]:
-    return {key: text for table in tables() for key, text in (*table.instead.items(), *table.files.items())}
+    return {
+        key: text
+        for table in tables()
+        for key, text in (*table.instead.items(), *table.files.items())
+    }
 
 
 def not_offered() -> dict[str, Mapping[str, str]]:
@@ -117,4 +141,11 @@ def advice(key: str) -> str:
 def value_advice(key: str, value: object) -> str:
     """What to do about a value of a choice that is not offered; "" otherwise."""
     name = str(value).strip().lower()
-    return next((v[name] for pattern, v in not_offered().items() if fnmatch.fnmatchcase(key, pattern) and name in v), "")
+    return next(
+        (
+            v[name]
+            for pattern, v in not_offered().items()
+            if fnmatch.fnmatchcase(key, pattern) and name in v
+        ),
+        "",
+    )

@@ -1,6 +1,8 @@
-"""Whether the gold answer of a task gets full marks from its own reward, in any of the usual forms of an answer.
+"""Whether the gold answer of a task gets full marks from its own reward, in any of the usual forms
+of an answer.
 
-Knows tasks and rewards; no engine and no model.  Invariant: nothing is generated, and a reward that raises is reported, not hidden.
+Knows tasks and rewards; no engine and no model.  Invariant: nothing is generated, and a reward that
+raises is reported, not hidden.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class GoldScore:
-    """What the gold answer of a row gets.  `failed`: what the reward did where it could not be scored, with the `error` that it raised.
+    """What the gold answer of a row gets.  `failed`: what the reward did where it could not be
+    scored, with the `error` that it raised.
 
     `unreadable`: no answer to this row can be scored.
     """
@@ -54,11 +57,20 @@ class GoldScore:
     @property
     def full(self) -> bool:
         """Full marks, and more than an answer that says nothing."""
-        return self.best is not None and self.empty is not None and self.best >= FULL and self.best > self.empty
+        return (
+            self.best is not None
+            and self.empty is not None
+            and self.best >= FULL
+            and self.best > self.empty
+        )
 
 
-def gold_of(task: Task, reward: Reward | None, key: str, problems: Problems, hung: set[str]) -> float | None:
-    """The best score of the gold answer; a warning if that is not full marks.  None where it says nothing about an answer."""
+def gold_of(
+    task: Task, reward: Reward | None, key: str, problems: Problems, hung: set[str]
+) -> float | None:
+    """The best score of the gold answer; a warning if that is not full marks.  None where it says
+    nothing about an answer.
+    """
     found = scored([task], [reward], hung=hung)[0]
     if found is None:
         return None
@@ -69,8 +81,10 @@ def gold_of(task: Task, reward: Reward | None, key: str, problems: Problems, hun
         problems.warn(f"{key}: the reward {task.reward} {found.told(f'{what} row {task.index}')}")
     elif not found.full:
         problems.warn(
-            f"{key}: the gold answer {found.gold[:60]!r} of row {task.index} scores {found.best:g} with {task.reward} and an empty answer "
-            f"{found.empty:g}; it should get the highest score (1), and more than an empty one.  Is format.response_key the right column, "
+            f"{key}: the gold answer {found.gold[:60]!r} of row {task.index} scores {found.best:g} "
+            f"with {task.reward} and an empty answer "
+            f"{found.empty:g}; it should get the highest score (1), and more than an empty one.  "
+            f"Is format.response_key the right column, "
             "and the reward the right one?"
         )
     return found.best
@@ -78,7 +92,10 @@ def gold_of(task: Task, reward: Reward | None, key: str, problems: Problems, hun
 
 def refusal(task: Task, found: GoldScore) -> str:
     """The message for a row to which no answer can be scored."""
-    return f"the reward {task.reward} cannot score row {task.index}: {found.error}.  Correct the row, or leave it out"
+    return (
+        f"the reward {task.reward} cannot score row {task.index}: {found.error}.  Correct the "
+        f"row, or leave it out"
+    )
 
 
 def scored(
@@ -88,7 +105,8 @@ def scored(
     *,
     hung: set[str] | None = None,
 ) -> list[GoldScore | None]:
-    """Of each task; None where it has no reward, or no gold answer and a reward that needs none.  `told` hears how many are done.
+    """Of each task; None where it has no reward, or no gold answer and a reward that needs none.
+    `told` hears how many are done.
 
     `hung`: rewards that took too long, by name; given, they are not asked again.
     """
@@ -96,14 +114,20 @@ def scored(
 
 
 async def _all(
-    tasks: Sequence[Task], rewards: Sequence[Reward | None], told: Callable[[int], None], hung: set[str] | None
+    tasks: Sequence[Task],
+    rewards: Sequence[Reward | None],
+    told: Callable[[int], None],
+    hung: set[str] | None,
 ) -> list[GoldScore | None]:
     found: list[GoldScore | None] = []
     asked: dict[int, Reward] = {}  # the others may not be ready even to be closed
-    known: tuple[int, float] | None = None  # the form that was best before, and what it got: it is tried first, and enough
+    # the form that was best before, and what it got: it is tried first, and enough
+    known: tuple[int, float] | None = None
     try:
         for task, reward in zip(tasks, rewards, strict=True):
-            one, known = await _one(task, None if task.reward in (hung or ()) else reward, known, asked)
+            one, known = await _one(
+                task, None if task.reward in (hung or ()) else reward, known, asked
+            )
             if hung is not None and one is not None and one.late:
                 hung.add(str(task.reward))
             found.append(one)
@@ -124,7 +148,9 @@ async def _one(
     async def score(text: str) -> Score:
         nonlocal said
         said = text
-        (result,) = await asyncio.wait_for(score_each(reward, task, [transcript(task, text)]), REWARD_TIMEOUT_S)
+        (result,) = await asyncio.wait_for(
+            score_each(reward, task, [transcript(task, text)]), REWARD_TIMEOUT_S
+        )
         return result
 
     try:
@@ -135,7 +161,9 @@ async def _one(
         if task.truth is None:  # and the reward needs none
             return None, known
         # where the truth is no answer, e.g. tests of a program, there is a solution beside it
-        gold, forms = (_text(task.truth), _FORMS) if solution is THE_TRUTH else (solution, _FORMS[:1])
+        gold, forms = (
+            (_text(task.truth), _FORMS) if solution is THE_TRUTH else (solution, _FORMS[:1])
+        )
         first, enough = known or (0, float("inf"))
         for i in sorted(range(len(forms)), key=lambda i: (i != first, i)):
             found[i] = await score(forms[i].format(gold))
@@ -144,14 +172,30 @@ async def _one(
         which = max(found, key=lambda i: _value(found[i]))
         best = found[which].value
         if best is None:
-            return GoldScore(task.index, gold, None, None, "gave no score", found[which].reason), known
-        return GoldScore(task.index, gold, best, _value(empty)), (which, best) if best >= FULL else known
+            return GoldScore(
+                task.index, gold, None, None, "gave no score", found[which].reason
+            ), known
+        return GoldScore(task.index, gold, best, _value(empty)), (
+            which,
+            best,
+        ) if best >= FULL else known
     except TimeoutError:
-        return GoldScore(task.index, gold, None, None, f"took longer than {REWARD_TIMEOUT_S:g} s", late=True), known
+        return GoldScore(
+            task.index, gold, None, None, f"took longer than {REWARD_TIMEOUT_S:g} s", late=True
+        ), known
     except UnreadableTruth as e:
-        return GoldScore(task.index, gold, None, None, "cannot read the truth", str(e), unreadable=True), known
+        return GoldScore(
+            task.index, gold, None, None, "cannot read the truth", str(e), unreadable=True
+        ), known
     except Exception as e:  # plugin code may raise anything; it is reported, not hidden
-        return GoldScore(task.index, gold, None, None, "raised", f"{type(e).__name__}: {e}  (answer {said[:60]!r})"), known
+        return GoldScore(
+            task.index,
+            gold,
+            None,
+            None,
+            "raised",
+            f"{type(e).__name__}: {e}  (answer {said[:60]!r})",
+        ), known
 
 
 def _value(score: Score) -> float:
@@ -162,4 +206,6 @@ def _text(truth: Any) -> str:
     """The gold answer as one would say it: of several, the first."""
     while isinstance(truth, dict) and "target" in truth:
         truth = truth["target"]
-    return text_of(truth[0] if isinstance(truth, list) and truth and isinstance(truth[0], str) else truth)
+    return text_of(
+        truth[0] if isinstance(truth, list) and truth and isinstance(truth[0], str) else truth
+    )

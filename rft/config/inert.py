@@ -1,6 +1,8 @@
-"""The one table of keys that are accepted and do nothing: which they are, why, and which of them a configuration uses.
+"""The one table of keys that are accepted and do nothing: which they are, why, and which of them a
+configuration uses.
 
-Knows names of keys, not what they configure.  Invariant: a configuration that uses none of them means what it says in full.
+Knows names of keys, not what they configure.  Invariant: a configuration that uses none of them
+means what it says in full.
 """
 
 from __future__ import annotations
@@ -23,27 +25,34 @@ from rft.errors import ConfigError
 class Inert:
     """What happens to a written value that is not the default.
 
-    `why`: the reason, or what to write instead.  `level`: the configuration is refused; a run starts with a warning, or with a note.
+    `why`: the reason, or what to write instead.  `level`: the configuration is refused; a run
+    starts with a warning, or with a note.
     """
 
     why: str
     level: Literal["refused", "warned", "noted"] = "refused"
 
 
-_GENERATED_ONLY = "the log-prob of every generated token is always kept, and experiences have room for no other"
+_GENERATED_ONLY = (
+    "the log-prob of every generated token is always kept, and experiences have room for no other"
+)
 _FOR_TASKS = "is for tasks; rows that are trained on have none"
 _FOR_DATA = "is for rows to train on (mode train): buffer.trainer_input.experience_buffer.format"
 _STREAMS = (
-    "experiences come from the explorer and go to the experience buffer; use buffer.trainer_input.auxiliary_buffers for others"
+    "experiences come from the explorer and go to the experience buffer; use "
+    "buffer.trainer_input.auxiliary_buffers for others"
 )
 _ONE_PROCESS = "runs are coroutines of one process; explorer.max_concurrent_runs bounds them"
 _ASKER = "whoever asks an auxiliary model says how its answer is sampled"
 _ANSWERED = ("max_response_tokens", "min_response_tokens", "repetition_penalty", "ignore_eos")
 _PREFIX = (
-    "an answer is only what the model writes; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
+    "an answer is only what the model writes; ask for that beginning in the prompt, or end a "
+    "workflow's prompt_tokens with it"
 )
-_ROLLOUT, _AUXILIARY = "explorer.rollout_model", "explorer.auxiliary_models[]"
-_TASKS, _DATA = "buffer.explorer_input.tasksets[]", "buffer.trainer_input.experience_buffer"
+_ROLLOUT = "explorer.rollout_model"
+_AUXILIARY = "explorer.auxiliary_models[]"
+_TASKS = "buffer.explorer_input.tasksets[]"
+_DATA = "buffer.trainer_input.experience_buffer"
 
 TABLE: dict[str, Inert] = {
     "ignore_validator_suggestions": Inert("what is only a suggestion never stops a run", "noted"),
@@ -54,11 +63,15 @@ TABLE: dict[str, Inert] = {
     f"{_TASKS}.format.enable_concatenated_multi_turn": Inert(_FOR_DATA),
     f"{_TASKS}.rollout_args.logprobs": Inert(_GENERATED_ONLY, "warned"),
     f"{_TASKS}.max_retry_times": Inert(
-        "rows are read once, at the start, and what cannot be read is named; explorer.max_retry_times is for runs", "warned"
+        "rows are read once, at the start, and what cannot be read is named; "
+        "explorer.max_retry_times is for runs",
+        "warned",
     ),
     f"{_TASKS}.max_retry_interval": Inert("rows are read once, at the start", "warned"),
     f"{_TASKS}.enable_progress_bar": Inert("files are opened, not read through", "warned"),
-    "buffer.explorer_input.eval_tasksets[].weight": Inert("an evaluation plays all rows of each of its tasksets", "warned"),
+    "buffer.explorer_input.eval_tasksets[].weight": Inert(
+        "an evaluation plays all rows of each of its tasksets", "warned"
+    ),
     f"{_DATA}.format.preset": Inert(_FOR_TASKS),
     f"{_DATA}.format.workflow_key": Inert(_FOR_TASKS),
     f"{_DATA}.format.reward_fn_key": Inert(_FOR_TASKS),
@@ -70,12 +83,15 @@ TABLE: dict[str, Inert] = {
     "data_processor.experience_pipeline.inputs": Inert(_STREAMS),
     "data_processor.experience_pipeline.output": Inert(_STREAMS),
     f"{_ROLLOUT}.external_model_config": Inert(
-        "the policy is a local model, whose tokens and weights are known; name a server in explorer.auxiliary_models"
+        "the policy is a local model, whose tokens and weights are known; name a server in "
+        "explorer.auxiliary_models"
     ),
     f"{_ROLLOUT}.enable_history": Inert("every model call of a run is kept", "noted"),
     f"{_ROLLOUT}.use_v1": Inert("vLLM has no other engine", "noted"),
     **{f"{_AUXILIARY}.{n}": Inert(_ASKER, "warned") for n in _ANSWERED},
-    f"{_AUXILIARY}.enable_prompt_truncation": Inert("a prompt that is too long is refused", "warned"),
+    f"{_AUXILIARY}.enable_prompt_truncation": Inert(
+        "a prompt that is too long is refused", "warned"
+    ),
     f"{_AUXILIARY}.enable_history": Inert("calls of auxiliary models are not trained on", "warned"),
     f"{_AUXILIARY}.use_v1": Inert("vLLM has no other engine", "warned"),
     f"{_AUXILIARY}.fully_sharded_loras": Inert("its weights have no adapter", "warned"),
@@ -90,13 +106,19 @@ TABLE: dict[str, Inert] = {
         "new weights are served when they are verified; nothing looks for them", "warned"
     ),
     "explorer.db_url": Inert(
-        "answers and rewards are in the experience buffer's ledger: buffer.trainer_input.experience_buffer.path"
+        "answers and rewards are in the experience buffer's ledger: "
+        "buffer.trainer_input.experience_buffer.path"
     ),
     "trainer.name": Inert("a run has one trainer; logs call it trainer and its rank", "warned"),
-    "trainer.save_strategy": Inert("every rank writes its own file, all at the same time", "warned"),
-    "trainer.fix_actor_microbatch_loss_scale": Inert("losses are always divided by the totals of the whole step", "warned"),
+    "trainer.save_strategy": Inert(
+        "every rank writes its own file, all at the same time", "warned"
+    ),
+    "trainer.fix_actor_microbatch_loss_scale": Inert(
+        "losses are always divided by the totals of the whole step", "warned"
+    ),
     "trainer.enable_preview": Inert(
-        "rft buffer shows the rows of any step, and samples of every evaluation are logged", "warned"
+        "rft buffer shows the rows of any step, and samples of every evaluation are logged",
+        "warned",
     ),
     "synchronizer.group_name": Inert("the name is chosen automatically", "noted"),
     "synchronizer.wait_for_checkpoint": Inert("a version is used when it is complete", "noted"),
@@ -109,7 +131,9 @@ _SAME_KEYS = (  # sections with the keys of another
 
 
 def inert(path: str) -> Inert | None:
-    """The entry of a key of the schema, lists written as name[], mappings as name.*; else that of a section around it."""
+    """The entry of a key of the schema, lists written as name[], mappings as name.*; else that of a
+    section around it.
+    """
     return TABLE.get(_entry(path))
 
 
@@ -132,15 +156,24 @@ def argument(field: FieldInfo) -> Inert | None:
 def listed() -> list[tuple[str, Inert]]:
     """(key, or "argument of part", entry) of everything that does nothing, for `rft doctor --keys`."""
     keys = [(key, entry) for key in all_keys() if (entry := inert(key)) is not None]
-    found = [(k.replace("[]", "[i]"), entry) for k, entry in keys if inert(k.rpartition(".")[0].removesuffix("[]")) is None]
+    found = [
+        (k.replace("[]", "[i]"), entry)
+        for k, entry in keys
+        if inert(k.rpartition(".")[0].removesuffix("[]")) is None
+    ]
     for (kind, part), model in shipped().items():
         fields = model.model_fields.items()
-        found += [(f"algorithm.{kind}_args.{name} of {part}", entry) for name, field in fields if (entry := argument(field))]
+        found += [
+            (f"algorithm.{kind}_args.{name} of {part}", entry)
+            for name, field in fields
+            if (entry := argument(field))
+        ]
     return found
 
 
 def used(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
-    """(key, value, entry) of what `config` writes of it, in the order of the schema; of a section that is refused whole, once.
+    """(key, value, entry) of what `config` writes of it, in the order of the schema; of a section
+    that is refused whole, once.
 
     A value that equals the default is not written.
     """
@@ -148,9 +181,12 @@ def used(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
     for key, path, value in _written(config):
         if (around := _entry(path)) not in TABLE:
             continue
-        if TABLE[around].level == "refused" and (rest := path.removeprefix(around)).startswith((".", "[]")):
+        if TABLE[around].level == "refused" and (rest := path.removeprefix(around)).startswith(
+            (".", "[]")
+        ):
             parts = around.count(".") + 1 + rest.startswith(".*")
-            key, value = ".".join(key.split(".")[:parts]), {}
+            key = ".".join(key.split(".")[:parts])
+            value = {}
             if key in whole:
                 continue
             whole.add(key)
@@ -174,7 +210,9 @@ def _arguments(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
 
 
 def _written(config: RunConfig) -> Iterator[tuple[str, str, Any]]:
-    """(key, path of the schema, value) of every leaf that is not the default; an empty list says as much as null."""
+    """(key, path of the schema, value) of every leaf that is not the default; an empty list says as
+    much as null.
+    """
     for key, path, section in sections(config):
         for name, field in type(section).model_fields.items():
             value = getattr(section, name)

@@ -1,4 +1,5 @@
-"""Mode train: a data set instead of an explorer.  Which algorithms read one, what the experience buffer's keys say of it, how many steps.
+"""Mode train: a data set instead of an explorer.  Which algorithms read one, what the experience
+buffer's keys say of it, how many steps.
 
 Part of `resolve`; the same rules hold here.  `look` belongs to the second stage of `check`.
 """
@@ -33,14 +34,28 @@ KEY = "buffer.trainer_input.experience_buffer"
 BUFFERS = "buffer.trainer_input.auxiliary_buffers"
 _ONLY_HERE = ("split", "subset_name", "format", "data_selector", "eval_split", "filter_overlong")
 _OF_A_STORAGE = (
-    *("storage_args", "capacity", "capacity_bytes", "max_read_timeout", "durability", "on_damaged_payload"),
+    *(
+        "storage_args",
+        "capacity",
+        "capacity_bytes",
+        "max_read_timeout",
+        "durability",
+        "on_damaged_payload",
+    ),
     *("replay_buffer", "max_retry_times", "max_retry_interval"),
 )
 _OTHER_COLUMNS: dict[Data, tuple[str, ...]] = {
     "chats": ("chosen_key", "rejected_key"),
     "pairs": ("response_key", "enable_concatenated_multi_turn"),
     "texts": (
-        *("response_key", "chosen_key", "rejected_key", "enable_concatenated_multi_turn", "tools_key", "system_prompt"),
+        *(
+            "response_key",
+            "chosen_key",
+            "rejected_key",
+            "enable_concatenated_multi_turn",
+            "tools_key",
+            "system_prompt",
+        ),
         *("system_prompt_key", "chat_template", "chat_template_args", "enable_thinking"),
     ),
 }
@@ -55,14 +70,22 @@ class DataSets:
 
 
 def kind(config: RunConfig) -> Data | None:
-    """The rows that this run reads from a data set; None: it trains on what it samples, or does not train."""
+    """The rows that this run reads from a data set; None: it trains on what it samples, or does not
+    train.
+    """
     try:
-        return algorithm_defaults(config.algorithm.algorithm_type).data if config.mode == "train" else None
+        return (
+            algorithm_defaults(config.algorithm.algorithm_type).data
+            if config.mode == "train"
+            else None
+        )
     except ConfigError:
         return None  # told by `resolve`
 
 
-def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: EngineSettings) -> DataSets | None:
+def wanted(
+    ctx: Context, algorithm: AlgorithmSettings, name: str, engine: EngineSettings
+) -> DataSets | None:
     """The data sets of the run; None where it reads none.  `engine` says how chats become tokens."""
     data = kind(ctx.config)
     if data is None:
@@ -73,7 +96,8 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
     if b.path is None:
         ctx.error(
             f"{KEY}.path",
-            f"is required: algorithm {ctx.config.algorithm.algorithm_type} trains on the rows of a file, folder or hub data set",
+            f"is required: algorithm {ctx.config.algorithm.algorithm_type} trains on the rows of a "
+            f"file, folder or hub data set",
         )
     if "storage_type" not in b.model_fields_set:
         ctx.derive(f"{KEY}.storage_type", "file", "mode train reads a data set")
@@ -81,39 +105,58 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
         b.data_selector.feature_keys or b.data_selector.kwargs
     ):
         ctx.error(
-            f"{KEY}.data_selector", "rows to train on come in the order sequential, shuffle or random, which take no arguments"
+            f"{KEY}.data_selector",
+            "rows to train on come in the order sequential, shuffle or random, which take no "
+            "arguments",
         )
     if ctx.config.monitor.keep_trainer_logprobs:
         ctx.error(
             "monitor.keep_trainer_logprobs",
-            "is kept in the ledger of what was sampled; rows of a data set are in none.  Write false",
+            "is kept in the ledger of what was sampled; rows of a data set are in none.  Write "
+            "false",
         )
     _idle(ctx, b, KEY, data)
-    ctx.config.buffer.idle("buffer", ("on_short_batch", "max_refill", "resume_rows"), "a data set is read as it is", ctx)
+    ctx.config.buffer.idle(
+        "buffer",
+        ("on_short_batch", "max_refill", "resume_rows"),
+        "a data set is read as it is",
+        ctx,
+    )
     if ctx.config.buffer.train_batch_size not in (None, 0, ctx.config.buffer.batch_size):
         ctx.config.buffer.idle("buffer", ("batch_size",), "train_batch_size is written", ctx)
     if (ctx.config.algorithm.repeat_times or 1) > 1:
-        ctx.config.algorithm.idle("algorithm", ("repeat_times",), f"{data} that are given are trained once each", ctx)
+        ctx.config.algorithm.idle(
+            "algorithm", ("repeat_times",), f"{data} that are given are trained once each", ctx
+        )
     if data == "pairs" and ctx.config.resume_from_path:
         ctx.warn(
-            "resume_from_path gives the weights to begin with; the reference model is still model.model_path.  To compare with those "
+            "resume_from_path gives the weights to begin with; the reference model is still "
+            "model.model_path.  To compare with those "
             "weights, name there what rft export gives of them"
         )
     written = ctx.config.buffer.explorer_input
     if written.taskset is not None or written.tasksets or written.eval_tasksets:
-        ctx.warn("buffer.explorer_input has no effect: mode train explores nothing; see eval_split for rows that are held out")
+        ctx.warn(
+            "buffer.explorer_input has no effect: mode train explores nothing; see eval_split for "
+            "rows that are held out"
+        )
     why = "given rows are not played; those that are held out have trainer.eval_interval"
     ctx.config.explorer.idle("explorer", ("max_timeout", *PLAYING), why, ctx)
     given = _source(ctx, b, b.split or "train", name, data, engine)
     if b.eval_split is None:
         if ctx.config.trainer.eval_interval:
-            ctx.error("trainer.eval_interval", f"needs {KEY}.eval_split: the rows that are held out")
+            ctx.error(
+                "trainer.eval_interval", f"needs {KEY}.eval_split: the rows that are held out"
+            )
         ctx.note("no eval_split: the loss on rows that are not trained is not computed")
         return DataSets(given, None)
     if b.eval_split == (b.split or "train"):
         ctx.error(f"{KEY}.eval_split", "is the split that is trained on; name another one")
     elif (b.path or "").lower().endswith(FILES):
-        text = f"needs a data set with splits, and {b.path} is one file; name a folder with a file for each split"
+        text = (
+            f"needs a data set with splits, and {b.path} is one file; name a folder with a file "
+            f"for each split"
+        )
         ctx.error(f"{KEY}.eval_split", text)
     return DataSets(given, _source(ctx, b, b.eval_split, f"{name}_{b.eval_split}", data, engine))
 
@@ -121,7 +164,9 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
 def expert(
     ctx: Context, algorithm: AlgorithmSettings, own_rows: int, engine: EngineSettings
 ) -> tuple[MixSettings, OfflineDataSettings] | None:
-    """The expert's rows that sample_strategy mix puts beside `own_rows` of each train batch; None where none are mixed in."""
+    """The expert's rows that sample_strategy mix puts beside `own_rows` of each train batch; None
+    where none are mixed in.
+    """
     if algorithm.sample_strategy != "mix":
         return None
     try:
@@ -130,27 +175,42 @@ def expert(
         return None  # told by `resolve`
     assert isinstance(args, MixSampleArgs)
     share = Fraction(str(args.expert_data_ratio))
-    count, name = math.ceil(own_rows * share / (1 - share)), args.sft_dataset_name
+    count = math.ceil(own_rows * share / (1 - share))
+    name = args.sft_dataset_name
     key = f"{BUFFERS}.{name}"
     if (b := ctx.config.buffer.trainer_input.auxiliary_buffers.get(name)) is None:
-        ctx.error(key, "is required: sample_strategy mix takes the expert's rows from it; write {path: answers.jsonl}")
+        ctx.error(
+            key,
+            "is required: sample_strategy mix takes the expert's rows from it; write {path: "
+            "answers.jsonl}",
+        )
         return None
     if b.data_selector.selector_type not in ("sequential", "shuffle"):
-        ctx.error(f"{key}.data_selector.selector_type", "an expert's rows come sequential or shuffle")
+        ctx.error(
+            f"{key}.data_selector.selector_type", "an expert's rows come sequential or shuffle"
+        )
     _idle(ctx, b, key, "chats")
     b.idle(key, ("eval_split",), "no loss of the expert's rows is computed beside", ctx)
     ctx.note(f"each train batch has {own_rows} rows of the policy and {count} of {name}")
     if whole := ctx.config.buffer.train_batch_size:
         own = whole - math.ceil(whole * share)
-        ctx.warn(f"buffer.train_batch_size {whole} counts the policy's rows alone; to count the expert's as well, write {own}")
+        ctx.warn(
+            f"buffer.train_batch_size {whole} counts the policy's rows alone; to count the "
+            f"expert's as well, write {own}"
+        )
     given = _source(ctx, b, b.split or "train", name, "chats", engine, key)
-    return MixSettings(name=name, rows=count, shuffle=given.rows.selector == "shuffle", seed=given.rows.seed), given
+    return MixSettings(
+        name=name, rows=count, shuffle=given.rows.selector == "shuffle", seed=given.rows.seed
+    ), given
 
 
 def _idle(ctx: Context, b: ExperienceBufferConfig, key: str, data: Data) -> None:
     """Keys of a storage, and of other kinds of rows, where a data set is read."""
     if "://" in (b.path or "") and not (b.path or "").startswith("reasoning_gym://"):
-        ctx.error(f"{key}.path", "is a database; rows to train on are read from a file, a folder or a hub data set")
+        ctx.error(
+            f"{key}.path",
+            "is a database; rows to train on are read from a file, a folder or a hub data set",
+        )
     if "storage_type" in b.model_fields_set and b.storage_type != "file":
         ctx.error(f"{key}.storage_type", f"is {b.storage_type}; a data set is read with file")
     b.idle(key, _OF_A_STORAGE, "a data set is read as it is", ctx)
@@ -158,13 +218,27 @@ def _idle(ctx: Context, b: ExperienceBufferConfig, key: str, data: Data) -> None
 
 
 def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:
-    """Given rows have no reward, no group and no log-probs of a sampler: parts that read them are refused."""
-    loss = losses().get(a.policy_loss_fn)  # a plugin says nothing; a row that it cannot use is told at the first step
+    """Given rows have no reward, no group and no log-probs of a sampler: parts that read them are
+    refused.
+    """
+    # a plugin says nothing; a row that it cannot use is told at the first step
+    loss = losses().get(a.policy_loss_fn)
     if loss is not None and (loss.samples != "none" or loss.pairs != (data == "pairs")):
-        fit = [name for name, model in losses().items() if model.samples == "none" and model.pairs == (data == "pairs")]
-        text = f"{a.policy_loss_fn} does not read {data} as algorithm {a.algorithm_type} gives them; use {', '.join(fit)}"
+        fit = [
+            name
+            for name, model in losses().items()
+            if model.samples == "none" and model.pairs == (data == "pairs")
+        ]
+        text = (
+            f"{a.policy_loss_fn} does not read {data} as algorithm {a.algorithm_type} gives "
+            f"them; use {', '.join(fit)}"
+        )
         p.error("algorithm.policy_loss_fn", text)
-    for key, fine in (("advantage_fn", "none"), ("sample_strategy", "default"), ("kl_penalty_fn", "none")):
+    for key, fine in (
+        ("advantage_fn", "none"),
+        ("sample_strategy", "default"),
+        ("kl_penalty_fn", "none"),
+    ):
         if (value := getattr(a, key)) != fine:
             text = f"{value} reads rewards or groups, which given {data} do not have; write {fine}"
             p.error(f"algorithm.{key}", text)
@@ -172,21 +246,31 @@ def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:
 
 def _elsewhere(ctx: Context, algorithm: AlgorithmSettings) -> None:
     """Keys of a data set where none is read."""
-    a, b, plain = ctx.config.algorithm.algorithm_type, ctx.config.buffer.trainer_input.experience_buffer, ExperienceBufferConfig()
+    a = ctx.config.algorithm.algorithm_type
+    b = ctx.config.buffer.trainer_input.experience_buffer
+    plain = ExperienceBufferConfig()
     try:
         data = algorithm_defaults(a).data
     except ConfigError:
         return  # told by `resolve`
     if data is not None:
-        text = f"is {ctx.config.mode}, but algorithm {a} trains on given {data} and samples nothing; write mode: train"
+        text = (
+            f"is {ctx.config.mode}, but algorithm {a} trains on given {data} and samples "
+            f"nothing; write mode: train"
+        )
         ctx.error("mode", text)
         return
     if (loss := losses().get(algorithm.policy_loss_fn)) is not None and loss.pairs:
-        text = f"{algorithm.policy_loss_fn} compares pairs, which are not sampled; write mode: train and algorithm_type: dpo"
+        text = (
+            f"{algorithm.policy_loss_fn} compares pairs, which are not sampled; write mode: "
+            f"train and algorithm_type: dpo"
+        )
         ctx.error("algorithm.policy_loss_fn", text)
     for key in _ONLY_HERE:
         if getattr(b, key) != getattr(plain, key):
-            text = "says how a data set is read, and only mode: train with sft, cpt or dpo reads one"
+            text = (
+                "says how a data set is read, and only mode: train with sft, cpt or dpo reads one"
+            )
             ctx.error(f"{KEY}.{key}", text)
     if ctx.config.trainer.eval_interval:
         text = "is for mode: train with sft, cpt or dpo; write explorer.eval_interval"
@@ -194,7 +278,13 @@ def _elsewhere(ctx: Context, algorithm: AlgorithmSettings) -> None:
 
 
 def _source(
-    ctx: Context, b: ExperienceBufferConfig, split: str, name: str, data: Data, engine: EngineSettings, key: str = KEY
+    ctx: Context,
+    b: ExperienceBufferConfig,
+    split: str,
+    name: str,
+    data: Data,
+    engine: EngineSettings,
+    key: str = KEY,
 ) -> OfflineDataSettings:
     rows = TasksetSettings(
         name=name,
@@ -224,18 +314,27 @@ def _source(
 
 def steps(ctx: Context, data: DataSets, num_batches: NumBatches | None) -> tuple[int, int | None]:
     """(rows of a train step, train steps); None where the data set would have to be opened."""
-    b, t = ctx.config.buffer, ctx.config.trainer
+    b = ctx.config.buffer
+    t = ctx.config.trainer
     size = b.train_batch_size or b.batch_size
     if not b.train_batch_size:
         ctx.derive("buffer.train_batch_size", size, "buffer.batch_size")
-    limits = [n for n in (b.total_steps, -(-b.total_tasks // size) if b.total_tasks else None) if n is not None]
+    limits = [
+        n
+        for n in (b.total_steps, -(-b.total_tasks // size) if b.total_tasks else None)
+        if n is not None
+    ]
     by_epochs = b.total_epochs and not limits
     limits += [] if t.total_steps is None else [t.total_steps]
     if (by_epochs or not limits) and num_batches is not None and not ctx.errors:
         epochs = b.total_epochs or 1
         with ctx.taking():
             limits.append(whole := num_batches((data.trained.rows,), size, epochs))
-            ctx.derive("buffer.total_steps", whole, f"{epochs} epoch(s) of the data set in batches of {size}")
+            ctx.derive(
+                "buffer.total_steps",
+                whole,
+                f"{epochs} epoch(s) of the data set in batches of {size}",
+            )
     elif not limits:
         return size, None
     total = min(limits, default=1)
@@ -248,11 +347,18 @@ def steps(ctx: Context, data: DataSets, num_batches: NumBatches | None) -> tuple
 
 
 def look(plan: Plan, problems: Problems) -> tuple[list[TasksetPreview], dict[str, int]]:
-    """What the rows look like as tokens, and how many there are in each data set by its name; trained text stands between « and »."""
+    """What the rows look like as tokens, and how many there are in each data set by its name;
+    trained text stands between « and ».
+    """
     from rft.config.preview import placed
 
-    previews, counts = [], {}
-    for settings, is_eval in ((plan.trainer.offline_data, False), (plan.trainer.held_out, True), (plan.expert, False)):
+    previews = []
+    counts = {}
+    for settings, is_eval in (
+        (plan.trainer.offline_data, False),
+        (plan.trainer.held_out, True),
+        (plan.expert, False),
+    ):
         if settings is None:
             continue
         try:
@@ -274,21 +380,29 @@ def _look(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -> T
     from rft.taskset.chatfiles import open_chat
     from rft.taskset.offline_data import end_tokens, open_offline_data, sides
 
-    data, chat = open_offline_data(settings), open_chat(settings.model_path)
+    data = open_offline_data(settings)
+    chat = open_chat(settings.model_path)
     if data.left_out:
         problems.note(f"{settings.rows.name}: {data.left_out}")
-    ends, answers = end_tokens(chat, settings), [tokens for record in data.records for tokens, _ in sides(record)]
-    if settings.kind != "texts" and (unended := sum(int(tokens[-1]) not in ends for tokens in answers)):
+    ends = end_tokens(chat, settings)
+    answers = [tokens for record in data.records for tokens, _ in sides(record)]
+    if settings.kind != "texts" and (
+        unended := sum(int(tokens[-1]) not in ends for tokens in answers)
+    ):
         problems.warn(
-            f"{settings.rows.key}: {unended} of {len(answers)} answers end without an end token of the model, which are "
-            f"{chat.marked(ends, [False] * len(ends))!r}, so engines would go on after them.  Use a chat template that writes one, or add "
+            f"{settings.rows.key}: {unended} of {len(answers)} answers end without an end token of "
+            f"the model, which are "
+            f"{chat.marked(ends, [False] * len(ends))!r}, so engines would go on after them.  Use "
+            f"a chat template that writes one, or add "
             "the template's own to eos_token_id in generation_config.json"
         )
     lengths = data.lengths
     rows = [
         RowPreview(
             index=record.id.task,
-            prompt="\n".join(chat.marked(tokens.tolist(), mask.tolist()) for tokens, mask in sides(record)),
+            prompt="\n".join(
+                chat.marked(tokens.tolist(), mask.tolist()) for tokens, mask in sides(record)
+            ),
             tokens=length,
             truth=None,
         )
@@ -307,15 +421,23 @@ def _look(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -> T
 
 def summary(plan: Plan, previews: tuple[TasksetPreview, ...]) -> dict[str, Any]:
     """What a train step and the whole run amount to."""
-    given, size = plan.trainer.offline_data, plan.trainer.batch_groups or 0
+    given = plan.trainer.offline_data
+    size = plan.trainer.batch_groups or 0
     if given is None:  # the ledger of another run says it, step by step
-        return {"train_steps": plan.total_steps, **dict.fromkeys(("epochs", "rows", "kind", "tokens", "trained_tokens"))}
+        return {
+            "train_steps": plan.total_steps,
+            **dict.fromkeys(("epochs", "rows", "kind", "tokens", "trained_tokens")),
+        }
     data = next((t for t in previews if not t.is_eval), None)
     return {
         "train_steps": plan.total_steps,
-        "epochs": round(plan.total_steps * size / data.num_rows, 2) if data is not None and plan.total_steps else None,
+        "epochs": round(plan.total_steps * size / data.num_rows, 2)
+        if data is not None and plan.total_steps
+        else None,
         "rows": size,
         "kind": given.kind,
         "tokens": round(size * data.mean_tokens) if data is not None and data.mean_tokens else None,
-        "trained_tokens": round(size * data.mean_trained_tokens) if data is not None and data.mean_trained_tokens else None,
+        "trained_tokens": round(size * data.mean_trained_tokens)
+        if data is not None and data.mean_trained_tokens
+        else None,
     }

@@ -1,6 +1,8 @@
-"""What a run will do: each room's complete, frozen settings, and why each derived value is what it is.
+"""What a run will do: each room's complete, frozen settings, and why each derived value is what it
+is.
 
-Torch-free.  Invariant: nothing is filled in later; code downstream reads a Plan and never a RunConfig.
+Torch-free.  Invariant: nothing is filled in later; code downstream reads a Plan and never a
+RunConfig.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ class ClusterSettings:
 
     def used(self, engines: int) -> int:
         """GPUs that have something to do, with so many engines."""
-        return self.auxiliary_gpus + self.trainer_gpus + (0 if self.shared else engines * self.gpus_per_engine)
+        return (
+            self.auxiliary_gpus
+            + self.trainer_gpus
+            + (0 if self.shared else engines * self.gpus_per_engine)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,9 @@ class Derived:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run, resolved.  `total_steps` is None only where epochs were asked for and the tasksets were not opened."""
+    """One run, resolved.  `total_steps` is None only where epochs were asked for and the tasksets
+    were not opened.
+    """
 
     mode: str
     joins: bool = False  # a run whose trainer is another process
@@ -86,7 +94,8 @@ class Plan:
     task_pipeline: TaskPipelineSettings | None = None
     cluster: ClusterSettings
     total_steps: int | None
-    num_runs: int = 0  # of a task: the size of the largest group, also of tasks that clients or another process bring
+    # of a task: the size of the largest group, also of tasks that clients or another process bring
+    num_runs: int = 0
     log_level: str = "INFO"
     log_by_node: bool = False  # a folder of log files for each machine
     plugin_dirs: tuple[str, ...] = ()
@@ -106,11 +115,18 @@ class Plan:
 
     @property
     def staleness_bound(self) -> int | None:
-        """Train steps by which an experience can at most be behind; None = no bound (replay without max_staleness, for example)."""
-        most, sizes = self.sync.max_staleness, {t.num_runs for t in self.explorer.tasksets}
-        if self.buffer.replay is not None or (self.trainer.batch_rows is not None and len(sizes) > 1):
-            return most  # batches of larger groups than the schedule counts on give rows that wait ever longer
-        # a batch that is asked for because a step lacks rows begins before its turn; what that step leaves of it feeds the next one
+        """Train steps by which an experience can at most be behind; None = no bound (replay without
+        max_staleness, for example).
+        """
+        most = self.sync.max_staleness
+        sizes = {t.num_runs for t in self.explorer.tasksets}
+        if self.buffer.replay is not None or (
+            self.trainer.batch_rows is not None and len(sizes) > 1
+        ):
+            # batches of larger groups than the schedule counts on give rows that wait ever longer
+            return most
+        # a batch that is asked for because a step lacks rows begins before its turn; what that step
+        # leaves of it feeds the next one
         bound = schedule(self.sync).staleness_bound
         if bound is None:
             return None
@@ -119,13 +135,17 @@ class Plan:
 
     @property
     def runs_per_step(self) -> int:
-        """Experiences of one explore step, where every taskset has the same group size; else the largest it can be."""
+        """Experiences of one explore step, where every taskset has the same group size; else the
+        largest it can be.
+        """
         return self.explorer.batch_size * self.num_runs
 
 
 def schedule(sync: SyncSettings) -> Schedule:
     """The schedule of these settings.  Raises ConfigError for a max_staleness that it cannot keep."""
-    return Schedule(**{f.name: getattr(sync, f.name) for f in fields(Schedule) if f.name != "start_step"})
+    return Schedule(
+        **{f.name: getattr(sync, f.name) for f in fields(Schedule) if f.name != "start_step"}
+    )
 
 
 def _read(path: str) -> str:
@@ -143,16 +163,28 @@ def _cores() -> int:
 def _gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = sum(p.name.removeprefix("nvidia").isdecimal() for p in Path("/dev").glob("nvidia*"))
-    return found if visible is None else min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+    return (
+        found
+        if visible is None
+        else min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+    )
 
 
 def _memory() -> int | None:
-    """Bytes that this process may use: the machine's, or its control group's limit if that is lower."""
+    """Bytes that this process may use: the machine's, or its control group's limit if that is
+    lower.
+    """
     if not (info := Path("/proc/meminfo")).is_file():
         return None
-    limits = [int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemTotal:")]
+    limits = [
+        int(line.split()[1]) * 1024
+        for line in info.read_text().splitlines()
+        if line.startswith("MemTotal:")
+    ]
     files = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    limits += [int(text) for f in files if f.is_file() and (text := f.read_text().strip()).isdecimal()]
+    limits += [
+        int(text) for f in files if f.is_file() and (text := f.read_text().strip()).isdecimal()
+    ]
     return min(limits, default=None)
 
 
@@ -170,7 +202,8 @@ class Facts:
     gpus: int = field(default_factory=_gpus)
     memory: int | None = field(default_factory=_memory)  # bytes of this machine; None = not judged
     gpu_memory: int | None = None  # bytes of each GPU; None = not known
-    disk: Callable[[Path], int | None] = _free  # bytes that a folder may still take; None = not judged
+    # bytes that a folder may still take; None = not judged
+    disk: Callable[[Path], int | None] = _free
     exists: Callable[[str], bool] = os.path.exists
     read_text: Callable[[str], str] = _read
     plugins_loaded: bool = False  # whether names of plugins can be looked up

@@ -1,4 +1,6 @@
-"""The algorithm: its parts with their arguments, and which policies its loss compares.  Part of `resolve`."""
+"""The algorithm: its parts with their arguments, and which policies its loss compares.  Part of
+`resolve`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ WRITTEN_KL = "k2"
 def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
     """(settings, runs of a task, whether these are compared with each other)."""
     a = ctx.config.algorithm
-    if a.algorithm_type not in algorithms() and ":" not in a.algorithm_type and not ctx.facts.plugins_loaded:
+    if (
+        a.algorithm_type not in algorithms()
+        and ":" not in a.algorithm_type
+        and not ctx.facts.plugins_loaded
+    ):
         for folder in ctx.plugin_dirs:  # its parts are needed to resolve anything else
             REGISTRY.scan_folder(Path(folder).expanduser())
     base = next(iter(algorithms().values()))
@@ -50,12 +56,14 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
         ctx.warn(f"algorithm.algorithm_type: {a.algorithm_type} is the older name of {base.name}")
     parts: dict[str, Any] = {}
     for kind in KINDS:
-        written, default = getattr(a, kind), getattr(base, kind)
+        written = getattr(a, kind)
+        default = getattr(base, kind)
         own = getattr(a, f"{kind}_args")
         if kind == "kl_loss_fn" and written is None and default == "none" and own.get("kl_coef"):
             written = WRITTEN_KL  # Trinity-RFT's own where only the coefficient is written
             ctx.warn(
-                f"algorithm.{kind}_args.kl_coef is written without {kind}, so {written} is taken; name an estimator, or none"
+                f"algorithm.{kind}_args.kl_coef is written without {kind}, so {written} is taken; "
+                f"name an estimator, or none"
             )
         part = RENAMED.get((kind, written or default), written or default)
         if written is None:
@@ -70,15 +78,21 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
         low, high = (args.get(f"clip_range_{side}") for side in ("low", "high"))
         if "clip_range" in own and None not in (low, high):
             ctx.warn(
-                f"algorithm.{kind}_args.clip_range has no effect: clip_range_low is {low} and clip_range_high {high}; write these"
+                f"algorithm.{kind}_args.clip_range has no effect: clip_range_low is {low} and "
+                f"clip_range_high {high}; write these"
             )
         _only_with(kind, part, own, args, ctx)
         if kind in BUILT or kind == "sample_strategy":
             parts[kind], parts[f"{kind}_args"] = part, args
     loss_agg_mode = _loss_agg_mode(a.loss_agg_mode, base, parts["policy_loss_fn"], ctx)
     if a.loss_scale_factor is not None and loss_agg_mode != "seq-mean-token-sum-norm":
-        ctx.warn(f"algorithm.loss_scale_factor has no effect: loss_agg_mode is {loss_agg_mode}, not seq-mean-token-sum-norm")
-    repeat_times = ctx.chosen("algorithm.repeat_times", a.repeat_times, base.repeat_times, f"of algorithm {base.name}")
+        ctx.warn(
+            f"algorithm.loss_scale_factor has no effect: loss_agg_mode is {loss_agg_mode}, not "
+            f"seq-mean-token-sum-norm"
+        )
+    repeat_times = ctx.chosen(
+        "algorithm.repeat_times", a.repeat_times, base.repeat_times, f"of algorithm {base.name}"
+    )
     settings = AlgorithmSettings(algorithm_type=base.name, loss_agg_mode=loss_agg_mode, **parts)
     settings = policies(ctx, settings)
     return settings, repeat_times, compares_in_groups(a.advantage_fn or base.advantage_fn)
@@ -107,7 +121,9 @@ _ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def _only_with(kind: str, part: str, own: dict[str, Any], args: dict[str, Any], p: Problems) -> None:
+def _only_with(
+    kind: str, part: str, own: dict[str, Any], args: dict[str, Any], p: Problems
+) -> None:
     """Warns of written arguments that another argument leaves without effect."""
     fields = model.model_fields if (model := shipped().get((kind, part))) is not None else {}
     for name in own.keys() & _ONLY_WITH.keys():
@@ -116,19 +132,26 @@ def _only_with(kind: str, part: str, own: dict[str, Any], args: dict[str, Any], 
             p.warn(f"algorithm.{kind}_args.{name} has no effect: {other} is {str(value).lower()}")
 
 
-def _loss_agg_mode(written: AggMode | None, base: AlgorithmDefaults, loss: str, p: Problems) -> AggMode:
-    """What is written, else what a loss is defined with that the algorithm does not imply, else the algorithm's."""
+def _loss_agg_mode(
+    written: AggMode | None, base: AlgorithmDefaults, loss: str, p: Problems
+) -> AggMode:
+    """What is written, else what a loss is defined with that the algorithm does not imply, else the
+    algorithm's.
+    """
     model = losses().get(loss)
     if written is not None:
         if model is not None and model.fixed_agg:
             p.warn(
-                f"algorithm.loss_agg_mode: {loss} is a mean over sequences or pairs; {written} holds for KL and entropy terms only"
+                f"algorithm.loss_agg_mode: {loss} is a mean over sequences or pairs; {written} "
+                f"holds for KL and entropy terms only"
             )
         return written
     if model is None or model.agg_mode is None or loss == base.policy_loss_fn:
-        mode, of = base.loss_agg_mode, f"of algorithm {base.name}"
+        mode = base.loss_agg_mode
+        of = f"of algorithm {base.name}"
     else:
-        mode, of = model.agg_mode, f"of policy loss {loss}"
+        mode = model.agg_mode
+        of = f"of policy loss {loss}"
     p.derive("algorithm.loss_agg_mode", mode, of)
     return mode
 
@@ -142,19 +165,23 @@ def reads_baseline(algorithm: AlgorithmSettings) -> bool:
 def needs_whole_groups(algorithm: AlgorithmSettings, compares: bool) -> bool:
     """Whether a step must have all rows of a group.
 
-    So it is where the advantage compares what only the rows themselves hold, and where a KL in the reward changes rewards that are
-    compared (`compares`).
+    So it is where the advantage compares what only the rows themselves hold, and where a KL in the
+    reward changes rewards that are compared (`compares`).
     """
     if algorithm.kl_penalty_fn != "none" and compares:
         return True
     try:
-        return declared(check_args("advantage_fn", algorithm.advantage_fn, algorithm.advantage_fn_args)).whole_groups
+        return declared(
+            check_args("advantage_fn", algorithm.advantage_fn, algorithm.advantage_fn_args)
+        ).whole_groups
     except ConfigError:
         return False  # told by `algorithm`
 
 
 def takes_any_sampling(algorithm: AlgorithmSettings) -> bool:
-    """Whether tokens may be drawn from a part of the distribution: the loss reads no log-probs of the sampler, or a correction rejects."""
+    """Whether tokens may be drawn from a part of the distribution: the loss reads no log-probs of
+    the sampler, or a correction rejects.
+    """
     model = losses().get(algorithm.policy_loss_fn)
     rejects = (algorithm.rollout_correction or {}).get("rollout_rs", "none") != "none"
     return rejects or (model is not None and model.samples == "none")
@@ -169,38 +196,50 @@ def advantage_inputs(algorithm: AlgorithmSettings, p: Problems) -> None:
     if algorithm.sample_strategy == "pf_ppo" and loss is not None and loss.pairs:
         p.error(
             "algorithm.sample_strategy",
-            f"draws single rows, but policy loss {algorithm.policy_loss_fn!r} compares pairs; leave it out",
+            f"draws single rows, but policy loss {algorithm.policy_loss_fn!r} compares pairs; "
+            f"leave it out",
         )
     if algorithm.kl_penalty_fn != "none" and (why := _WITHOUT_KL.get(name)):
         p.warn(f"algorithm.kl_penalty_fn has no effect {why}; write kl_loss_fn instead")
     if reads := model.reads:
-        p.note(f"algorithm.advantage_fn {name} reads {reads}; its workflow or an operator has to declare that with `gives`")
+        p.note(
+            f"algorithm.advantage_fn {name} reads {reads}; its workflow or an operator has to "
+            f"declare that with `gives`"
+        )
 
 
 def policies(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
     """`settings` with the old policy and the off-policy correction."""
-    a, correction = ctx.config.algorithm, ctx.config.algorithm.rollout_correction
+    a = ctx.config.algorithm
+    correction = ctx.config.algorithm.rollout_correction
     written = "bypass_old_logprobs" in a.model_fields_set
     settings = replace(settings, bypass_old_logprobs=a.bypass_old_logprobs)
     three = a.compute_prox_logprobs or (correction is not None and not correction.bypass_mode)
     two = correction is not None and correction.bypass_mode
-    why = "algorithm.compute_prox_logprobs" if a.compute_prox_logprobs else "algorithm.rollout_correction"
+    why = (
+        "algorithm.compute_prox_logprobs"
+        if a.compute_prox_logprobs
+        else "algorithm.rollout_correction"
+    )
     if a.compute_prox_logprobs and two:
         ctx.error(
             "algorithm.compute_prox_logprobs",
-            "takes old log-probs from the trainer, and rollout_correction.bypass_mode: true from the engines; write one of them",
+            "takes old log-probs from the trainer, and rollout_correction.bypass_mode: true from "
+            "the engines; write one of them",
         )
     elif written and ((three and a.bypass_old_logprobs) or (two and not a.bypass_old_logprobs)):
         ctx.error(
             "algorithm.bypass_old_logprobs",
-            f"is {str(a.bypass_old_logprobs).lower()}, but {why}{' with bypass_mode: true' if two else ''} means "
+            f"is {str(a.bypass_old_logprobs).lower()}, but "
+            f"{why}{' with bypass_mode: true' if two else ''} means "
             f"{str(two).lower()}; leave it out",
         )
     elif (three or two) and a.bypass_old_logprobs != two:
         settings = replace(settings, bypass_old_logprobs=two)
         ctx.derive("algorithm.bypass_old_logprobs", two, why)
     s = ctx.config.synchronizer
-    if three and (s.sync_interval > 1 or s.sync_style == "explorer_driven"):  # whose windows are as long as they come
+    # whose windows are as long as they come
+    if three and (s.sync_interval > 1 or s.sync_style == "explorer_driven"):
         settings = replace(settings, proximal_window=True)
     settings = settings if correction is None else _corrected(ctx, settings)
     _of_the_loss(settings, ctx)
@@ -214,34 +253,48 @@ def _of_the_loss(settings: AlgorithmSettings, p: Context) -> None:
     if "old" in model.before and settings.proximal_window:
         p.error(
             "algorithm.policy_loss_fn",
-            f"{name} chooses tokens under the weights before the step, but here old log-probs are those of a window's first weights; "
-            "write synchronizer.sync_interval: 1 with a sync_style other than explorer_driven, or another loss",
+            f"{name} chooses tokens under the weights before the step, but here old log-probs are "
+            f"those of a window's first weights; "
+            "write synchronizer.sync_interval: 1 with a sync_style other than explorer_driven, or "
+            "another loss",
         )
     elif name == "m2po" and not settings.bypass_old_logprobs:
         p.warn(
-            "algorithm.policy_loss_fn: m2po leaves no token out with old log-probs of the trainer: the ratio before the step is 1"
+            "algorithm.policy_loss_fn: m2po leaves no token out with old log-probs of the trainer: "
+            "the ratio before the step is 1"
         )
     elif name == "kl_cov" and not settings.bypass_old_logprobs and p.config.trainer.ppo_epochs == 1:
         p.warn(
-            "algorithm.policy_loss_fn: kl_cov holds nothing back with old log-probs of the trainer and ppo_epochs 1: they are those of the "
-            "policy itself, and the slope of the penalty at 0 is the sign of a rounding error; write bypass_old_logprobs: true"
+            "algorithm.policy_loss_fn: kl_cov holds nothing back with old log-probs of the trainer "
+            "and ppo_epochs 1: they are those of the "
+            "policy itself, and the slope of the penalty at 0 is the sign of a rounding error; "
+            "write bypass_old_logprobs: true"
         )
     if model.samples == "all" and settings.sample_strategy == "mix":
         fit = ", ".join(other for other, m in losses().items() if m.samples == "own")
         p.error(
             "algorithm.policy_loss_fn",
-            f"{name} reads log-probs of the policy that sampled, which the expert's rows of sample_strategy mix do not have; use {fit}",
+            f"{name} reads log-probs of the policy that sampled, which the expert's rows of "
+            f"sample_strategy mix do not have; use {fit}",
         )
-    if model.samples == "none" and not settings.kl_loss_fn.startswith("corrected_k3"):  # which reads them as well
-        p.config.algorithm.idle("algorithm", ("compute_prox_logprobs",), f"{name} reads no old log-probs", p)
+    # which reads them as well
+    if model.samples == "none" and not settings.kl_loss_fn.startswith("corrected_k3"):
+        p.config.algorithm.idle(
+            "algorithm", ("compute_prox_logprobs",), f"{name} reads no old log-probs", p
+        )
     if model.samples == "none" and settings.rollout_correction is not None:
-        p.error("algorithm.rollout_correction", f"corrects for the policy that sampled, which {name} does not read; leave it out")
+        p.error(
+            "algorithm.rollout_correction",
+            f"corrects for the policy that sampled, which {name} does not read; leave it out",
+        )
 
 
 def _corrected(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
     given = ctx.config.algorithm.rollout_correction
     assert given is not None
-    settings = replace(settings, rollout_correction={k: v for k, v in given.model_dump().items() if v is not None})
+    settings = replace(
+        settings, rollout_correction={k: v for k, v in given.model_dump().items() if v is not None}
+    )
     try:
         args = correction_args(settings)
     except ConfigError as e:
@@ -251,7 +304,8 @@ def _corrected(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
     key = "algorithm.rollout_correction"
     if args.rollout_is != "none" and not args.weighted:
         ctx.warn(
-            f"{key}.rollout_is has no effect with bypass_mode: true and loss_type ppo_clip: the clipped ratio holds the weight"
+            f"{key}.rollout_is has no effect with bypass_mode: true and loss_type ppo_clip: the "
+            f"clipped ratio holds the weight"
         )
     if args.rollout_rs == "none" and args.rollout_rs_threshold is not None:
         ctx.warn(f"{key}.rollout_rs_threshold has no effect without rollout_rs")
@@ -260,11 +314,15 @@ def _corrected(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
     if ctx.config.trainer.ppo_epochs > 1:
         ctx.error(
             f"{key}.loss_type",
-            f"reinforce weighs rows by the policy before the step, which holds for one update; trainer.ppo_epochs is "
+            f"reinforce weighs rows by the policy before the step, which holds for one update; "
+            f"trainer.ppo_epochs is "
             f"{ctx.config.trainer.ppo_epochs}: write 1, or ppo_clip",
         )
     if (loss := ctx.config.algorithm.policy_loss_fn) not in (None, REINFORCE):
-        ctx.error("algorithm.policy_loss_fn", f"is {loss}, but {key}.loss_type means reinforce; leave one of them out")
+        ctx.error(
+            "algorithm.policy_loss_fn",
+            f"is {loss}, but {key}.loss_type means reinforce; leave one of them out",
+        )
     if settings.policy_loss_fn != REINFORCE:
         ctx.derive("algorithm.policy_loss_fn", REINFORCE, f"{key}.loss_type")
     return replace(settings, policy_loss_fn=REINFORCE, policy_loss_fn_args={})
@@ -287,6 +345,12 @@ def critic(ctx: Context, settings: AlgorithmSettings) -> None:
         return
     t = ctx.config.trainer
     if t.critic_warmup:
-        ctx.error("trainer.critic_warmup", f"is {t.critic_warmup}, but advantage {settings.advantage_fn} has no critic; write 0")
+        ctx.error(
+            "trainer.critic_warmup",
+            f"is {t.critic_warmup}, but advantage {settings.advantage_fn} has no critic; write 0",
+        )
     if t.critic != CriticConfig() or ctx.config.model.critic_model_path is not None:
-        ctx.note(f"trainer.critic and model.critic_model_path have no effect: advantage {settings.advantage_fn} has no critic")
+        ctx.note(
+            f"trainer.critic and model.critic_model_path have no effect: advantage "
+            f"{settings.advantage_fn} has no critic"
+        )

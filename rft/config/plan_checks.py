@@ -1,7 +1,8 @@
-"""Whether a plan fits the models that it names, and its storage; what is allowed but probably not meant.  Before anything starts.
+"""Whether a plan fits the models that it names, and its storage; what is allowed but probably not
+meant.  Before anything starts.
 
-Knows plans and what model folders say of themselves.  Invariant: which layout of rows is accepted here is proven again by the trainer
-when the model is loaded.
+Knows plans and what model folders say of themselves.  Invariant: which layout of rows is accepted
+here is proven again by the trainer when the model is loaded.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ from rft.plugins import extra_entry
 from rft.types import rotary
 from rft.types.row_layout import AskedLayout, Choice, changing_rope, choose, text_config
 
-_EACH = "is for this explorer alone: divide it by their number; on one machine they share one if all name one file as cost_ledger"
+_EACH = (
+    "is for this explorer alone: divide it by their number; on one machine they share one if "
+    "all name one file as cost_ledger"
+)
 
 _LOCAL = re.compile(r"https?://(localhost|127\.|\[::1\])")
 
 
 def storage(plan: Plan, problems: Problems) -> None:
-    for key, folder in (("checkpoint_root_dir", plan.run_dir), ("monitor.eval_dump_dir", plan.monitor.dump_dir)):
+    for key, folder in (
+        ("checkpoint_root_dir", plan.run_dir),
+        ("monitor.eval_dump_dir", plan.monitor.dump_dir),
+    ):
         tree = () if folder is None else (folder, *folder.parents)
         if (there := next(filter(os.path.lexists, tree), None)) is not None and not there.is_dir():
             problems.error(key, f"{there} is no folder, so {folder} cannot be one; name another")
@@ -43,12 +50,20 @@ def storage(plan: Plan, problems: Problems) -> None:
     with problems.taking(f"{STORAGE_KEY}.storage_type"):
         make_storage(plan.buffer)  # touches nothing yet
     with problems.taking(f"{STORAGE_KEY}.path"):
-        if ledger_location(plan.buffer).url is not None and importlib.util.find_spec("psycopg") is None:
-            problems.error(f"{STORAGE_KEY}.path", 'needs the package psycopg: pip install "rft-platform[postgres]"')
+        if (
+            ledger_location(plan.buffer).url is not None
+            and importlib.util.find_spec("psycopg") is None
+        ):
+            problems.error(
+                f"{STORAGE_KEY}.path",
+                'needs the package psycopg: pip install "rft-platform[postgres]"',
+            )
 
 
 def models(config: RunConfig, plan: Plan, policy: ModelFiles, problems: Problems) -> Choice | None:
-    """What each model has to have; the layout of the policy's rows, None where nothing is trained or it is refused."""
+    """What each model has to have; the layout of the policy's rows, None where nothing is trained
+    or it is refused.
+    """
     _policy_fits(policy, plan, problems)
     _critic_fits(policy, plan, problems)
     provable.served(policy.config, plan, problems)
@@ -66,31 +81,45 @@ def models(config: RunConfig, plan: Plan, policy: ModelFiles, problems: Problems
 def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
     problems.warnings.extend(model.warnings)
     if model_folder.gives_scores(model.config):
-        problems.error("model.model_path", "is a reward model, which gives scores and writes no texts; name a language model")
-    wanted, longest = plan.engines[0].max_model_len, None
+        problems.error(
+            "model.model_path",
+            "is a reward model, which gives scores and writes no texts; name a language model",
+        )
+    wanted = plan.engines[0].max_model_len
+    longest = None
     with problems.taking():
         longest = rotary.positions(model.config, plan.learner.override_config)
     if longest is not None and wanted > longest:
         problems.error(
             "model.max_model_len",
-            f"is {wanted} tokens, but the model knows {longest} positions; lower it, or max_prompt_tokens or max_response_tokens, or see "
+            f"is {wanted} tokens, but the model knows {longest} positions; lower it, or "
+            f"max_prompt_tokens or max_response_tokens, or see "
             "model.rope_scaling",
             given=wanted,
         )
     heads = model.config.get("num_key_value_heads") or model.config.get("num_attention_heads")
     tp = plan.engines[0].tensor_parallel_size
-    if isinstance(heads, int) and tp > 1 and (model.config.get("num_attention_heads") or heads) % tp:
+    if (
+        isinstance(heads, int)
+        and tp > 1
+        and (model.config.get("num_attention_heads") or heads) % tp
+    ):
         problems.error(
-            "explorer.rollout_model.tensor_parallel_size", f"is {tp}, which does not divide the attention heads", given=tp
+            "explorer.rollout_model.tensor_parallel_size",
+            f"is {tp}, which does not divide the attention heads",
+            given=tp,
         )
     texts = plan.trainer.offline_data is not None and plan.trainer.offline_data.kind == "texts"
     if model.chat_template is None and plan.engines[0].chat_template is None and not texts:
-        problems.error("model.chat_template_path", f"{model.folder} has no chat template; write one here")
+        problems.error(
+            "model.chat_template_path", f"{model.folder} has no chat template; write one here"
+        )
 
 
 def _critic_fits(policy: ModelFiles, plan: Plan, problems: Problems) -> None:
     """The critic reads the policy's tokens with its own weights."""
-    path, key = plan.learner.critic.model_path, "model.critic_model_path"
+    path = plan.learner.critic.model_path
+    key = "model.critic_model_path"
     if path in ("", plan.learner.model_path) or not needs(plan.learner.algorithm).critic:
         return
     try:
@@ -101,11 +130,16 @@ def _critic_fits(policy: ModelFiles, plan: Plan, problems: Problems) -> None:
         return
     ours, theirs = (text_config(files.config).get("vocab_size") for files in (policy, found))
     if None not in (ours, theirs) and ours != theirs:
-        problems.error(key, f"has a vocabulary of {theirs}, the policy one of {ours}; both read the same tokens", given=path)
+        problems.error(
+            key,
+            f"has a vocabulary of {theirs}, the policy one of {ours}; both read the same tokens",
+            given=path,
+        )
 
 
 def _auxiliary_fits(key: str, model: AuxiliarySettings, problems: Problems) -> None:
-    e, name = model.engines[0], f"auxiliary model {model.name}"
+    e = model.engines[0]
+    name = f"auxiliary model {model.name}"
     try:
         files = model_folder.look(e.model_path, e.tokenizer_path)
     except ConfigError as error:
@@ -115,14 +149,20 @@ def _auxiliary_fits(key: str, model: AuxiliarySettings, problems: Problems) -> N
     kinds = files.config.get("architectures") or []
     if kinds and model_folder.gives_scores(files.config) != (e.task == "score"):
         other = "generate" if e.task == "score" else "score"
-        text = f"{name}: is {e.task}, but the model is a {', '.join(kinds)}; use task: {other} or another model"
+        text = (
+            f"{name}: is {e.task}, but the model is a {', '.join(kinds)}; use task: {other} or "
+            f"another model"
+        )
         problems.error(f"{key}.task", text, given=e.task)
     longest = files.config.get("max_position_embeddings")
     if isinstance(longest, int) and e.max_model_len > longest:
         text = f"{name}: is {e.max_model_len} tokens, but the model knows {longest} positions"
         problems.error(f"{key}.max_model_len", text, given=e.max_model_len)
     if files.chat_template is None and e.chat_template is None:
-        problems.warn(f"{name} has no chat template; it can be asked with token ids only.  Write chat_template there")
+        problems.warn(
+            f"{name} has no chat template; it can be asked with token ids only.  Write "
+            f"chat_template there"
+        )
 
 
 def _rows(config: Mapping[str, Any], plan: Plan, problems: Problems) -> Choice | None:
@@ -135,38 +175,50 @@ def _rows(config: Mapping[str, Any], plan: Plan, problems: Problems) -> Choice |
         return None  # said where the model's files are looked at
     _rope(found, plan, problems)
     critic = plan.learner.critic
-    if needs(plan.learner.algorithm).critic and critic.model_path not in ("", plan.learner.model_path):
+    if needs(plan.learner.algorithm).critic and critic.model_path not in (
+        "",
+        plan.learner.model_path,
+    ):
         other = model_folder.sizes(critic.model_path)
         if other is not None:
             _chosen(other[0], critic.row_layout, plan, "the critic", problems)
     return _chosen(found, plan.learner.row_layout, plan, "the model", problems)
 
 
-def _chosen(config: Mapping[str, Any], asked: AskedLayout, plan: Plan, whose: str, problems: Problems) -> Choice | None:
+def _chosen(
+    config: Mapping[str, Any], asked: AskedLayout, plan: Plan, whose: str, problems: Problems
+) -> Choice | None:
     try:
         choice = choose(config, asked, device=plan.learner.device)
     except ConfigError as e:
         problems.take(e)
         return None
     if asked == "auto" and choice.layout != "shared":
-        problems.note(f"rows of {whose} are {choice.layout} (trainer.row_layout: auto): {choice.why}")
+        problems.note(
+            f"rows of {whose} are {choice.layout} (trainer.row_layout: auto): {choice.why}"
+        )
     return choice
 
 
 def _rope(config: Mapping[str, Any], plan: Plan, problems: Problems) -> None:
-    changing, longest = changing_rope(config), plan.engines[0].max_model_len
+    changing = changing_rope(config)
+    longest = plan.engines[0].max_model_len
     if changing is not None and longest > changing[1]:
         kind, known = changing
         problems.error(
             "model.max_model_len",
-            f"is {longest} tokens, and the model's {kind} rotary embeddings change for every row of a micro-batch in which one is longer "
-            f"than {known}, so its gradient would depend on the cut.  Write at most {known}, or model.rope_scaling of type yarn or linear",
+            f"is {longest} tokens, and the model's {kind} rotary embeddings change for every row "
+            f"of a micro-batch in which one is longer "
+            f"than {known}, so its gradient would depend on the cut.  Write at most {known}, or "
+            f"model.rope_scaling of type yarn or linear",
             given=longest,
         )
 
 
 def settled(plan: Plan, choice: Choice | None) -> Plan:
-    """`plan` with padded rows where "auto" means them; else the trainer chooses, and may still fall back."""
+    """`plan` with padded rows where "auto" means them; else the trainer chooses, and may still fall
+    back.
+    """
     if choice is None or choice.layout != "padded":
         return plan
     critic = plan.learner.critic
@@ -182,22 +234,34 @@ def advise(plan: Plan, p: Problems) -> None:
     _evaluation(plan, p)
     for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets) if plan.joins else ():
         for a, _ in mappings(t.reward_args, ()):  # also of the parts of a weighted_reward
-            if "max_cost_usd" in a and a.get("cost_ledger") is None and a.get("cache", "run") in ("run", "off"):
+            if (
+                "max_cost_usd" in a
+                and a.get("cost_ledger") is None
+                and a.get("cache", "run") in ("run", "off")
+            ):
                 p.warn(f"{t.key}: the judge's max_cost_usd {a['max_cost_usd']} {_EACH}")
 
 
 def _environment(plan: Plan, p: Problems) -> None:
-    """What the start needs of the environment, which may be another one than this: addresses and keys."""
+    """What the start needs of the environment, which may be another one than this: addresses and
+    keys.
+    """
     for e in (*plan.engines, *(e for m in plan.auxiliary for e in m.engines)):
         if (s := e.external) is None:
             continue
         url = s.base_url or os.environ.get(s.base_url_env)
         if not url:
             p.warn(
-                f"{e.name} has no base_url, and the environment variable {s.base_url_env} is not set here: the run cannot start"
+                f"{e.name} has no base_url, and the environment variable {s.base_url_env} is not "
+                f"set here: the run cannot start"
             )
-        elif not (os.environ.get(s.api_key_env) or s.headers or s.header_envs or _LOCAL.match(url)):  # it may need none
-            p.warn(f"{e.name}: {url} is asked without a key: the environment variable {s.api_key_env} is not set here")
+        elif not (
+            os.environ.get(s.api_key_env) or s.headers or s.header_envs or _LOCAL.match(url)
+        ):  # it may need none
+            p.warn(
+                f"{e.name}: {url} is asked without a key: the environment variable {s.api_key_env} "
+                f"is not set here"
+            )
     if plan.serve is not None:
         try:
             extra_entry("service", "clients", key="mode")(plan.serve)
@@ -209,8 +273,10 @@ def _gpus(plan: Plan, p: Problems) -> None:
     c = plan.cluster
     if idle := c.gpus - c.used(len(plan.engines)):
         p.warn(
-            f"{idle} of {c.gpus} GPUs are used by no role (engines {len(plan.engines)} x {c.gpus_per_engine}"
-            f"{f', auxiliary models {c.auxiliary_gpus}' if c.auxiliary_gpus else ''}, trainer {c.trainer_gpus}): raise "
+            f"{idle} of {c.gpus} GPUs are used by no role (engines {len(plan.engines)} x "
+            f"{c.gpus_per_engine}"
+            f"{f', auxiliary models {c.auxiliary_gpus}' if c.auxiliary_gpus else ''}, trainer "
+            f"{c.trainer_gpus}): raise "
             "trainer.world_size or explorer.rollout_model.engine_num, or lower cluster.gpu_per_node"
         )
 
@@ -224,29 +290,50 @@ def _schedule(plan: Plan, p: Problems) -> None:
             + [f"lr_scheduler_type {o.lr_scheduler_type}"] * (o.lr_scheduler_type != "constant")
         )
         p.warn(
-            f"algorithm.optimizer: the number of train steps decides {what}, and it is known only once the tasksets are opened; write "
+            f"algorithm.optimizer: the number of train steps decides {what}, and it is known only "
+            f"once the tasksets are opened; write "
             "trainer.total_steps (or lr_warmup_steps) to fix the schedule"
         )
 
 
 def _evaluation(plan: Plan, p: Problems) -> None:
-    x, metric = plan.trainer, plan.trainer.best_metric or ""
-    names = [t.name for t in plan.explorer.eval_tasksets] + [d.rows.name for d in (x.held_out,) if d is not None]
+    x = plan.trainer
+    metric = plan.trainer.best_metric or ""
+    names = [t.name for t in plan.explorer.eval_tasksets] + [
+        d.rows.name for d in (x.held_out,) if d is not None
+    ]
     known_elsewhere = not names and plan.mode == "train" and not x.alone
-    if plan.trains and metric.startswith("eval/") and metric.split("/")[1] not in names and not known_elsewhere:
-        there = f"so no checkpoint will be the best; there are: {', '.join(f'eval/{name}/...' for name in names) or 'none'}"
+    if (
+        plan.trains
+        and metric.startswith("eval/")
+        and metric.split("/")[1] not in names
+        and not known_elsewhere
+    ):
+        there = (
+            f"so no checkpoint will be the best; there are: "
+            f"{', '.join(f'eval/{name}/...' for name in names) or 'none'}"
+        )
         p.warn(f"trainer.checkpoint.best_metric: {metric} is of no evaluation of this run, {there}")
     training = {t.sampling.temperature for t in plan.explorer.tasksets}
     for t in plan.explorer.eval_tasksets:
-        key, temperature = t.key, t.sampling.temperature
+        key = t.key
+        temperature = t.sampling.temperature
         if t.num_runs > 1 and (temperature == 0 or t.sampling.seed is not None):
-            why, use = ("temperature 0", "a temperature above 0") if temperature == 0 else ("rollout_args.seed", "none")
+            why, use = (
+                ("temperature 0", "a temperature above 0")
+                if temperature == 0
+                else ("rollout_args.seed", "none")
+            )
             p.warn(f"{key}: {why} gives the same answer {t.num_runs} times; use {use}, or one run")
         elif temperature > 0 and t.num_runs == 1:
             p.note(
-                f"{key}: one answer per task at temperature {temperature:g} is a noisy measure; use temperature 0, or repeat_times of 4 "
+                f"{key}: one answer per task at temperature {temperature:g} is a noisy measure; "
+                f"use temperature 0, or repeat_times of 4 "
                 "or more for a mean"
             )
         if training and temperature > 0 and temperature not in training:
             trained = ", ".join(f"{x:g}" for x in sorted(training))
-            p.note(f"{key}: evaluated at temperature {temperature:g}, trained at {trained}: the two rewards are not comparable")
+            p.note(
+                f"{key}: evaluated at temperature {temperature:g}, trained at {trained}: the two "
+                f"rewards are not comparable"
+            )

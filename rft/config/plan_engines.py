@@ -1,7 +1,7 @@
 """The engines: those of the policy, and the auxiliary models beside it.  Part of `resolve`.
 
-Invariant: entries of `explorer.auxiliary_models` that differ in nothing but their name are one model, which is started once and found
-under each of the names.
+Invariant: entries of `explorer.auxiliary_models` that differ in nothing but their name are one
+model, which is started once and found under each of the names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rft.errors import ConfigError
 
 _NO_POLICY = "a server returns no token ids and takes no new weights, so it cannot be the policy"
 _VLLM_ONLY = (
-    "gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill max_num_batched_tokens block_size "
+    "gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill "
+    "max_num_batched_tokens block_size "
     "disable_log_stats enable_log_requests"
 ).split()
 
@@ -39,16 +40,24 @@ def copies(model: ServedModelConfig) -> int:
 
 
 def stages(model: ServedModelConfig) -> str:
-    return f" x pipeline_parallel_size {model.pipeline_parallel_size}" if model.pipeline_parallel_size > 1 else ""
+    return (
+        f" x pipeline_parallel_size {model.pipeline_parallel_size}"
+        if model.pipeline_parallel_size > 1
+        else ""
+    )
 
 
 def lengths(ctx: Context) -> tuple[int, int, int]:
     """(max_model_len, max_prompt_tokens, max_response_tokens)."""
     m = ctx.config.model
-    total, prompt, response = m.max_model_len, m.max_prompt_tokens, m.max_response_tokens
+    total = m.max_model_len
+    prompt = m.max_prompt_tokens
+    response = m.max_response_tokens
     if total is None and (prompt is None or response is None):
         ctx.error(
-            "model.max_model_len", "the lengths are not known; write max_prompt_tokens and max_response_tokens, or max_model_len"
+            "model.max_model_len",
+            "the lengths are not known; write max_prompt_tokens and max_response_tokens, or "
+            "max_model_len",
         )
         return 2, 1, 1
     if total is None:
@@ -58,7 +67,9 @@ def lengths(ctx: Context) -> tuple[int, int, int]:
     if response is None:
         response = total - prompt if prompt is not None else total - total // 2
         ctx.derive(
-            "model.max_response_tokens", response, "the rest of max_model_len" if prompt is not None else "half of max_model_len"
+            "model.max_response_tokens",
+            response,
+            "the rest of max_model_len" if prompt is not None else "half of max_model_len",
         )
     if prompt is None:
         prompt = total - response
@@ -66,12 +77,16 @@ def lengths(ctx: Context) -> tuple[int, int, int]:
     for name, length in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
         if getattr(m, name) is not None and length >= total:
             other = "a response" if name == "max_prompt_tokens" else "a prompt"
-            ctx.error(f"model.{name}", f"is {length} of max_model_len {total} tokens, which leaves none for {other}")
+            ctx.error(
+                f"model.{name}",
+                f"is {length} of max_model_len {total} tokens, which leaves none for {other}",
+            )
             return 2, 1, 1
     if prompt + response > total:
         ctx.error(
             "model.max_model_len",
-            f"is {total} tokens, but max_prompt_tokens {prompt} + max_response_tokens {response} = {prompt + response}; "
+            f"is {total} tokens, but max_prompt_tokens {prompt} + max_response_tokens {response} = "
+            f"{prompt + response}; "
             "raise max_model_len or lower one of them",
         )
         return 2, 1, 1
@@ -85,14 +100,22 @@ def lengths(ctx: Context) -> tuple[int, int, int]:
 
 def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[EngineSettings, ...]:
     """The policy's engines."""
-    model, e, key = ctx.config.model, ctx.config.explorer.rollout_model, "explorer.rollout_model"
+    model = ctx.config.model
+    e = ctx.config.explorer.rollout_model
+    key = "explorer.rollout_model"
     if model.external_model.enable:
         return (_policy_server(ctx, lengths),)
     if e.engine_type == "external":
-        ctx.error(f"{key}.engine_type", f"{_NO_POLICY}; name a local model here, and the server in explorer.auxiliary_models")
+        ctx.error(
+            f"{key}.engine_type",
+            f"{_NO_POLICY}; name a local model here, and the server in explorer.auxiliary_models",
+        )
     provable.engine(ctx)
     if e.ignore_eos:
-        ctx.warn(f"{key}.ignore_eos: every response is written up to max_tokens, in training and evaluation")
+        ctx.warn(
+            f"{key}.ignore_eos: every response is written up to max_tokens, in training and "
+            f"evaluation"
+        )
     template = model.custom_chat_template
     if model.chat_template_path is not None:
         try:
@@ -108,7 +131,9 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
             **shared,
             name=f"{explorer}{e.name or 'engine'}-{i}",
             model_path=ctx.find_model(model.model_path),
-            tokenizer_path=None if model.tokenizer_path is None else ctx.find_model(model.tokenizer_path),
+            tokenizer_path=None
+            if model.tokenizer_path is None
+            else ctx.find_model(model.tokenizer_path),
             max_model_len=lengths[0],
             max_prompt_tokens=lengths[1],
             seed=(ctx.config.seed if e.seed is None else e.seed) + i,
@@ -124,23 +149,34 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
 
 def _policy_server(ctx: Context, lengths: tuple[int, int, int]) -> EngineSettings:
     """A server in the policy's place: it can be evaluated, and nothing else."""
-    e, key = ctx.config.model.external_model, "model.external_model"
+    e = ctx.config.model.external_model
+    key = "model.external_model"
     if ctx.config.mode != "bench":
         ctx.error(
             f"{key}.enable",
-            f"{_NO_POLICY}: it can be evaluated with mode: bench, not trained, and not with mode: {ctx.config.mode}",
+            f"{_NO_POLICY}: it can be evaluated with mode: bench, not trained, and not with mode: "
+            f"{ctx.config.mode}",
         )
     if not (e.model_name or ctx.config.model.model_path):
         ctx.error(f"{key}.model_name", "is required: the model's name there")
     return _behind(
-        ctx, e, key, name="policy", model_path=ctx.config.model.model_path or str(e.model_name), max_model_len=lengths[0],
-        request_timeout_s=e.request_timeout, max_concurrent=e.max_concurrent,
-    )  # fmt: skip
+        ctx,
+        e,
+        key,
+        name="policy",
+        model_path=ctx.config.model.model_path or str(e.model_name),
+        max_model_len=lengths[0],
+        request_timeout_s=e.request_timeout,
+        max_concurrent=e.max_concurrent,
+    )
 
 
 def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
-    """`model.override_config` has to hold for the engine too, or its log-probs would be another model's."""
-    override, given = overrides(config), dict(config.explorer.rollout_model.extra_engine_args)
+    """`model.override_config` has to hold for the engine too, or its log-probs would be another
+    model's.
+    """
+    override = overrides(config)
+    given = dict(config.explorer.rollout_model.extra_engine_args)
     if not override or engine_type not in ENGINE_TYPES:
         return given
     if engine_type != "vllm":
@@ -153,7 +189,10 @@ def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
 
 def auxiliary_names(config: RunConfig) -> list[str]:
     """Of all auxiliary models, in the order of the list."""
-    return [model.name or f"auxiliary_model_{i}" for i, model in enumerate(config.explorer.auxiliary_models)]
+    return [
+        model.name or f"auxiliary_model_{i}"
+        for i, model in enumerate(config.explorer.auxiliary_models)
+    ]
 
 
 def distinct(config: RunConfig) -> list[int]:
@@ -166,50 +205,82 @@ def distinct(config: RunConfig) -> list[int]:
 
 def auxiliary_gpus(ctx: Context, i: int, total: int, per_node: int) -> list[int]:
     """GPUs of each engine of auxiliary model `i`; none for one that needs none."""
-    model, key = ctx.config.explorer.auxiliary_models[i], f"explorer.auxiliary_models[{i}]"
+    model = ctx.config.explorer.auxiliary_models[i]
+    key = f"explorer.auxiliary_models[{i}]"
     if model.device == "cpu" or (model.device == "auto" and not total) or _is_external(model):
         return []
     if not total:
-        ctx.error(f"{key}.device", "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu")
+        ctx.error(
+            f"{key}.device",
+            "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or "
+            "use cpu",
+        )
     elif gpus(model) > per_node:
         ctx.error(
             f"{key}.tensor_parallel_size",
-            f"is {model.tensor_parallel_size}{stages(model)}, but a node has {per_node} GPUs and an engine stays in one",
+            f"is {model.tensor_parallel_size}{stages(model)}, but a node has {per_node} GPUs and "
+            f"an engine stays in one",
         )
     return [gpus(model)] * copies(model)
 
 
 def auxiliary(ctx: Context, max_model_len: int, total: int) -> tuple[AuxiliarySettings, ...]:
-    """Every auxiliary model once, in the order of the list.  `max_model_len` is the policy's; `total`: GPUs of the cluster."""
+    """Every auxiliary model once, in the order of the list.  `max_model_len` is the policy's;
+    `total`: GPUs of the cluster.
+    """
     models = ctx.config.explorer.auxiliary_models
     taken: dict[str, int] = {}
     names: dict[str, dict[str, None]] = {}
     for i, (model, name) in enumerate(zip(models, auxiliary_names(ctx.config), strict=True)):
         if _without_name(models[taken.setdefault(name, i)]) != _without_name(model):
-            ctx.error(f"explorer.auxiliary_models[{i}].name", f"is the name of explorer.auxiliary_models[{taken[name]}] too")
+            ctx.error(
+                f"explorer.auxiliary_models[{i}].name",
+                f"is the name of explorer.auxiliary_models[{taken[name]}] too",
+            )
         names.setdefault(_without_name(model), {})[name] = None
-    return tuple(_auxiliary(ctx, i, tuple(names[_without_name(models[i])]), max_model_len, total) for i in distinct(ctx.config))
+    return tuple(
+        _auxiliary(ctx, i, tuple(names[_without_name(models[i])]), max_model_len, total)
+        for i in distinct(ctx.config)
+    )
 
 
-def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int, total: int) -> AuxiliarySettings:
-    model, key = ctx.config.explorer.auxiliary_models[i], f"explorer.auxiliary_models[{i}]"
+def _auxiliary(
+    ctx: Context, i: int, names: tuple[str, ...], max_model_len: int, total: int
+) -> AuxiliarySettings:
+    model = ctx.config.explorer.auxiliary_models[i]
+    key = f"explorer.auxiliary_models[{i}]"
     if _is_external(model):
         return AuxiliarySettings(
-            names=names, engines=(_server(ctx, model, key, names[0], max_model_len),), max_concurrent=model.max_concurrent
+            names=names,
+            engines=(_server(ctx, model, key, names[0], max_model_len),),
+            max_concurrent=model.max_concurrent,
         )
     if model.external_model_config is not None:
         ctx.warn(f"{key}.external_model_config has no effect: engine_type is {model.engine_type}")
     device = ("cuda" if total else "cpu") if model.device == "auto" else model.device
     length = model.max_model_len or max_model_len
     shared = _shared(ctx, model, key, device, length)
-    trusted = ctx.config.model.trust_remote_code if model.trust_remote_code is None else model.trust_remote_code
+    trusted = (
+        ctx.config.model.trust_remote_code
+        if model.trust_remote_code is None
+        else model.trust_remote_code
+    )
     if model.task == "score" and (model.tool_call_parser or model.reasoning_parser):
-        ctx.error(f"{key}.task", "score: a model that returns numbers has no answer to parse; leave the parsers out")
+        ctx.error(
+            f"{key}.task",
+            "score: a model that returns numbers has no answer to parse; leave the parsers out",
+        )
     if model.task == "score" and model.engine_type == "scripted":
-        ctx.error(f"{key}.task", "score: the scripted engine writes texts; use vllm or transformers")
+        ctx.error(
+            f"{key}.task", "score: the scripted engine writes texts; use vllm or transformers"
+        )
     if trusted and not ctx.config.model.trust_remote_code:
-        ctx.warn(f"{key}.trust_remote_code: Python code from the model's folder will run with your rights")
-    seed, given = ctx.config.seed if model.seed is None else model.seed, model.chat_template
+        ctx.warn(
+            f"{key}.trust_remote_code: Python code from the model's folder will run with your "
+            f"rights"
+        )
+    seed = ctx.config.seed if model.seed is None else model.seed
+    given = model.chat_template
     engines = tuple(
         filled(
             EngineSettings,
@@ -217,7 +288,9 @@ def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int,
             **shared,
             name=f"aux-{names[0]}-{j}",
             model_path=ctx.find_model(model.model_path),
-            tokenizer_path=None if model.tokenizer_path is None else ctx.find_model(model.tokenizer_path),
+            tokenizer_path=None
+            if model.tokenizer_path is None
+            else ctx.find_model(model.tokenizer_path),
             max_model_len=length,
             seed=seed + j,
             first_core=first,
@@ -232,25 +305,48 @@ def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int,
     return AuxiliarySettings(names=names, engines=engines, max_concurrent=model.max_concurrent)
 
 
-def _server(ctx: Context, model: AuxiliaryModelConfig, key: str, name: str, max_model_len: int) -> EngineSettings:
+def _server(
+    ctx: Context, model: AuxiliaryModelConfig, key: str, name: str, max_model_len: int
+) -> EngineSettings:
     e = model.external_model_config or ExternalModelConfig()
-    ours = set("engine_type name model_path external_model_config max_concurrent request_timeout start_timeout task".split())
+    ours = set(
+        "engine_type name model_path external_model_config max_concurrent request_timeout "
+        "start_timeout task".split()
+    )
     others = sorted(type(model).model_fields.keys() - ours)
-    if unused := [n for n in others if model.written(n) and not inert(f"explorer.auxiliary_models[].{n}")]:
-        ctx.warn(f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect; the server decides this")
+    if unused := [
+        n for n in others if model.written(n) and not inert(f"explorer.auxiliary_models[].{n}")
+    ]:
+        ctx.warn(
+            f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect; the "
+            f"server decides this"
+        )
     if model.task == "score":
-        ctx.error(f"{key}.task", "score: a server that chats gives no scores; use engine_type vllm or transformers")
+        ctx.error(
+            f"{key}.task",
+            "score: a server that chats gives no scores; use engine_type vllm or transformers",
+        )
     return _behind(
-        ctx, e, f"{key}.external_model_config", name=f"aux-{name}-0", model_path=model.model_path,
-        max_model_len=model.max_model_len or max_model_len, request_timeout_s=model.request_timeout,
-        start_timeout_s=model.start_timeout, max_concurrent=model.max_concurrent,
-    )  # fmt: skip
+        ctx,
+        e,
+        f"{key}.external_model_config",
+        name=f"aux-{name}-0",
+        model_path=model.model_path,
+        max_model_len=model.max_model_len or max_model_len,
+        request_timeout_s=model.request_timeout,
+        start_timeout_s=model.start_timeout,
+        max_concurrent=model.max_concurrent,
+    )
 
 
-def _behind(ctx: Context, e: ExternalModelConfig, key: str, *, model_path: str, **settings: Any) -> EngineSettings:
+def _behind(
+    ctx: Context, e: ExternalModelConfig, key: str, *, model_path: str, **settings: Any
+) -> EngineSettings:
     """A model behind the server of section `key`."""
     if known := [h for h in e.headers if h in e.header_envs]:
-        ctx.error(f"{key}.headers", f"{', '.join(known)} also stand in header_envs; write one of them")
+        ctx.error(
+            f"{key}.headers", f"{', '.join(known)} also stand in header_envs; write one of them"
+        )
     return EngineSettings(
         engine_type="external",
         model_path=model_path,
@@ -273,18 +369,29 @@ def _without_name(model: AuxiliaryModelConfig) -> str:
 # ---------------------------------------------------------------- both
 
 
-def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model_len: int) -> dict[str, Any]:
+def _shared(
+    ctx: Context, e: ServedModelConfig, key: str, device: str, max_model_len: int
+) -> dict[str, Any]:
     """What is decided in the same way for every engine."""
-    engine_type = "vllm" if e.engine_type == "external" else e.engine_type  # refused, or not asked for here
+    # refused, or not asked for here
+    engine_type = "vllm" if e.engine_type == "external" else e.engine_type
     usual = "bfloat16" if device == "cuda" else "float32"
     dtype = ctx.chosen(f"{key}.dtype", e.dtype, usual, f"engines on {device}")
     if device == "cpu" and dtype != "float32":
-        ctx.warn(f"{key}.dtype {dtype} on CPU: slow, and log-probs agree less well with the trainer's; float32 is meant")
-    sharing = copies(e) if ctx.config.mode == "colocate" or gpus(e) > 1 else 1  # with mode colocate they take their turn together
+        ctx.warn(
+            f"{key}.dtype {dtype} on CPU: slow, and log-probs agree less well with the trainer's; "
+            f"float32 is meant"
+        )
+    # with mode colocate they take their turn together
+    sharing = copies(e) if ctx.config.mode == "colocate" or gpus(e) > 1 else 1
     cpus = ctx.facts.cpus // sharing // gpus(e) * gpus(e) or gpus(e)
     threads = ctx.chosen(f"{key}.cpu_threads", e.cpu_threads, cpus, "the machine's cores")
     if e.data_parallel_size > 1:
-        ctx.derive(f"{key}.engine_num", copies(e), f"engine_num {e.engine_num} x data_parallel_size {e.data_parallel_size}")
+        ctx.derive(
+            f"{key}.engine_num",
+            copies(e),
+            f"engine_num {e.engine_num} x data_parallel_size {e.data_parallel_size}",
+        )
     if engine_type == "transformers":
         e.idle(key, _VLLM_ONLY, "it is for engine_type vllm", ctx)
     if engine_type == "vllm":
@@ -297,13 +404,20 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
             ctx.error(f"{key}.{name}", f"the {engine_type} engine knows 1 only")
     if e.enable_auto_tool_choice and e.tool_call_parser is None:
         ctx.error(
-            f"{key}.tool_call_parser", "enable_auto_tool_choice needs the name of vLLM's parser for this model, e.g. hermes"
+            f"{key}.tool_call_parser",
+            "enable_auto_tool_choice needs the name of vLLM's parser for this model, e.g. hermes",
         )
     if e.tool_call_parser is not None and not e.enable_auto_tool_choice:
-        ctx.note(f"{key}.tool_call_parser {e.tool_call_parser} has no effect without enable_auto_tool_choice: true")
+        ctx.note(
+            f"{key}.tool_call_parser {e.tool_call_parser} has no effect without "
+            f"enable_auto_tool_choice: true"
+        )
     for name, stub in (("tool_call_parser", "openai"), ("reasoning_parser", "openai_gptoss")):
         if getattr(e, name) == stub and (name == "reasoning_parser" or e.enable_auto_tool_choice):
-            text = f"{stub} reads no texts in vLLM, so every answer would fail; leave it out and read gpt-oss's answers in the workflow"
+            text = (
+                f"{stub} reads no texts in vLLM, so every answer would fail; leave it out and "
+                f"read gpt-oss's answers in the workflow"
+            )
             ctx.error(f"{key}.{name}", text)
     return {
         "engine_type": engine_type,
@@ -325,36 +439,64 @@ def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model
     }
 
 
-def _first_cores(ctx: Context, e: ServedModelConfig, key: str, device: str, threads: int) -> list[int]:
-    """Of each copy the place of its first core: of several processes on CPU each is bound to cores of its own."""
-    workers, cpus, first, each = gpus(e), ctx.facts.cpus, ctx.bound_cores, max(threads, gpus(e))
+def _first_cores(
+    ctx: Context, e: ServedModelConfig, key: str, device: str, threads: int
+) -> list[int]:
+    """Of each copy the place of its first core: of several processes on CPU each is bound to cores
+    of its own.
+    """
+    workers = gpus(e)
+    cpus = ctx.facts.cpus
+    first = ctx.bound_cores
+    each = max(threads, gpus(e))
     if workers == 1 or device != "cpu":
         return [0] * copies(e)
     ctx.bound_cores += copies(e) * each
     if workers > cpus:
-        text = f"is {e.tensor_parallel_size}{stages(e)}: each process on CPU needs a core, and there are {cpus}; lower it"
+        text = (
+            f"is {e.tensor_parallel_size}{stages(e)}: each process on CPU needs a core, and "
+            f"there are {cpus}; lower it"
+        )
         ctx.error(f"{key}.tensor_parallel_size", text)
     elif threads % workers or ctx.bound_cores > cpus:
-        text = f"{copies(e)} x {threads} for engines of {workers} processes, and {cpus} cores are there: some are shared or idle"
-        ctx.warn(f"{key}.cpu_threads: {text}; write a multiple of {workers}, at most {cpus} for all engines together")
+        text = (
+            f"{copies(e)} x {threads} for engines of {workers} processes, and {cpus} cores are "
+            f"there: some are shared or idle"
+        )
+        ctx.warn(
+            f"{key}.cpu_threads: {text}; write a multiple of {workers}, at most {cpus} for all "
+            f"engines together"
+        )
     return [first + i * each for i in range(copies(e))]
 
 
 def _of_vllm(ctx: Context, e: ServedModelConfig, key: str, max_model_len: int) -> None:
-    """What vLLM would refuse when it starts, and arguments that have keys here, which the rest of the run goes by."""
+    """What vLLM would refuse when it starts, and arguments that have keys here, which the rest of
+    the run goes by.
+    """
     tokens = e.max_num_batched_tokens
     if tokens is not None and tokens < e.max_num_seqs:
-        text = f"is {tokens}, and a step has a token of each of max_num_seqs {e.max_num_seqs}; raise it or lower that"
+        text = (
+            f"is {tokens}, and a step has a token of each of max_num_seqs {e.max_num_seqs}; "
+            f"raise it or lower that"
+        )
         ctx.error(f"{key}.max_num_batched_tokens", text)
     if not e.enable_chunked_prefill:
-        ctx.warn(f"{key}.enable_chunked_prefill: vLLM advises against false for models that generate text")
+        ctx.warn(
+            f"{key}.enable_chunked_prefill: vLLM advises against false for models that generate "
+            f"text"
+        )
         if tokens is not None and tokens < max_model_len:
-            text = f"is {tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len {max_model_len}"
+            text = (
+                f"is {tokens}; without enable_chunked_prefill a step must hold a whole text of "
+                f"max_model_len {max_model_len}"
+            )
             ctx.error(f"{key}.max_num_batched_tokens", text)
     for name, value in e.extra_engine_args.items():
         if name in type(e).model_fields and value != getattr(e, name):
             ctx.error(
-                f"{key}.extra_engine_args.{name}", f"is {value!r}, and has a key here, which the run goes by: write {key}.{name}"
+                f"{key}.extra_engine_args.{name}",
+                f"is {value!r}, and has a key here, which the run goes by: write {key}.{name}",
             )
 
 

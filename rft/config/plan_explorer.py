@@ -1,4 +1,6 @@
-"""The exploring loop, its servers for observers, the operators and the buffer behind it, and where measurements go: part of `resolve`."""
+"""The exploring loop, its servers for observers, the operators and the buffer behind it, and where
+measurements go: part of `resolve`.
+"""
 
 from __future__ import annotations
 
@@ -36,34 +38,61 @@ _PIPELINE = "data_processor.experience_pipeline"
 
 
 def explorer(
-    ctx: Context, train: Tasksets, evals: Tasksets, batches: int | None, algorithm: AlgorithmSettings
+    ctx: Context,
+    train: Tasksets,
+    evals: Tasksets,
+    batches: int | None,
+    algorithm: AlgorithmSettings,
 ) -> ExplorerSettings:
-    e, k = ctx.config.explorer, ctx.config.synchronizer.sync_interval
-    style, quota = ctx.config.synchronizer.sync_style, ctx.config.synchronizer.staleness_threshold is not None
+    e = ctx.config.explorer
+    k = ctx.config.synchronizer.sync_interval
+    style = ctx.config.synchronizer.sync_style
+    quota = ctx.config.synchronizer.staleness_threshold is not None
     quota = quota and style == "fully_async"
     if style != "fully_async":
         e.idle("explorer", ("max_inflight_batches",), f"synchronizer.sync_style is {style}", ctx)
     interval = -(-e.eval_interval // k) * k
     if interval != e.eval_interval:
-        ctx.derive("explorer.eval_interval", interval, f"next multiple of synchronizer.sync_interval {k}")
+        ctx.derive(
+            "explorer.eval_interval", interval, f"next multiple of synchronizer.sync_interval {k}"
+        )
     _rules(ctx, evals)
     return filled(
-        ExplorerSettings, ctx.config, ctx.config.buffer, e, tasksets=train, eval_tasksets=evals, total_batches=batches,
-        total_epochs=ctx.config.buffer.total_epochs or 1, max_timeout_s=e.max_timeout, max_group_timeout_s=e.max_group_timeout,
-        whole_groups=e.group_policy == "drop", stop_hopeless=e.stop_hopeless_groups and not ctx.config.deterministic,
+        ExplorerSettings,
+        ctx.config,
+        ctx.config.buffer,
+        e,
+        tasksets=train,
+        eval_tasksets=evals,
+        total_batches=batches,
+        total_epochs=ctx.config.buffer.total_epochs or 1,
+        max_timeout_s=e.max_timeout,
+        max_group_timeout_s=e.max_group_timeout,
+        whole_groups=e.group_policy == "drop",
+        stop_hopeless=e.stop_hopeless_groups and not ctx.config.deterministic,
         timeout_ratio=e.dynamic_timeout.ratio if e.dynamic_timeout.enable else None,
-        timeout_warmup=e.dynamic_timeout.warmup_min_steps, over_rollout=e.over_rollout.ratio,
-        wait_after_s=e.over_rollout.wait_after_min, keep_partial=e.over_rollout.return_partial_tasks,
-        baseline=plan_algorithm.reads_baseline(algorithm), reproducible=not plan_algorithm.takes_any_sampling(algorithm),
+        timeout_warmup=e.dynamic_timeout.warmup_min_steps,
+        over_rollout=e.over_rollout.ratio,
+        wait_after_s=e.over_rollout.wait_after_min,
+        keep_partial=e.over_rollout.return_partial_tasks,
+        baseline=plan_algorithm.reads_baseline(algorithm),
+        reproducible=not plan_algorithm.takes_any_sampling(algorithm),
         drawn=not plan_algorithm.takes_any_sampling(replace(algorithm, rollout_correction=None)),
         by_group=quota or not ctx.config.synchronizer.partial_rollout,
-        max_inflight=e.max_inflight_batches if style == "fully_async" else None, bench_latest=e.bench_on_latest_checkpoint,
-        report_interval_s=e.runner_state_report_interval, eval_interval=interval if evals else 0,
-        eval_on_startup=e.eval_on_startup and bool(evals), eval_at_end=e.eval_at_end and bool(evals),
-        breaker=e.max_failed_groups, apis=_apis(ctx),
-        eval_samples=None if ctx.config.monitor.eval_dump_dir else ctx.config.monitor.log_eval_samples,
-        percentiles=ctx.config.monitor.detailed_stats, plugin_dirs=ctx.plugin_dirs,
-    )  # fmt: skip
+        max_inflight=e.max_inflight_batches if style == "fully_async" else None,
+        bench_latest=e.bench_on_latest_checkpoint,
+        report_interval_s=e.runner_state_report_interval,
+        eval_interval=interval if evals else 0,
+        eval_on_startup=e.eval_on_startup and bool(evals),
+        eval_at_end=e.eval_at_end and bool(evals),
+        breaker=e.max_failed_groups,
+        apis=_apis(ctx),
+        eval_samples=None
+        if ctx.config.monitor.eval_dump_dir
+        else ctx.config.monitor.log_eval_samples,
+        percentiles=ctx.config.monitor.detailed_stats,
+        plugin_dirs=ctx.plugin_dirs,
+    )
 
 
 def _rules(ctx: Context, evals: Tasksets) -> None:
@@ -72,7 +101,8 @@ def _rules(ctx: Context, evals: Tasksets) -> None:
     if e.over_rollout.ratio > 0 and ctx.config.buffer.on_short_batch == "stop":
         ctx.error(
             "explorer.over_rollout.ratio",
-            "leaves steps short of groups, and with buffer.on_short_batch: stop that ends the run; write train or carry there, or 0 here",
+            "leaves steps short of groups, and with buffer.on_short_batch: stop that ends the run; "
+            "write train or carry there, or 0 here",
         )
     for name, on in (
         ("over_rollout.ratio", e.over_rollout.ratio > 0),
@@ -80,9 +110,15 @@ def _rules(ctx: Context, evals: Tasksets) -> None:
         ("eval_in_background", e.eval_in_background),
     ):
         if on and ctx.config.deterministic:
-            ctx.error(f"explorer.{name}", "depends on how long runs take; leave it out, or deterministic: true")
+            ctx.error(
+                f"explorer.{name}",
+                "depends on how long runs take; leave it out, or deterministic: true",
+            )
     if not evals and ctx.config.mode == "bench":
-        ctx.error("buffer.explorer_input.eval_tasksets", "is empty; mode bench plays these tasks under every checkpoint")
+        ctx.error(
+            "buffer.explorer_input.eval_tasksets",
+            "is empty; mode bench plays these tasks under every checkpoint",
+        )
     elif not evals and ctx.config.mode not in ("train", "serve"):
         ctx.note("no eval_tasksets: nothing is evaluated")
 
@@ -90,33 +126,55 @@ def _rules(ctx: Context, evals: Tasksets) -> None:
 def _apis(ctx: Context) -> tuple[ApiSettings, ...]:
     """The servers for observers: of the policy, then of the auxiliary models."""
     e = ctx.config.explorer
-    served = ((None, e.rollout_model), *zip(auxiliary_names(ctx.config), e.auxiliary_models, strict=True))
-    return tuple(ApiSettings(model=name, port=m.base_port, key=m.api_key) for name, m in served if m.enable_openai_api)
+    served = (
+        (None, e.rollout_model),
+        *zip(auxiliary_names(ctx.config), e.auxiliary_models, strict=True),
+    )
+    return tuple(
+        ApiSettings(model=name, port=m.base_port, key=m.api_key)
+        for name, m in served
+        if m.enable_openai_api
+    )
 
 
 def monitor(ctx: Context, shown: dict[str, Any]) -> MonitorSettings:
     """`shown`: the configuration for trackers that store it."""
-    config, dump = ctx.config, ctx.config.monitor.eval_dump_dir
+    config = ctx.config
+    dump = ctx.config.monitor.eval_dump_dir
     return filled(
-        MonitorSettings, config, folder=ctx.run_dir, kinds=_trackers(ctx), plugin_dirs=ctx.plugin_dirs, args=_monitor_args(ctx),
-        num_samples=config.monitor.log_eval_samples, dump_dir=Path(dump).expanduser().absolute() if dump else None,
-        alarms=config.monitor.alarms.model_dump(), name=ctx.name, config=shown,
-    )  # fmt: skip
+        MonitorSettings,
+        config,
+        folder=ctx.run_dir,
+        kinds=_trackers(ctx),
+        plugin_dirs=ctx.plugin_dirs,
+        args=_monitor_args(ctx),
+        num_samples=config.monitor.log_eval_samples,
+        dump_dir=Path(dump).expanduser().absolute() if dump else None,
+        alarms=config.monitor.alarms.model_dump(),
+        name=ctx.name,
+        config=shown,
+    )
 
 
 def _monitor_args(ctx: Context) -> dict[str, Any]:
-    kinds, given = ctx.config.monitor.monitor_type, ctx.config.monitor.monitor_args or {}
+    kinds = ctx.config.monitor.monitor_type
+    given = ctx.config.monitor.monitor_args or {}
     if not given:
         return {}
     if set(given) <= set(kinds):
         for kind in [k for k, args in given.items() if not isinstance(args, dict | None)]:
-            ctx.error(f"monitor.monitor_args.{kind}", f"must be a mapping of arguments: {{{kind}: {{...}}}}", given[kind])
+            ctx.error(
+                f"monitor.monitor_args.{kind}",
+                f"must be a mapping of arguments: {{{kind}: {{...}}}}",
+                given[kind],
+            )
         return {_tracker(ctx, kind): args for kind, args in given.items()}
     if len(kinds) == 1:
         return {_tracker(ctx, kinds[0]): dict(given)}
     ctx.error(
         "monitor.monitor_args",
-        f"has the keys {', '.join(map(str, given))}; with the trackers {', '.join(kinds) or 'none'} it needs one mapping per tracker",
+        f"has the keys {', '.join(map(str, given))}; with the trackers "
+        f"{', '.join(kinds) or 'none'} it needs one mapping per tracker",
     )
     return {}
 
@@ -130,7 +188,10 @@ def _trackers(ctx: Context) -> tuple[str, ...]:
             REGISTRY.get("monitor", _tracker(ctx, kind))
         except PluginError as e:
             own = "or your own tracker: pkg.module:Name, path/file.py:Name"
-            text = f"given {kind!r}; must be one of {', '.join(TRACKERS)}, {own}.{nearest(kind, TRACKERS)}"
+            text = (
+                f"given {kind!r}; must be one of {', '.join(TRACKERS)}, "
+                f"{own}.{nearest(kind, TRACKERS)}"
+            )
             ctx.error("monitor.monitor_type", e.message if ":" in kind else text, given=kind)
     return tuple(_tracker(ctx, kind) for kind in kinds)
 
@@ -143,36 +204,61 @@ def buffer(ctx: Context) -> BufferSettings:
     b = ctx.config.buffer.trainer_input.experience_buffer
     url = path = None
     own = b.storage_type not in STORAGES and ":" not in b.storage_type
-    if own and ctx.judged("storage", b.storage_type) and b.storage_type not in REGISTRY.names("storage"):
+    if (
+        own
+        and ctx.judged("storage", b.storage_type)
+        and b.storage_type not in REGISTRY.names("storage")
+    ):
         text = (
-            f"unknown storage {b.storage_type!r}.  Known: {', '.join(STORAGES)}, or your own: pkg.module:Name, path/file.py:Name."
+            f"unknown storage {b.storage_type!r}.  Known: {', '.join(STORAGES)}, or your own: "
+            f"pkg.module:Name, path/file.py:Name."
         )
         ctx.error(f"{_BUFFER}.storage_type", text + nearest(b.storage_type, STORAGES))
     if b.capacity < ctx.config.buffer.batch_size:
         ctx.error(
             f"{_BUFFER}.capacity",
-            f"is {b.capacity} groups, too few for a step of buffer.batch_size {ctx.config.buffer.batch_size}; raise it or lower that",
+            f"is {b.capacity} groups, too few for a step of buffer.batch_size "
+            f"{ctx.config.buffer.batch_size}; raise it or lower that",
         )
-    if b.path is not None and ("://" in b.path or b.storage_type == "sql"):  # the segments of the others are in the run folder
+    # the segments of the others are in the run folder
+    if b.path is not None and ("://" in b.path or b.storage_type == "sql"):
         url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", b.path)
         url = url if "://" in url else f"sqlite:///{Path(url).expanduser().absolute()}"
         if (scheme := url.partition("://")[0]) not in ("sqlite", "postgresql+psycopg"):
             ctx.error(
                 f"{_BUFFER}.path",
-                f"names a database of kind {scheme}; write postgresql://USER:PASSWORD@HOST/DATABASE, a file, or leave it out",
+                f"names a database of kind {scheme}; write "
+                f"postgresql://USER:PASSWORD@HOST/DATABASE, a file, or leave it out",
             )
     else:
         in_memory = b.path is not None and b.path.lower() == "none"
-        path = None if b.path is None else "none" if in_memory else str(Path(b.path).expanduser().absolute())
+        path = (
+            None
+            if b.path is None
+            else "none"
+            if in_memory
+            else str(Path(b.path).expanduser().absolute())
+        )
         if in_memory and b.storage_type == "file":
             ctx.error(f"{_BUFFER}.path", "none is for storage_type queue; leave it out")
         elif in_memory:
-            ctx.warn("the experience buffer is kept in memory only (path: none): a crash loses the experiences that wait in it")
+            ctx.warn(
+                "the experience buffer is kept in memory only (path: none): a crash loses the "
+                "experiences that wait in it"
+            )
     return filled(
-        BufferSettings, b, ctx.config.buffer, folder=ctx.run_dir / "buffer",
-        run=ctx.run_dir.relative_to(Path(ctx.config.checkpoint_root_dir).expanduser().absolute()).as_posix(), ledger_url=url,
-        max_retry_interval_s=b.max_retry_interval, storage_path=path, resume_rows=ctx.config.buffer.resume_rows or "orphan",
-    )  # fmt: skip
+        BufferSettings,
+        b,
+        ctx.config.buffer,
+        folder=ctx.run_dir / "buffer",
+        run=ctx.run_dir.relative_to(
+            Path(ctx.config.checkpoint_root_dir).expanduser().absolute()
+        ).as_posix(),
+        ledger_url=url,
+        max_retry_interval_s=b.max_retry_interval,
+        storage_path=path,
+        resume_rows=ctx.config.buffer.resume_rows or "orphan",
+    )
 
 
 def replayed(ctx: Context, settings: BufferSettings) -> BufferSettings:
@@ -181,14 +267,21 @@ def replayed(ctx: Context, settings: BufferSettings) -> BufferSettings:
     if not r.enable:
         return settings
     if ctx.config.deterministic:
-        ctx.error(f"{_REPLAY}.enable", "what is read depends on when it came; leave it out with deterministic: true")
-    args = dict(r.priority_fn_args) if "priority_fn_args" in r.model_fields_set else {}  # the default is linear_decay's own
+        ctx.error(
+            f"{_REPLAY}.enable",
+            "what is read depends on when it came; leave it out with deterministic: true",
+        )
+    # the default is linear_decay's own
+    args = dict(r.priority_fn_args) if "priority_fn_args" in r.model_fields_set else {}
     _check_args(ctx, args)
     return replace(
         settings,
         max_uses=_max_uses(ctx),
         replay=ReplaySettings(
-            priority_fn=r.priority_fn, priority_fn_args=args, cooldown_s=r.reuse_cooldown_time, seed=ctx.config.seed
+            priority_fn=r.priority_fn,
+            priority_fn_args=args,
+            cooldown_s=r.reuse_cooldown_time,
+            seed=ctx.config.seed,
         ),
     )
 
@@ -197,16 +290,26 @@ def _max_uses(ctx: Context) -> int:
     r = ctx.config.buffer.trainer_input.experience_buffer.replay_buffer
     if r.reuse_cooldown_time is None:
         if r.max_uses not in (None, 1):
-            ctx.error(f"{_REPLAY}.max_uses", "is more than 1, and without reuse_cooldown_time an experience is used once")
+            ctx.error(
+                f"{_REPLAY}.max_uses",
+                "is more than 1, and without reuse_cooldown_time an experience is used once",
+            )
         return 1
     default = DecayLimitRandomizationArgs.model_fields["use_count_limit"].default
     own = default if r.priority_fn == "decay_limit_randomization" else 0
     limit = r.priority_fn_args.get("use_count_limit", own)
     limit = limit if isinstance(limit, int) and limit > 0 else UNLIMITED
     if r.max_uses is None:
-        ctx.derive(f"{_REPLAY}.max_uses", "no limit" if limit == UNLIMITED else limit, "use_count_limit, else no limit")
+        ctx.derive(
+            f"{_REPLAY}.max_uses",
+            "no limit" if limit == UNLIMITED else limit,
+            "use_count_limit, else no limit",
+        )
     elif r.max_uses > limit:
-        ctx.warn(f"{_REPLAY}.max_uses {r.max_uses} is never reached: use_count_limit of {r.priority_fn} is {limit}")
+        ctx.warn(
+            f"{_REPLAY}.max_uses {r.max_uses} is never reached: use_count_limit of {r.priority_fn} "
+            f"is {limit}"
+        )
     return min(r.max_uses or UNLIMITED, limit)
 
 
@@ -216,35 +319,60 @@ def _check_args(ctx: Context, args: dict[str, Any]) -> None:
         return
     with ctx.taking(f"{_REPLAY}.priority_fn"):
         if (model := REGISTRY.get("priority", r.priority_fn).args) is not None:
-            validate(model, args, what=f'priority function "{r.priority_fn}"', key=f"{_REPLAY}.priority_fn_args")
+            validate(
+                model,
+                args,
+                what=f'priority function "{r.priority_fn}"',
+                key=f"{_REPLAY}.priority_fn_args",
+            )
         elif args:
-            ctx.error(f"{_REPLAY}.priority_fn_args", f"priority function {r.priority_fn!r} takes no arguments")
+            ctx.error(
+                f"{_REPLAY}.priority_fn_args",
+                f"priority function {r.priority_fn!r} takes no arguments",
+            )
 
 
-def pipeline(ctx: Context, algorithm: AlgorithmSettings, batch_rows: int | None) -> PipelineSettings:
-    """`batch_rows`: rows of a train step, where it counts rows.  `find` makes a path of what is written, path/file.py:Name too."""
+def pipeline(
+    ctx: Context, algorithm: AlgorithmSettings, batch_rows: int | None
+) -> PipelineSettings:
+    """`batch_rows`: rows of a train step, where it counts rows.  `find` makes a path of what is
+    written, path/file.py:Name too.
+    """
     given = ctx.config.data_processor.experience_pipeline
     operators = tuple(
-        OperatorSettings(name=ctx.find(o.name) if ":" in o.name else o.name, args=dict(o.args), key=f"{_PIPELINE}.operators[{i}]")
+        OperatorSettings(
+            name=ctx.find(o.name) if ":" in o.name else o.name,
+            args=dict(o.args),
+            key=f"{_PIPELINE}.operators[{i}]",
+        )
         for i, o in enumerate(given.operators)
     )
     threshold = algorithm.advantage_fn_args.get("std_threshold")
-    if algorithm.advantage_fn in ("grpo", "step_wise_grpo") and threshold is not None:  # stands for an operator, the last
+    # stands for an operator, the last
+    if algorithm.advantage_fn in ("grpo", "step_wise_grpo") and threshold is not None:
         key = "algorithm.advantage_fn_args.std_threshold"
-        args = {"threshold": threshold} | ({} if algorithm.advantage_fn == "grpo" else {"of_runs": True})
+        args = {"threshold": threshold} | (
+            {} if algorithm.advantage_fn == "grpo" else {"of_runs": True}
+        )
         operators += (OperatorSettings(name="reward_std_filter", args=args, key=key),)
     if operators:
-        _check(operators, (ROLLOUT_MODEL, *auxiliary_names(ctx.config)), ctx.facts.plugins_loaded, ctx)
+        _check(
+            operators, (ROLLOUT_MODEL, *auxiliary_names(ctx.config)), ctx.facts.plugins_loaded, ctx
+        )
     if operators and batch_rows is not None:
         ctx.warn(
-            f"buffer.train_batch_size {batch_rows} counts rows, and a row that an operator leaves out is missing then (see "
+            f"buffer.train_batch_size {batch_rows} counts rows, and a row that an operator leaves "
+            f"out is missing then (see "
             "on_short_batch).  Leave it out to train whole groups"
         )
     return PipelineSettings(operators=operators, input_path=_input_path(ctx))
 
 
-def _check(operators: Sequence[OperatorSettings], engines: Sequence[str], plugins_loaded: bool, p: Problems) -> None:
-    """Every fault of the list, not only the first; the order where each operator is right by itself.
+def _check(
+    operators: Sequence[OperatorSettings], engines: Sequence[str], plugins_loaded: bool, p: Problems
+) -> None:
+    """Every fault of the list, not only the first; the order where each operator is right by
+    itself.
 
     Names that are not known yet wait until the plugins are loaded.
     """
@@ -263,11 +391,13 @@ def _check(operators: Sequence[OperatorSettings], engines: Sequence[str], plugin
 
 
 def _input_path(ctx: Context) -> Path | None:
-    given, key = ctx.config.data_processor.experience_pipeline, f"{_PIPELINE}.input_save_path"
+    given = ctx.config.data_processor.experience_pipeline
+    key = f"{_PIPELINE}.input_save_path"
     if given.input_save_path is not None and "://" in given.input_save_path:
         ctx.error(
             key,
-            "a database is not written; name a .jsonl file or a folder.  What the buffer keeps of each experience can be asked with SQL: "
+            "a database is not written; name a .jsonl file or a folder.  What the buffer keeps of "
+            "each experience can be asked with SQL: "
             "rft buffer query",
         )
         return None

@@ -20,11 +20,17 @@ from rft.types.task import SamplingArgs
 _KEYS = {  # what a service needs of the schedule, and why
     ("synchronizer", "sync_style"): ("trainer_driven", "clients do not wait for weights"),
     ("buffer", "on_short_batch"): ("carry", "a step waits for rewards"),
-    ("buffer", "resume_rows"): ("keep", "a reward that a client was told is stored cannot be asked for again"),
+    ("buffer", "resume_rows"): (
+        "keep",
+        "a reward that a client was told is stored cannot be asked for again",
+    ),
 }
-PLAYING = (  # keys of the exploring loop, which a service does not have, nor has a run on given rows
-    "max_group_timeout group_policy stop_hopeless_groups max_retry_times dynamic_timeout over_rollout max_concurrent_runs "
-    "max_failed_groups runner_state_report_interval eval_interval eval_on_startup eval_at_end eval_in_background"
+# keys of the exploring loop, which a service does not have, nor has a run on given rows
+PLAYING = (
+    "max_group_timeout group_policy stop_hopeless_groups max_retry_times dynamic_timeout "
+    "over_rollout max_concurrent_runs "
+    "max_failed_groups runner_state_report_interval eval_interval eval_on_startup eval_at_end "
+    "eval_in_background"
 ).split()
 ENDLESS = 1_000_000_000  # train steps
 
@@ -33,7 +39,8 @@ def config(ctx: Context) -> RunConfig:
     """The configuration as a service needs it."""
     made = ctx.config
     if not serves(made):
-        e, why = made.explorer, f"mode is {made.mode}"
+        e = made.explorer
+        why = f"mode is {made.mode}"
         e.idle("explorer", ("proxy_port", "listen_address", "min_running_model_num"), why, ctx)
         e.serve.idle("explorer.serve", type(e.serve).model_fields, why, ctx)
         return made
@@ -45,25 +52,52 @@ def config(ctx: Context) -> RunConfig:
             ctx.derive(f"{name}.{key}", value, why)
             made = made.model_copy(update={name: part.model_copy(update={key: value})})
     if made.deterministic:
-        ctx.error("deterministic", "cannot be where a service samples: clients ask when they will; write false")
+        ctx.error(
+            "deterministic",
+            "cannot be where a service samples: clients ask when they will; write false",
+        )
         made = made.model_copy(update={"deterministic": False})
-    if made.trainer.total_steps is None and made.buffer.total_steps is None and made.buffer.total_tasks is None:
+    if (
+        made.trainer.total_steps is None
+        and made.buffer.total_steps is None
+        and made.buffer.total_tasks is None
+    ):
         ctx.note("no trainer.total_steps: the service goes on until it is stopped")
-        made = made.model_copy(update={"trainer": made.trainer.model_copy(update={"total_steps": ENDLESS})})
+        made = made.model_copy(
+            update={"trainer": made.trainer.model_copy(update={"total_steps": ENDLESS})}
+        )
     given = made.buffer.explorer_input
-    why = "clients of the service bring the tasks and play them; evaluate its checkpoints with mode: bench"
+    why = (
+        "clients of the service bring the tasks and play them; evaluate its checkpoints with "
+        "mode: bench"
+    )
     given.idle("buffer.explorer_input", ("taskset", "tasksets", "eval_tasksets"), why, ctx)
     operators = made.data_processor.experience_pipeline.operators  # their deadline is max_timeout
     made.explorer.idle("explorer", PLAYING if operators else ("max_timeout", *PLAYING), why, ctx)
     none = {"taskset": None, "tasksets": (), "eval_tasksets": ()}
-    return made.model_copy(update={"buffer": made.buffer.model_copy(update={"explorer_input": given.model_copy(update=none)})})
+    return made.model_copy(
+        update={
+            "buffer": made.buffer.model_copy(
+                update={"explorer_input": given.model_copy(update=none)}
+            )
+        }
+    )
 
 
 def taskset(ctx: Context, sampling: Callable[[], SamplingArgs], num_runs: int) -> Tasksets:
     """What the schedule needs to know of sessions."""
     if not serves(ctx.config):
         return ()
-    return (TasksetSettings(name="serve", path="", workflow="session", reward=None, sampling=sampling(), num_runs=num_runs),)
+    return (
+        TasksetSettings(
+            name="serve",
+            path="",
+            workflow="session",
+            reward=None,
+            sampling=sampling(),
+            num_runs=num_runs,
+        ),
+    )
 
 
 def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:
@@ -74,9 +108,15 @@ def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:
     try:
         ipaddress.ip_address(e.listen_address)
     except ValueError:
-        ctx.error("explorer.listen_address", "must be an IP address, for example 127.0.0.1, or 0.0.0.0 for every interface")
+        ctx.error(
+            "explorer.listen_address",
+            "must be an IP address, for example 127.0.0.1, or 0.0.0.0 for every interface",
+        )
     path = e.serve.clients_file
-    made: dict[str, Any] = {"session_ttl_s": e.serve.session_ttl, "group_deadline_s": e.serve.group_deadline}
+    made: dict[str, Any] = {
+        "session_ttl_s": e.serve.session_ttl,
+        "group_deadline_s": e.serve.group_deadline,
+    }
     made["max_timeout_s"] = e.max_timeout
     return ServeSettings(
         host=e.listen_address,
@@ -100,8 +140,10 @@ def at_a_time(ctx: Context, engines: int) -> int | None:
     if least >= engines:
         ctx.error(
             "explorer.min_running_model_num",
-            f"is {least}, and there {'is 1 engine' if engines == 1 else f'are {engines} engines'}: at least one has to load new weights.  "
-            f"Write at most {engines - 1}{' (requests wait)' if engines == 1 else ''}, or raise explorer.rollout_model.engine_num",
+            f"is {least}, and there {'is 1 engine' if engines == 1 else f'are {engines} engines'}: "
+            f"at least one has to load new weights.  "
+            f"Write at most {engines - 1}{' (requests wait)' if engines == 1 else ''}, or raise "
+            f"explorer.rollout_model.engine_num",
         )
     return max(1, engines - least)
 

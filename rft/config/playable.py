@@ -1,6 +1,8 @@
-"""What a configuration names and is not here: workflows, rewards, packages, data, models.  Looked up by name; no plugin is imported.
+"""What a configuration names and is not here: workflows, rewards, packages, data, models.  Looked
+up by name; no plugin is imported.
 
-Part of `rft check --schema-only`, whose file alone is right.  Invariant: what is listed here stops `rft run`, and says how to get it.
+Part of `rft check --schema-only`, whose file alone is right.  Invariant: what is listed here stops
+`rft run`, and says how to get it.
 """
 
 from __future__ import annotations
@@ -44,11 +46,17 @@ class Need:
 def look(plan: Plan, facts: Facts) -> tuple[Need, ...]:
     plugins.load_shipped()
     found: dict[str, Need] = {}
-    data = [d.rows for d in (plan.trainer.offline_data, plan.trainer.held_out, plan.expert) if d is not None]
+    data = [
+        d.rows
+        for d in (plan.trainer.offline_data, plan.trainer.held_out, plan.expert)
+        if d is not None
+    ]
     for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets, *data):
         for need in _of_taskset(t, plan, facts):
             found.setdefault(need.message, need)
-    shipped = replace(plan.monitor, kinds=tuple(k for k in plan.monitor.kinds if k in TRACKERS), args={})
+    shipped = replace(
+        plan.monitor, kinds=tuple(k for k in plan.monitor.kinds if k in TRACKERS), args={}
+    )
     for need in (*operators(plan), *trackers(plan, shipped)):
         found.setdefault(need.message, need)
     models = {"model.model_path": plan.learner.model_path}
@@ -59,7 +67,12 @@ def look(plan: Plan, facts: Facts) -> tuple[Need, ...]:
     }
     for key, path in models.items():
         if model_folder.sizes(path) is None:
-            found.setdefault(path, Need("model", key, f"model {path!r}: no such folder, nor a hub id in the local cache"))
+            found.setdefault(
+                path,
+                Need(
+                    "model", key, f"model {path!r}: no such folder, nor a hub id in the local cache"
+                ),
+            )
     return tuple(found.values())
 
 
@@ -68,13 +81,22 @@ def operators(plan: Plan) -> Iterator[Need]:
     for o in plan.explorer.pipeline.operators:
         if ":" not in o.name and o.name not in REGISTRY.names("operator"):
             if not plugins.may_come(o.name, plan.plugin_dirs):
-                yield Need("operator", o.key, f"operator {o.name!r}: no such name is shipped; give its file with --plugin-dir")
+                yield Need(
+                    "operator",
+                    o.key,
+                    f"operator {o.name!r}: no such name is shipped; give its file with "
+                    f"--plugin-dir",
+                )
         elif ":" not in o.name:
-            yield from _packages("operator", o.name, REGISTRY.get("operator", o.name).obj.needs, o.key)
+            yield from _packages(
+                "operator", o.name, REGISTRY.get("operator", o.name).obj.needs, o.key
+            )
 
 
 def trackers(plan: Plan, given: MonitorSettings) -> Iterator[Need]:
-    """Those whose library is not here, where the run opens them here.  Raises ConfigError for arguments that do not fit."""
+    """Those whose library is not here, where the run opens them here.  Raises ConfigError for
+    arguments that do not fit.
+    """
     for kind in () if plan.joins else given.kinds:
         try:
             check_available([kind], given.args, given.plugin_dirs)
@@ -85,14 +107,25 @@ def trackers(plan: Plan, given: MonitorSettings) -> Iterator[Need]:
 def _packages(kind: str, name: str, needs: Mapping[str, str], key: str) -> Iterator[Need]:
     for library, extra in needs.items():
         if importlib.util.find_spec(library) is None:
-            yield Need("package", key, f"{kind} {name!r} needs the package {library}: pip install 'rft-platform[{extra}]'")
+            yield Need(
+                "package",
+                key,
+                f"{kind} {name!r} needs the package {library}: pip install 'rft-platform[{extra}]'",
+            )
 
 
 def _of_taskset(t: TasksetSettings, plan: Plan, facts: Facts) -> Iterator[Need]:
     key = t.key
-    for name, kind, instead in ((t.workflow, "workflow", WORKFLOWS_INSTEAD), (t.reward, "reward", REWARDS_INSTEAD)):
+    for name, kind, instead in (
+        (t.workflow, "workflow", WORKFLOWS_INSTEAD),
+        (t.reward, "reward", REWARDS_INSTEAD),
+    ):
         if name and (why := _missing(kind, name, instead, plan, facts)):
-            yield Need(kind, f"{key}.default_{'workflow' if kind == 'workflow' else 'reward_fn'}_type", f"{kind} {name!r}: {why}")
+            yield Need(
+                kind,
+                f"{key}.default_{'workflow' if kind == 'workflow' else 'reward_fn'}_type",
+                f"{kind} {name!r}: {why}",
+            )
     if t.workflow in REGISTRY.names("workflow"):
         needs = workflow_class(REGISTRY.get("workflow", t.workflow)).needs
         yield from _packages("workflow", t.workflow, needs, f"{key}.default_workflow_type")
@@ -111,13 +144,24 @@ def _missing(kind: str, name: str, instead: dict[str, str], plan: Plan, facts: F
         here = Path(*where.split(".")).with_suffix(".py")
         if (found := _file(where)) is not None:
             return _imports(found)
-        hint = f"; write {here}:{attribute}, or start with PYTHONPATH=." if facts.exists(str(here)) else ""
-        return f"there is no module {where}{hint or '; add its folder to PYTHONPATH, or name its file as path/file.py:Name'}"
+        hint = (
+            f"; write {here}:{attribute}, or start with PYTHONPATH=."
+            if facts.exists(str(here))
+            else ""
+        )
+        return (
+            f"there is no module "
+            f"{where}{hint or '; add its folder to PYTHONPATH, or name its file as path/file.py:Name'}"
+        )
     if name in REGISTRY.names(kind) or (kind == "reward" and reward_of(name) is not None):
         return ""
     if why := instead.get(name):
         return why
-    return "" if plugins.may_come(name, plan.plugin_dirs) else "no such name is shipped; give its file with --plugin-dir"
+    return (
+        ""
+        if plugins.may_come(name, plan.plugin_dirs)
+        else "no such name is shipped; give its file with --plugin-dir"
+    )
 
 
 def _file(module: str) -> Path | None:
@@ -155,7 +199,10 @@ def _imports(path: Path) -> str:
             elif found.is_relative_to(path.parent):
                 waiting.append(found)
     if "trinity" in absent:
-        return f"{path.name} imports trinity; change that to rft.extras.migrate.compat (docs/howto/from-trinity.md)"
+        return (
+            f"{path.name} imports trinity; change that to rft.extras.migrate.compat "
+            f"(docs/howto/from-trinity.md)"
+        )
     return f"{path.name} imports {', '.join(absent)}, not installed" if absent else ""
 
 
@@ -166,4 +213,8 @@ def _imported(file: Path) -> list[str]:
     except (SyntaxError, ValueError):
         return []
     named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return named + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level and node.module]
+    return named + [
+        node.module
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module
+    ]

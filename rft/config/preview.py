@@ -1,6 +1,8 @@
-"""What tasks will look like: rows through the chat template, prompt lengths, the reward of the gold answer, overlap of train and eval.
+"""What tasks will look like: rows through the chat template, prompt lengths, the reward of the gold
+answer, overlap of train and eval.
 
-Knows no engine.  Plugins must be loaded.  Invariant: nothing is generated; only the task's own gold answer is scored.
+Knows no engine.  Plugins must be loaded.  Invariant: nothing is generated; only the task's own gold
+answer is scored.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from rft.workflow.recipes import Recipes, refuse_group_reward, refuse_unused_rew
 from rft.workflow.tools import ELSEWHERE
 
 ROWS_COUNTED = 200
-ROWS_SCORED, GOLDS_S = 8, 0.5  # rows from all over a set whose gold answers are scored, and for how long
+ROWS_SCORED = 8  # rows from all over a set whose gold answers are scored, and for how long
+GOLDS_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ class TasksetPreview:
     workflows: tuple[str, ...] = ()  # of the rows shown, which may add to their prompts
     mean_prompt_tokens: float | None = None
     max_prompt_tokens: int | None = None
-    mean_tokens: float | None = None  # of a row that is trained on, and how many of them are trained
+    # of a row that is trained on, and how many of them are trained
+    mean_tokens: float | None = None
     mean_trained_tokens: float | None = None
 
 
@@ -80,7 +84,8 @@ def look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
 
 
 def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
-    result, recipes = Look(), Recipes()
+    result = Look()
+    recipes = Recipes()
     hung: set[str] = set()  # rewards that took too long
     prepared = _prepared(plan, problems)
     if plan.task_pipeline is not None and prepared is None:
@@ -98,15 +103,22 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
                 for index in {*range(len(tasks)), *taskset.rewards().values()}:
                     refuse_group_reward(recipes.of(taskset.task(index)), taskset.task(index))
             beside = {name: m for m in plan.auxiliary for name in m.names}
-            for reward in (*rewards, *(recipes.of(taskset.task(i)).reward for i in taskset.rewards().values())):
+            for reward in (
+                *rewards,
+                *(recipes.of(taskset.task(i)).reward for i in taskset.rewards().values()),
+            ):
                 if reward is not None:
                     reward.check_models(beside, {name: m.task for name, m in beside.items()})
-            for line in dict.fromkeys(line for reward in rewards if reward is not None for line in reward.remarks()):
+            for line in dict.fromkeys(
+                line for reward in rewards if reward is not None for line in reward.remarks()
+            ):
                 problems.note(f"{key}: {line}")
             if settings.feature_keys:
                 taskset.features(settings.feature_keys)
         except (ConfigError, SetupError) as e:
-            problems.take(placed(e, settings) if isinstance(e, ConfigError) else ConfigError(str(e), key=key))
+            problems.take(
+                placed(e, settings) if isinstance(e, ConfigError) else ConfigError(str(e), key=key)
+            )
             continue
         if taskset.skipped is not None:
             problems.warn(f"{key}: {taskset.skipped}")
@@ -114,14 +126,25 @@ def _look(plan: Plan, model: ModelFiles | None, problems: Problems) -> Look:
             problems.note(f"{key}: {taskset.left_out}")
         rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, model, problems, hung)
         _tools_shown(plan, tasks, recipes, model, key, problems)
-        if model is not None and (why := left_out_later(tasks[0], model, plan.engines[0], recipes.of(tasks[0]).keywords)):
+        if model is not None and (
+            why := left_out_later(tasks[0], model, plan.engines[0], recipes.of(tasks[0]).keywords)
+        ):
             problems.error(key, why)
         _more_golds(taskset, recipes, key, problems, hung)
         preview = TasksetPreview(
-            name=settings.name, key=key, num_rows=len(taskset), is_eval=settings.is_eval, rows=tuple(rows),
-            workflows=tuple(dict.fromkeys(t.workflow for t in tasks if t.workflow != "simple_workflow" or t.workflow_args)),
-            mean_prompt_tokens=mean, max_prompt_tokens=longest,
-        )  # fmt: skip
+            name=settings.name,
+            key=key,
+            num_rows=len(taskset),
+            is_eval=settings.is_eval,
+            rows=tuple(rows),
+            workflows=tuple(
+                dict.fromkeys(
+                    t.workflow for t in tasks if t.workflow != "simple_workflow" or t.workflow_args
+                )
+            ),
+            mean_prompt_tokens=mean,
+            max_prompt_tokens=longest,
+        )
         result.tasksets.append(preview)
         result.opened.append(taskset)
     overlap(result.opened, problems)
@@ -138,16 +161,22 @@ def _prepared(plan: Plan, problems: Problems) -> PreparedRows | None:
         problems.take(e)
         return None
     problems.note(
-        f"data_processor.task_pipeline: {prepared}{'' if prepared.reused else f'; goes into {plan.task_pipeline.output}'}"
+        f"data_processor.task_pipeline: "
+        f"{prepared}{'' if prepared.reused else f'; goes into {plan.task_pipeline.output}'}"
     )
     return prepared
 
 
 def _every_name(taskset: Taskset, recipes: Recipes) -> None:
-    """Finds the workflows and rewards that rows name for themselves.  Raises ConfigError naming the row and what it names."""
-    path, name, column = taskset.settings.path, taskset.settings.name, taskset.settings.format.reward_fn_key
+    """Finds the workflows and rewards that rows name for themselves.  Raises ConfigError naming the
+    row and what it names.
+    """
+    path = taskset.settings.path
+    name = taskset.settings.name
+    column = taskset.settings.format.reward_fn_key
     no_reward = (
-        f"in column {column!r}, which is neither a reward nor a data source that has one here ({', '.join(REWARDS)}).  Name a reward in "
+        f"in column {column!r}, which is neither a reward nor a data source that has one here "
+        f"({', '.join(REWARDS)}).  Name a reward in "
         "default_reward_fn_type, e.g. path/file.py:compute_score, or correct the column."
     )
     for key, found in (("reward_fn_key", taskset.rewards()), ("workflow_key", taskset.workflows())):
@@ -172,7 +201,9 @@ def _rows(
     problems: Problems,
     hung: set[str],
 ) -> tuple[list[RowPreview], tuple[float | None, int | None]]:
-    engine, limit, key = plan.engines[0], plan.engines[0].max_prompt_tokens, taskset.settings.key
+    engine = plan.engines[0]
+    limit = plan.engines[0].max_prompt_tokens
+    key = taskset.settings.key
     lengths: list[int] = []
     rows = []
     count = min(ROWS_COUNTED, len(taskset)) if model is not None and model.can_count else len(tasks)
@@ -180,7 +211,11 @@ def _rows(
         spread = n if n < len(tasks) else n * len(taskset) // count
         try:
             task = tasks[n] if n < len(tasks) else taskset.task(spread)
-            text = json.dumps(task.chat(), ensure_ascii=False) if model is None else rendered(task, model, engine)
+            text = (
+                json.dumps(task.chat(), ensure_ascii=False)
+                if model is None
+                else rendered(task, model, engine)
+            )
             tokens = model.count_tokens(text) if model is not None and model.can_count else None
         except ConfigError as e:
             problems.take(placed(e, taskset.settings))
@@ -192,59 +227,101 @@ def _rows(
             break
         lengths += [tokens] if tokens is not None else []
         if n == 0 and task.messages and task.messages[-1]["role"] == "assistant":
-            problems.warn(f"{key}: the chat of row {task.index} ends with an answer, which the model reads before it answers")
+            problems.warn(
+                f"{key}: the chat of row {task.index} ends with an answer, which the model reads "
+                f"before it answers"
+            )
         if n == 0 and rewards and (reward := rewards[0]) is not None:
             try:
                 reward.check_task(task, transcript(task, str(task.truth)))
             except ConfigError as e:
-                problems.error(f"{key}.reward_fn_args.{e.key}".rstrip("."), e.message, given=e.given)
+                problems.error(
+                    f"{key}.reward_fn_args.{e.key}".rstrip("."), e.message, given=e.given
+                )
             except Exception as e:  # of a plugin
                 problems.warn(
-                    f"{key}: the reward {task.reward} raised {type(e).__name__}: {e}  (for the gold answer of row {task.index})"
+                    f"{key}: the reward {task.reward} raised {type(e).__name__}: {e}  (for the "
+                    f"gold answer of row {task.index})"
                 )
         if n < len(tasks):
             gold = gold_of(task, rewards[n], key, problems, hung)
-            rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))
+            rows.append(
+                RowPreview(
+                    index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold
+                )
+            )
     cut = taskset.settings.prompt_truncation
     if limit is not None and lengths and min(lengths) > limit and cut == "error":
         problems.error(
             "model.max_prompt_tokens",
-            f"is {limit}, but every prompt of {key} that was inspected is longer (from {min(lengths)} tokens); raise it",
+            f"is {limit}, but every prompt of {key} that was inspected is longer (from "
+            f"{min(lengths)} tokens); raise it",
             given=limit,
         )
     elif limit is not None and (over := sum(n > limit for n in lengths)):
         problems.warn(
-            f"{key}: {over} of {len(lengths)} rows inspected have prompts of more than model.max_prompt_tokens {limit} (longest: "
-            f"{max(lengths)}); {'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
+            f"{key}: {over} of {len(lengths)} rows inspected have prompts of more than "
+            f"model.max_prompt_tokens {limit} (longest: "
+            f"{max(lengths)}); "
+            f"{'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
 
 
 def _tools_shown(
-    plan: Plan, tasks: Sequence[Task], recipes: Recipes, model: ModelFiles | None, key: str, problems: Problems
+    plan: Plan,
+    tasks: Sequence[Task],
+    recipes: Recipes,
+    model: ModelFiles | None,
+    key: str,
+    problems: Problems,
 ) -> None:
-    """Warns where the model would not be told of the tools that it may call, or nobody reads its calls."""
+    """Warns where the model would not be told of the tools that it may call, or nobody reads its
+    calls.
+    """
     reads, engine = recipes.of(task := tasks[0]).keywords.get("tools_in"), plan.engines[0]
-    if reads is None and any(t.tools for t in tasks) and engine.tool_call_parser is None and engine.external is None:
+    if (
+        reads is None
+        and any(t.tools for t in tasks)
+        and engine.tool_call_parser is None
+        and engine.external is None
+    ):
         problems.warn(
-            f"{key}: rows bring tools, and calls of them stay text in the answers.  Write tool_call_parser and enable_auto_tool_choice: "
+            f"{key}: rows bring tools, and calls of them stay text in the answers.  Write "
+            f"tool_call_parser and enable_auto_tool_choice: "
             "true in explorer.rollout_model, or use tool_workflow, which reads them there"
         )
     if model is None or reads != "template":
         return
     name = "a_tool_of_rft_check"
-    tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
     with suppress(ConfigError, ValueError):  # told above
-        if name not in rendered(msgspec.structs.replace(task, tools=(tool,)), model, plan.engines[0]):
+        if name not in rendered(
+            msgspec.structs.replace(task, tools=(tool,)), model, plan.engines[0]
+        ):
             problems.warn(
-                f"{key}: the chat template does not show tools, so the model is not told of them.  Use one that does, or tool_workflow "
+                f"{key}: the chat template does not show tools, so the model is not told of them.  "
+                f"Use one that does, or tool_workflow "
                 "with workflow_args.tools_in: system"
             )
 
 
-def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems, hung: set[str]) -> None:
-    """Gold answers of a few rows from all over the set, as long as that takes little time; `rft data audit` scores all of them."""
-    until, low, checked = time.monotonic() + GOLDS_S, [], 0
+def _more_golds(
+    taskset: Taskset, recipes: Recipes, key: str, problems: Problems, hung: set[str]
+) -> None:
+    """Gold answers of a few rows from all over the set, as long as that takes little time; `rft
+    data audit` scores all of them.
+    """
+    until = time.monotonic() + GOLDS_S
+    low = []
+    checked = 0
     for i in dict.fromkeys(n * len(taskset) // ROWS_SCORED for n in range(1, ROWS_SCORED)):
         if i < 2 or time.monotonic() > until:
             continue
@@ -261,9 +338,14 @@ def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems
         if found is not None and not found.full:
             low.append(found)
     if low:
-        said = low[0].told("it") if low[0].failed else f"scores {low[0].best:g}, an empty one {low[0].empty:g}"
+        said = (
+            low[0].told("it")
+            if low[0].failed
+            else f"scores {low[0].best:g}, an empty one {low[0].empty:g}"
+        )
         problems.warn(
-            f"{key}: {len(low)} of {checked} further gold answers do not get full marks, e.g. that of row {low[0].index} {said}; "
+            f"{key}: {len(low)} of {checked} further gold answers do not get full marks, e.g. that "
+            f"of row {low[0].index} {said}; "
             "`rft data audit` scores all of them"
         )
 
@@ -271,7 +353,12 @@ def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems
 def placed(error: ConfigError, settings: TasksetSettings) -> ConfigError:
     """The taskset room knows a taskset by its name; people know it by its key."""
     prefix = f"taskset {settings.name}"
-    own = error.key.startswith(("reward_fn_args", "workflow_args"))  # rewards and workflows know no taskset
+    # rewards and workflows know no taskset
+    own = error.key.startswith(("reward_fn_args", "workflow_args"))
     named = f"{prefix}.{error.key}" if own else error.key
-    key = settings.key + named.removeprefix(prefix) if named.startswith(prefix) else named or settings.key
+    key = (
+        settings.key + named.removeprefix(prefix)
+        if named.startswith(prefix)
+        else named or settings.key
+    )
     return ConfigError(error.message, key=key, given=error.given)

@@ -1,6 +1,8 @@
-"""RunConfig → Plan: one pure function.  Inherited and derived values are decided here and nowhere else.
+"""RunConfig → Plan: one pure function.  Inherited and derived values are decided here and nowhere
+else.
 
-Knows the machine only through `Facts`.  Invariant: the same configuration and facts give the same Plan; nothing is written back.
+Knows the machine only through `Facts`.  Invariant: the same configuration and facts give the same
+Plan; nothing is written back.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ from rft.config.roles import joins, reads_data
 from rft.config.schema.base import sections
 from rft.config.schema.buffer_section import RolloutArgs
 from rft.config.schema.root import RunConfig
-from rft.config.tasksets import feedback_lag, limit_prompts, num_process, sampling_args, task_pipeline, tasksets
+from rft.config.tasksets import (
+    feedback_lag,
+    limit_prompts,
+    num_process,
+    sampling_args,
+    task_pipeline,
+    tasksets,
+)
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigErrors
 from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings
@@ -38,10 +47,13 @@ from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a mode plays and trains.  A train step has `groups` or `rows`; `None` steps are known once the data is opened."""
+    """What a mode plays and trains.  A train step has `groups` or `rows`; `None` steps are known
+    once the data is opened.
+    """
 
     train: Tasksets = ()
-    counted: Tasksets = ()  # whose group sizes make a step: `train`, or what another process explores
+    # whose group sizes make a step: `train`, or what another process explores
+    counted: Tasksets = ()
     evals: Tasksets = ()
     explore_steps: int | None = None
     train_steps: int | None = None
@@ -57,11 +69,18 @@ class Workload:
         return (f"{offline_plan.BUFFERS}.{self.expert[0].name}",) if self.expert else ()
 
 
-def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBatches | None = None, name: str = "") -> Plan:
+def resolve(
+    config: RunConfig,
+    facts: Facts | None = None,
+    *,
+    num_batches: NumBatches | None = None,
+    name: str = "",
+) -> Plan:
     """The Plan of `config`.  Raises ConfigErrors with everything that contradicts itself.
 
-    Where the length of the run is given in epochs, `num_batches` is asked for it; without it `Plan.total_steps` is None and
-    `Plan.trainer.total_steps` is 0.  `name` replaces the run's name (a time-stamped sibling).
+    Where the length of the run is given in epochs, `num_batches` is asked for it; without it
+    `Plan.total_steps` is None and `Plan.trainer.total_steps` is 0.  `name` replaces the run's name
+    (a time-stamped sibling).
     """
     ctx = Context(config, facts or Facts(), name)
     plan = build(ctx, num_batches)
@@ -78,20 +97,30 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     lengths = plan_engines.lengths(ctx)
     algorithm, repeat_times, compares = plan_algorithm.algorithm(ctx)
     any_sampling = plan_algorithm.takes_any_sampling(algorithm)
-    train, evals = tasksets(ctx, max_response_tokens=lengths[2], repeat_times=repeat_times, any_sampling=any_sampling)
+    train, evals = tasksets(
+        ctx, max_response_tokens=lengths[2], repeat_times=repeat_times, any_sampling=any_sampling
+    )
     sampling = partial(sampling_args, ctx, RolloutArgs(), lengths[2], "model", False, any_sampling)
     served = plan_serve.taskset(ctx, sampling, repeat_times if compares else 1)
     cluster, engine_device, world_size, trainer_device = devices.devices(ctx)
     devices.check_colocated(ctx, (engine_device, trainer_device))
     engines = plan_engines.engines(ctx, lengths, engine_device)
-    work = _workload(ctx, train, evals, served, algorithm, repeat_times, compares, engines[0], num_batches)
+    work = _workload(
+        ctx, train, evals, served, algorithm, repeat_times, compares, engines[0], num_batches
+    )
     devices.check_processes(ctx)
     plan_algorithm.advantage_inputs(algorithm, ctx)
     plan_algorithm.critic(ctx, algorithm)
-    learner = plan_trainer.learner(ctx, algorithm, lengths, trainer_device, world_size, work.train_steps)
+    learner = plan_trainer.learner(
+        ctx, algorithm, lengths, trainer_device, world_size, work.train_steps
+    )
     learner = replace(learner, chat_template=engines[0].chat_template)
-    engines, learner = devices.in_turns(ctx, *lora_plan.published(ctx, engines, learner), shared=cluster.shared)
-    plan_trainer.micro_batches(ctx, work.counted, work.rows, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts)))
+    engines, learner = devices.in_turns(
+        ctx, *lora_plan.published(ctx, engines, learner), shared=cluster.shared
+    )
+    plan_trainer.micro_batches(
+        ctx, work.counted, work.rows, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts))
+    )
     plan_trainer.deterministic(ctx, work.train)
     sync = plan_schedule.sync(ctx, engines, learner, work.counted, work.rows)
     explorer = plan_explorer.explorer(ctx, work.train, work.evals, work.explore_steps, algorithm)
@@ -101,7 +130,11 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
         ctx.config,
         joins=joins(ctx.config),
         run_dir=ctx.run_dir,
-        explorer=replace(explorer, feedback_lag=feedback_lag(sync), pipeline=plan_explorer.pipeline(ctx, algorithm, work.rows)),
+        explorer=replace(
+            explorer,
+            feedback_lag=feedback_lag(sync),
+            pipeline=plan_explorer.pipeline(ctx, algorithm, work.rows),
+        ),
         serve=plan_serve.serve(ctx, work.counted),
         engines=engines,
         auxiliary=plan_engines.auxiliary(ctx, lengths[0], cluster.gpus),
@@ -155,18 +188,28 @@ def _workload(
     num_batches: NumBatches | None,
 ) -> Workload:
     """What there is to do, by the kind of mode."""
-    train, evals = limit_prompts(ctx.config, train, evals, engine, num_process(ctx.config, ctx.facts))
+    train, evals = limit_prompts(
+        ctx.config, train, evals, engine, num_process(ctx.config, ctx.facts)
+    )
     prepared = None
     if ctx.config.mode == "train" and reads_data(ctx.config):
         p = ctx.config.data_processor
-        why = "it is for tasks and what is sampled; rows that are there already are trained on as they are"
+        why = (
+            "it is for tasks and what is sampled; rows that are there already are trained on as "
+            "they are"
+        )
         p.idle("data_processor", ("task_pipeline",), why, ctx)
-        p.experience_pipeline.idle("data_processor.experience_pipeline", ("operators", "save_input"), why, ctx)
+        p.experience_pipeline.idle(
+            "data_processor.experience_pipeline", ("operators", "save_input"), why, ctx
+        )
     else:
         prepared, train, evals = task_pipeline(ctx, train, evals)
     data = offline_plan.wanted(ctx, algorithm, ctx.name, engine)
     if plan_trainer.replays(ctx) and (data is not None or algorithm.sample_strategy == "mix"):
-        text = f"is for rows that were sampled, and algorithm {algorithm.algorithm_type} reads a data set; leave it out"
+        text = (
+            f"is for rows that were sampled, and algorithm {algorithm.algorithm_type} reads a "
+            f"data set; leave it out"
+        )
         ctx.error("buffer.trainer_input.replay_run", text)
     if data is not None:
         size, train_steps = offline_plan.steps(ctx, data, num_batches)
@@ -177,8 +220,12 @@ def _workload(
         work = Workload(evals=evals, explore_steps=0, train_steps=0, groups=1)
     else:  # what engines sample, in this process or in another
         counted = train or served or plan_schedule.elsewhere(ctx, repeat_times)
-        groups, rows = plan_schedule.batch(ctx, counted, compares, plan_algorithm.needs_whole_groups(algorithm, compares))
-        explore_steps, train_steps = plan_schedule.steps(ctx, counted, rows, num_batches if train else None)
+        groups, rows = plan_schedule.batch(
+            ctx, counted, compares, plan_algorithm.needs_whole_groups(algorithm, compares)
+        )
+        explore_steps, train_steps = plan_schedule.steps(
+            ctx, counted, rows, num_batches if train else None
+        )
         work = Workload(
             train=train,
             counted=counted,
@@ -189,7 +236,9 @@ def _workload(
             rows=rows,
         )
     own_rows = work.rows or (work.groups or 1) * max((t.num_runs for t in work.counted), default=1)
-    return replace(work, task_pipeline=prepared, expert=offline_plan.expert(ctx, algorithm, own_rows, engine))
+    return replace(
+        work, task_pipeline=prepared, expert=offline_plan.expert(ctx, algorithm, own_rows, engine)
+    )
 
 
 def _inert_keys(ctx: Context, read: tuple[str, ...]) -> None:
@@ -202,4 +251,7 @@ def _inert_keys(ctx: Context, read: tuple[str, ...]) -> None:
         elif entry.level == "warned":
             ctx.warn(f"{key} {value!r} has no effect: {entry.why}")
         else:
-            ctx.note(f"{key} {str(value).lower() if isinstance(value, bool) else value} has no effect: {entry.why}")
+            ctx.note(
+                f"{key} {str(value).lower() if isinstance(value, bool) else value} has no effect: "
+                f"{entry.why}"
+            )

@@ -19,7 +19,9 @@ def trains(config: RunConfig) -> bool:
 
 def joins(config: RunConfig) -> bool:
     """Whether this process joins a run whose trainer is another one."""
-    return config.mode == "explore" or (config.mode == "serve" and config.explorer.serve.trainer_apart)
+    return config.mode == "explore" or (
+        config.mode == "serve" and config.explorer.serve.trainer_apart
+    )
 
 
 def apart(config: RunConfig) -> bool:
@@ -29,7 +31,9 @@ def apart(config: RunConfig) -> bool:
 
 def serves(config: RunConfig) -> bool:
     """Whether what is trained comes from a service, here or in another process."""
-    return config.mode == "serve" or (config.mode == "train" and config.explorer.serve.trainer_apart and not reads_data(config))
+    return config.mode == "serve" or (
+        config.mode == "train" and config.explorer.serve.trainer_apart and not reads_data(config)
+    )
 
 
 def samples(config: RunConfig) -> bool:

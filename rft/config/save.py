@@ -1,7 +1,8 @@
 """The configuration a run keeps in its folder, and what may change when the run is resumed.
 
-`config.yaml` is what was written, `config.resolved.yaml` the whole tree with overrides, and `config.json` the hashes, the versions of
-libraries and the tree for comparing.  Invariant: no secret is written; the hash is of the original.
+`config.yaml` is what was written, `config.resolved.yaml` the whole tree with overrides, and
+`config.json` the hashes, the versions of libraries and the tree for comparing.  Invariant: no
+secret is written; the hash is of the original.
 """
 
 from __future__ import annotations
@@ -30,11 +31,23 @@ from rft.secrets import REDACTED, redact
 
 RESOLVED = "config.resolved.yaml"
 _MOST_BYTES = 16 << 20  # of a config.json
-LIBRARIES = ("rft-platform", "torch", "transformers", "vllm", "ray", "peft", "datasets", "numpy", "sqlalchemy")
+LIBRARIES = (
+    "rft-platform",
+    "torch",
+    "transformers",
+    "vllm",
+    "ray",
+    "peft",
+    "datasets",
+    "numpy",
+    "sqlalchemy",
+)
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries that decide what a run computes, as far as they are installed; nothing is imported."""
+    """Of Python and of the libraries that decide what a run computes, as far as they are installed;
+    nothing is imported.
+    """
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -53,10 +66,14 @@ class Change:
 
 
 def save(config: RunConfig, run_dir: Path, began_with: str = "") -> None:
-    """Writes the three files, each aside and renamed.  `began_with`: a stage's model, where that is not the one that is written."""
+    """Writes the three files, each aside and renamed.  `began_with`: a stage's model, where that is
+    not the one that is written.
+    """
     source = config.source
     tree = config.shown()
-    head = (f"# {source.path}\n" if source.path else "") + (f"# stage: {source.stage}\n" if source.stage else "")
+    head = (f"# {source.path}\n" if source.path else "") + (
+        f"# stage: {source.stage}\n" if source.stage else ""
+    )
     overrides = [_override(o) for o in source.overrides]
     said = "".join(f"# override: {o}\n" for o in overrides)
     written = redact(_without_secrets(source.text)) if source.text else yamlfile.dump(tree)
@@ -78,17 +95,34 @@ def save(config: RunConfig, run_dir: Path, began_with: str = "") -> None:
 
 
 def start_command(
-    mode: str, path: Path | str, overrides: Sequence[str], plugin_dirs: Sequence[str] = (), *, in_process: bool = False
+    mode: str,
+    path: Path | str,
+    overrides: Sequence[str],
+    plugin_dirs: Sequence[str] = (),
+    *,
+    in_process: bool = False,
 ) -> str:
     """The command that starts or resumes a run of a configuration file, without secrets."""
     verb = "serve" if mode == "serve" else "run"
     kept = [_override(o) for o in overrides if (verb, o) != ("serve", "mode=serve")]
     folders = [x for folder in plugin_dirs for x in ("--plugin-dir", folder)]
-    return shlex.join(["rft", verb, "--config", str(path), *(["--in-process"] if in_process else []), *folders, *kept])
+    return shlex.join(
+        [
+            "rft",
+            verb,
+            "--config",
+            str(path),
+            *(["--in-process"] if in_process else []),
+            *folders,
+            *kept,
+        ]
+    )
 
 
 def saved(run_dir: Path) -> dict[str, Any]:
-    """All of a run's config.json; the configuration is its "tree".  Raises ConfigError where there is none that can be read."""
+    """All of a run's config.json; the configuration is its "tree".  Raises ConfigError where there
+    is none that can be read.
+    """
     file = run_dir / "config.json"
     try:
         found = json.loads(read_regular(file, _MOST_BYTES))
@@ -100,7 +134,9 @@ def saved(run_dir: Path) -> dict[str, Any]:
 
 
 def home(path: Path) -> Path:
-    """The folder beside which a configuration's relative paths are looked for: of a run's own one that of the file it was made from."""
+    """The folder beside which a configuration's relative paths are looked for: of a run's own one
+    that of the file it was made from.
+    """
     with suppress(ConfigError):
         if path.name == RESOLVED and (made_from := saved(path.parent).get("path")):
             return Path(made_from).parent
@@ -108,16 +144,24 @@ def home(path: Path) -> Path:
 
 
 def changes(config: RunConfig, run_dir: Path) -> list[Change]:
-    """What differs from the configuration saved in `run_dir`; nothing if none is saved there.  Raises ConfigError if it is damaged."""
+    """What differs from the configuration saved in `run_dir`; nothing if none is saved there.
+    Raises ConfigError if it is damaged.
+    """
     if not (run_dir / "config.json").exists():
         return []
     try:
         old = saved(run_dir)["tree"]
     except ConfigError as e:
-        text = f"{run_dir / 'config.json'} is damaged ({e.message}); restore it, or choose another `name` for this run"
+        text = (
+            f"{run_dir / 'config.json'} is damaged ({e.message}); restore it, or choose another "
+            f"`name` for this run"
+        )
         raise ConfigError(text) from None
     found = compare(plain(old), config.shown(), ())  # an earlier version may have kept secrets
-    return [Change(dotted(at), before, now, "safe" if _safe(at) else "refuse") for at, before, now in found]
+    return [
+        Change(dotted(at), before, now, "safe" if _safe(at) else "refuse")
+        for at, before, now in found
+    ]
 
 
 def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
@@ -127,7 +171,8 @@ def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
         raise ConfigErrors(
             [
                 ConfigError(
-                    f"was {c.old!r} when the run in {run_dir} began and is {c.new!r} now; write the old value, or choose another `name`",
+                    f"was {c.old!r} when the run in {run_dir} began and is {c.new!r} now; write "
+                    f"the old value, or choose another `name`",
                     key=c.key,
                     given=c.new,
                 )
@@ -141,7 +186,8 @@ def compare(old: Any, new: Any, loc: Loc) -> Iterator[tuple[Loc, Any, Any]]:
     """(key, old value, new value) of each key at or below `loc` that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
-            before = old[name] if name in old else _default((*loc, name))  # a key that came after the run began
+            # a key that came after the run began
+            before = old[name] if name in old else _default((*loc, name))
             yield from compare(before, new.get(name), (*loc, name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (a, b) in enumerate(zip(old, new, strict=True)):
@@ -151,7 +197,9 @@ def compare(old: Any, new: Any, loc: Loc) -> Iterator[tuple[Loc, Any, Any]]:
 
 
 def beyond_defaults(tree: dict[str, Any], loc: Loc = ()) -> Iterator[tuple[str, Any]]:
-    """(key, value) of each key of a saved tree that is not its default; lists are whole but for those of sections."""
+    """(key, value) of each key of a saved tree that is not its default; lists are whole but for
+    those of sections.
+    """
     for name, value in tree.items():
         at = (*loc, name)
         if value == _default(at):
@@ -172,12 +220,20 @@ def beyond_defaults(tree: dict[str, Any], loc: Loc = ()) -> Iterator[tuple[str, 
 
 def changed(tree: dict[str, Any]) -> dict[str, str]:
     """`beyond_defaults` as people read it."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in beyond_defaults(tree)}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in beyond_defaults(tree)
+    }
 
 
 def differing(runs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Of what each run has, keys whose value is not the same in all; "default" where a run does not name the key."""
-    rows = {key: [run.get(key, "default") for run in runs] for key in dict.fromkeys(k for run in runs for k in run)}
+    """Of what each run has, keys whose value is not the same in all; "default" where a run does not
+    name the key.
+    """
+    rows = {
+        key: [run.get(key, "default") for run in runs]
+        for key in dict.fromkeys(k for run in runs for k in run)
+    }
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
@@ -205,8 +261,12 @@ def _override(text: str) -> str:
 
 
 def _without_secrets(text: str) -> str:
-    """The YAML text with values under secret names replaced, line by line (block scalars and flow maps included)."""
+    """The YAML text with values under secret names replaced, line by line (block scalars and flow
+    maps included).
+    """
     for start, end in sorted(yamlfile.secret_spans(text), reverse=True):
         end_of_block = "\n" if text[start:end].endswith("\n") else ""
         text = text[:start] + f"'{REDACTED}'" + end_of_block + text[end:]
-    return _REMARK.sub(lambda m: f"{m[1]}{m[2]}{m[3]}{REDACTED}" if is_secret(m[2], m[4]) else m[0], text)
+    return _REMARK.sub(
+        lambda m: f"{m[1]}{m[2]}{m[3]}{REDACTED}" if is_secret(m[2], m[4]) else m[0], text
+    )

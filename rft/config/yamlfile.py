@@ -1,7 +1,7 @@
 """YAML text → plain values with line numbers, refusing everything a configuration has no use for.
 
-Knows no schema.  Invariant: only mappings with unique text keys, lists and scalars come out, and never more than the file's size lets
-one expect (no tags, no cycles, no alias bombs).
+Knows no schema.  Invariant: only mappings with unique text keys, lists and scalars come out, and
+never more than the file's size lets one expect (no tags, no cycles, no alias bombs).
 """
 
 from __future__ import annotations
@@ -20,32 +20,47 @@ MAX_VALUES = 20_000
 MAX_DEPTH = 64
 MAX_DIGITS = 64
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")  # no file name, no UTF-8, no JSON can hold them
-_KINDS = {f"tag:yaml.org,2002:{k}" for k in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")}
+_KINDS = {
+    f"tag:yaml.org,2002:{k}"
+    for k in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
+}
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-6 as a number and neither dates, octals (010) nor sexagesimals (1:30), and gives up on monsters early."""
+    """SafeLoader that reads 1e-6 as a number and neither dates, octals (010) nor sexagesimals
+    (1:30), and gives up on monsters early.
+    """
 
     depth = count = 0
     name = "value"
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.depth, self.count = self.depth + 1, self.count + 1
+        self.depth = self.depth + 1
+        self.count = self.count + 1
         line = self.peek_event().start_mark.line + 1
         if self.depth > MAX_DEPTH:
-            raise ConfigError(f"{self.name}, line {line}: nested too deeply; at most {MAX_DEPTH} levels are allowed")
+            raise ConfigError(
+                f"{self.name}, line {line}: nested too deeply; at most {MAX_DEPTH} levels are "
+                f"allowed"
+            )
         if self.count > MAX_VALUES:
-            raise ConfigError(f"{self.name}, line {line}: more than {MAX_VALUES:,} values; data belongs in its own file")
+            raise ConfigError(
+                f"{self.name}, line {line}: more than {MAX_VALUES:,} values; data belongs in its "
+                f"own file"
+            )
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, rx) for tag, rx in rules if tag.rsplit(":", 1)[1] not in ("timestamp", "int", "float")]
+    first: [
+        (tag, rx) for tag, rx in rules if tag.rsplit(":", 1)[1] not in ("timestamp", "int", "float")
+    ]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_DIGITS = r"(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)"  # 1_000 is a number; 1_5 and 0.5_2 are texts, e.g. two bounds
+# 1_000 is a number; 1_5 and 0.5_2 are texts, e.g. two bounds
+_DIGITS = r"(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)"
 _INT = re.compile(rf"^[-+]?(?:0|(?!0){_DIGITS}|0x[0-9a-fA-F_]*[0-9a-fA-F])$")
 _FLOAT = re.compile(
     rf"^[-+]?(?:(?:{_DIGITS}\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|{_DIGITS}[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
@@ -68,11 +83,14 @@ def dump(value: Any) -> str:
 
 
 def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
-    """The value of a YAML text and the line (from 1) of each leaf.  Raises ConfigError(s) naming `name` and the line."""
+    """The value of a YAML text and the line (from 1) of each leaf.  Raises ConfigError(s) naming
+    `name` and the line.
+    """
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_BYTES:
         raise ConfigError(
-            f"{name} has {size:,} bytes; a configuration may have at most {MAX_BYTES:,} (data belongs in its own file)"
+            f"{name} has {size:,} bytes; a configuration may have at most {MAX_BYTES:,} (data "
+            f"belongs in its own file)"
         )
     try:
         loader = _Loader(text)
@@ -90,7 +108,10 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         more = f" ({e.context})" if e.context else ""
         problem = e.problem or "unreadable"
-        remedy = next((f"; {text}" for beginning, text in _REMEDIES.items() if problem.startswith(beginning)), "")
+        remedy = next(
+            (f"; {text}" for beginning, text in _REMEDIES.items() if problem.startswith(beginning)),
+            "",
+        )
         raise ConfigError(f"{name}{where}: not valid YAML: {problem}{more}{remedy}") from None
     except yaml.YAMLError as e:
         raise ConfigError(f"{name}: not valid YAML: {e}") from None
@@ -108,7 +129,9 @@ def scalar(text: str, name: str = "value") -> Any:
 
 
 def _own(value: Any) -> Any:
-    """Every place gets its own value: an override of one place must not change what an alias puts elsewhere."""
+    """Every place gets its own value: an override of one place must not change what an alias puts
+    elsewhere.
+    """
     if isinstance(value, dict):
         return {k: _own(v) for k, v in value.items()}
     return [_own(v) for v in value] if isinstance(value, list) else value
@@ -117,16 +140,19 @@ def _own(value: Any) -> Any:
 _REMEDIES = {  # beginning of what PyYAML says
     "found character '\\t'": "YAML allows only spaces; replace each tab by two spaces",
     "found character '": "put the text in quotes",
-    "mapping values are not allowed": "keys of one section begin in the same column, `key: value` has a space after its colon, and a text "
+    "mapping values are not allowed": "keys of one section begin in the same column, `key: value` "
+    "has a space after its colon, and a text "
     "that holds one needs quotes",
     "expected <block end>": "keys of one section, and dashes of one list, begin in the same column",
     "could not find expected ':'": "write `key: value`, with a space after the colon",
-    "expected ',' or": "inside {...} and [...] write ${...}, and texts that hold brackets or commas, in quotes",
+    "expected ',' or": "inside {...} and [...] write ${...}, and texts that hold brackets or "
+    "commas, in quotes",
 }
 
 
 class _Lines:
-    """Line of every leaf below `root`, aliases unfolded; collects duplicate keys, keys that are no text, and tags as errors.
+    """Line of every leaf below `root`, aliases unfolded; collects duplicate keys, keys that are no
+    text, and tags as errors.
 
     Refuses trees that aliases make large, deep or endless.
     """
@@ -144,14 +170,20 @@ class _Lines:
         self._errors.append(ConfigError(f"{self._name}, line {line}: {why}", key=dotted(loc)))
 
     def _visit(self, node: yaml.Node, loc: Loc) -> None:
-        self._count, line = self._count + 1, node.start_mark.line + 1
+        self._count = self._count + 1
+        line = node.start_mark.line + 1
         where = f"{self._name}, line {line}"
         if id(node) in self._above:
             raise ConfigError(f"{where}: an alias refers to the value it stands in")
         if self._count > MAX_VALUES:
-            raise ConfigError(f"{where}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases")
+            raise ConfigError(
+                f"{where}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer "
+                f"aliases"
+            )
         if len(self._above) == MAX_DEPTH:
-            raise ConfigError(f"{where}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed")
+            raise ConfigError(
+                f"{where}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed"
+            )
         self._above.add(id(node))
         if node.tag not in _KINDS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
@@ -170,7 +202,8 @@ class _Lines:
     def _mapping(self, node: yaml.MappingNode, loc: Loc) -> None:
         seen: dict[str, int] = {}
         for k, v in node.value:
-            self._count, line = self._count + 1, k.start_mark.line + 1
+            self._count = self._count + 1
+            line = k.start_mark.line + 1
             if k.tag == "tag:yaml.org,2002:merge":
                 for merged in v.value if isinstance(v, yaml.SequenceNode) else [v]:
                     self._visit(merged, loc)
@@ -182,9 +215,16 @@ class _Lines:
                 self._wrong(line, f"a key {problem}", loc)
                 continue
             if k.value in seen:
-                where = f"on line {line}" if seen[k.value] == line else f"on lines {seen[k.value]} and {line}"
+                where = (
+                    f"on line {line}"
+                    if seen[k.value] == line
+                    else f"on lines {seen[k.value]} and {line}"
+                )
                 self._errors.append(
-                    ConfigError(f"written twice in {self._name}, {where}; remove one", key=dotted((*loc, k.value)))
+                    ConfigError(
+                        f"written twice in {self._name}, {where}; remove one",
+                        key=dotted((*loc, k.value)),
+                    )
                 )
             seen[k.value] = line
             k.tag = "tag:yaml.org,2002:str"
@@ -196,13 +236,19 @@ def _unusable(node: yaml.ScalarNode) -> str:
     if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
         return f"a number of {len(node.value):,} characters; at most {MAX_DIGITS} are allowed"
     if found := _UNUSABLE.search(node.value):
-        what = "a null character" if found[0] == "\0" else f"half of a character (\\u{ord(found[0]):04x})"
+        what = (
+            "a null character"
+            if found[0] == "\0"
+            else f"half of a character (\\u{ord(found[0]):04x})"
+        )
         return f"holds {what}; write the text without it"
     return ""
 
 
 def secret_spans(text: str) -> list[tuple[int, int]]:
-    """Where in a valid YAML text the scalar values of secret keys stand: [start, end) in characters."""
+    """Where in a valid YAML text the scalar values of secret keys stand: [start, end) in
+    characters.
+    """
     loader = _Loader(text)
     spans: dict[int, int] = {}
 

@@ -1,6 +1,8 @@
-"""Which requests an engine takes while it is about to pause for new weights: those that can go elsewhere do.
+"""Which requests an engine takes while it is about to pause for new weights: those that can go
+elsewhere do.
 
-Knows no weights.  Invariant: a request that was refused has not begun, and one that may wait is never refused.
+Knows no weights.  Invariant: a request that was refused has not begun, and one that may wait is
+never refused.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Admission:
         self._name = name
         self.under_way = 0  # completions
         self._draining = False
-        self._idle: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None  # of whoever waits for the last one
+        # of whoever waits for the last one
+        self._idle: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     @contextmanager
     def of(self, request: GenerateRequest) -> Iterator[None]:
@@ -41,7 +44,9 @@ class Admission:
                 loop.call_soon_threadsafe(event.set)
 
     async def drain(self, timeout_s: float) -> None:
-        """From now on requests that need not wait are refused; returns when nothing is under way, or after `timeout_s` seconds."""
+        """From now on requests that need not wait are refused; returns when nothing is under way,
+        or after `timeout_s` seconds.
+        """
         self._draining = True
         if not self.under_way:
             return

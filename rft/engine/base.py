@@ -23,7 +23,6 @@ from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow,
 engine = plugins.kind("engine")
 
 
-
 class PromptTooLong(ValueError):
     """The prompt leaves no room for a single token; raised before anything is generated."""
 
@@ -40,15 +39,21 @@ class PromptTooLong(ValueError):
 
 
 class TokensDiffer(ValueError):
-    """tokenization_check: strict, and the tokens of several turns are not those of the whole chat; raised before anything is generated."""
+    """tokenization_check: strict, and the tokens of several turns are not those of the whole chat;
+    raised before anything is generated.
+    """
 
 
 class RequestFailed(Exception):
-    """One request cannot be answered, for a reason that lies in it or in its answer; the engine serves all others."""
+    """One request cannot be answered, for a reason that lies in it or in its answer; the engine
+    serves all others.
+    """
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """`text` up to the first of the stop texts in it, and that one; all of it and "" where it has none."""
+    """`text` up to the first of the stop texts in it, and that one; all of it and "" where it has
+    none.
+    """
     places = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     if not places:
         return text, ""
@@ -59,26 +64,46 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
 def prompt_limit(settings: EngineSettings, *, goes_on: bool = False) -> int:
     """The longest prompt, in tokens: one token of the context must stay free for an answer.
 
-    max_prompt_tokens is about openings; a prompt that goes on from an earlier call (`goes_on`) has the whole context.
+    max_prompt_tokens is about openings; a prompt that goes on from an earlier call (`goes_on`) has
+    the whole context.
     """
     room = settings.max_model_len - 1
-    return room if goes_on or settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
+    return (
+        room
+        if goes_on or settings.max_prompt_tokens is None
+        else min(room, settings.max_prompt_tokens)
+    )
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, name: str) -> None:
-    """Raises ValueError for an id that the model has no embedding of: it would end the engine, not the request."""
+    """Raises ValueError for an id that the model has no embedding of: it would end the engine, not
+    the request.
+    """
     if len(tokens) and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(t for t in tokens if not 0 <= t < vocab_size)
-        raise ValueError(f"{name}: token id {wrong} is out of range; the model has ids from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{name}: token id {wrong} is out of range; the model has ids from 0 to "
+            f"{vocab_size - 1}"
+        )
 
 
-def check_row(row: ScoreRow, settings: EngineSettings, *, longest: int, vocab_size: int) -> list[int]:
-    """The tokens of a row to be scored.  Raises ValueError for one that has nothing to score, or is over `longest` tokens."""
+def check_row(
+    row: ScoreRow, settings: EngineSettings, *, longest: int, vocab_size: int
+) -> list[int]:
+    """The tokens of a row to be scored.  Raises ValueError for one that has nothing to score, or is
+    over `longest` tokens.
+    """
     tokens = [int(t) for t in row.tokens]
     if not 0 < row.prompt_length <= len(tokens):
-        raise ValueError(f"{settings.name}: prompt_length {row.prompt_length} of {len(tokens)} tokens; it must be at least 1")
+        raise ValueError(
+            f"{settings.name}: prompt_length {row.prompt_length} of {len(tokens)} tokens; it must "
+            f"be at least 1"
+        )
     if len(tokens) > longest:
-        raise ValueError(f"{settings.name}: {len(tokens)} tokens to score, at most {longest} fit; raise its max_model_len")
+        raise ValueError(
+            f"{settings.name}: {len(tokens)} tokens to score, at most {longest} fit; raise its "
+            f"max_model_len"
+        )
     check_tokens(tokens, vocab_size, settings.name)
     return tokens
 
@@ -92,10 +117,11 @@ def check_prompt(tokens: int, settings: EngineSettings, *, goes_on: bool = False
 
 
 class BaseEngine:
-    """What engines have in common; an engine of your own derives from it and overrides what it can do.
+    """What engines have in common; an engine of your own derives from it and overrides what it can
+    do.
 
-    As it stands it generates nothing, scores nothing and takes no weights.  `Args`, a pydantic model in the class, is what its
-    `extra_engine_args` are checked against.
+    As it stands it generates nothing, scores nothing and takes no weights.  `Args`, a pydantic
+    model in the class, is what its `extra_engine_args` are checked against.
     """
 
     Args: ClassVar[type | None] = None
@@ -122,13 +148,21 @@ class BaseEngine:
         raise ValueError(f"{self.settings.name}: it generates nothing")
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        kind = self.settings.engine_type if self.settings.task == "generate" else f"task: {self.settings.task}"
+        kind = (
+            self.settings.engine_type
+            if self.settings.task == "generate"
+            else f"task: {self.settings.task}"
+        )
         raise ValueError(
-            f"{self.settings.name}: engine_type {kind} gives no log-probs of given tokens; use vllm or transformers for a teacher"
+            f"{self.settings.name}: engine_type {kind} gives no log-probs of given tokens; use "
+            f"vllm or transformers for a teacher"
         )
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        raise ValueError(f"{self.settings.name}: this model writes text; a reward model is an auxiliary model with task: score")
+        raise ValueError(
+            f"{self.settings.name}: this model writes text; a reward model is an auxiliary model "
+            f"with task: score"
+        )
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         raise self.fixed()
@@ -154,7 +188,9 @@ class BaseEngine:
     async def health(self) -> None: ...
 
     async def metrics(self) -> list[Metric]:
-        counted = [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
+        counted = [
+            Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()
+        ]
         return [Metric("engine/requests_running", float(self.running), "sum"), *counted]
 
     async def close(self) -> None: ...
@@ -164,36 +200,50 @@ class ScoresOnly(BaseEngine):
     """A model with a classification head."""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        raise ValueError(f"{self.settings.name}: task: score gives numbers, no answers; ask it with classify(messages)")
+        raise ValueError(
+            f"{self.settings.name}: task: score gives numbers, no answers; ask it with "
+            f"classify(messages)"
+        )
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         return await BaseEngine.logprobs(self, row)
 
 
 def check_base(name: str, model_path: str, spec: AdapterSpec) -> None:
-    """Raises WeightSyncFailed where the engine `name` was started with another base than the adapter's."""
+    """Raises WeightSyncFailed where the engine `name` was started with another base than the
+    adapter's.
+    """
     if (mine := modelfiles.fingerprint(Path(model_path))) != spec.base:
         raise WeightSyncFailed(
-            f"{name}: the adapter is for other weights (sha256 {spec.base[:12]}) than those in {model_path} ({mine[:12]}), with which the "
-            "engine was started; give both sides the same model.model_path, or write model.lora_configs[0].merge: true"
+            f"{name}: the adapter is for other weights (sha256 {spec.base[:12]}) than those in "
+            f"{model_path} ({mine[:12]}), with which the "
+            "engine was started; give both sides the same model.model_path, or write "
+            "model.lora_configs[0].merge: true"
         )
 
 
 def whole(name: str, folder: str, loaded: tuple[Any, dict[str, Any]]) -> Any:
-    """The model that transformers has loaded from `folder`.  Raises SetupError for weights it would have made up."""
+    """The model that transformers has loaded from `folder`.  Raises SetupError for weights it would
+    have made up.
+    """
     model, told = loaded
     if lost := sorted(map(str, told["missing_keys"])):
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise SetupError(
-            f"{name}: {folder} has no weights for {', '.join(lost[:3])}{more}; it is not of the kind that config.json says"
+            f"{name}: {folder} has no weights for {', '.join(lost[:3])}{more}; it is not of the "
+            f"kind that config.json says"
         )
     return model
 
 
 def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
-    """One report for several workers or engines: the least that was loaded, everything that is wrong, the slowest."""
+    """One report for several workers or engines: the least that was loaded, everything that is
+    wrong, the slowest.
+    """
     probe, slow = max(reports, key=lambda r: r.probe_error), max(reports, key=lambda r: r.load_s)
-    held = {name: sum(getattr(r.held, name) for r in reports) for name in HeldRequests.__struct_fields__}
+    held = {
+        name: sum(getattr(r.held, name) for r in reports) for name in HeldRequests.__struct_fields__
+    }
     return replace(
         slow,
         version=next((r.version for r in reports if r.version != wanted), wanted),

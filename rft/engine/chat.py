@@ -1,11 +1,12 @@
 """Messages to tokens, once.  Shared by the engines that have a Hugging Face tokenizer.
 
-A request that goes on from an earlier call has that call's tokens kept as they are: only what the template puts after the answer is
-rendered and tokenised.  It is found by rendering the conversation with a mark in the answer's place (`rft.types.written`), so it does
-not matter what the template does to the history (drops earlier thinking, merges the system message).
+A request that goes on from an earlier call has that call's tokens kept as they are: only what the
+template puts after the answer is rendered and tokenised.  It is found by rendering the conversation
+with a mark in the answer's place (`rft.types.written`), so it does not matter what the template
+does to the history (drops earlier thinking, merges the system message).
 
-Knows no model.  Invariant: what the model sees is exactly `prompt_tokens` of the completion; nothing is tokenised twice, and no message
-is left out.
+Knows no model.  Invariant: what the model sees is exactly `prompt_tokens` of the completion;
+nothing is tokenised twice, and no message is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
-from rft.engine.base import PromptTooLong, TokensDiffer, check_prompt, check_tokens, cut_at_stop, prompt_limit
+from rft.engine.base import (
+    PromptTooLong,
+    TokensDiffer,
+    check_prompt,
+    check_tokens,
+    cut_at_stop,
+    prompt_limit,
+)
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.types import modelfiles
@@ -28,19 +36,45 @@ from rft.types.thoughts import TAIL_TOKENS, opens_thought
 from rft.types.written import Tail, behind_answer, check_written, way_out
 
 log = logging.getLogger(__name__)
-RESERVED = frozenset({  # of renderers and tokenizers: they decide what rendering gives, not what the text says
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "max_length", "messages",
-    "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "strftime_now", "tokenize",
-    "tokenizer_kwargs", "tools", "truncation",
-})  # fmt: skip
-_ANCHOR = "x"  # stands before a text that goes on a sentence, so that tokenizers do not add the space of a beginning
+# of renderers and tokenizers: they decide what rendering gives, not what the text says
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "max_length",
+        "messages",
+        "padding",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "strftime_now",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+# stands before a text that goes on a sentence, so that tokenizers do not add the space of a
+# beginning
+_ANCHOR = "x"
 
 
 class Chat:
-    """Renders requests with the tokenizer's chat template, or the one that the settings give (a template or a file)."""
+    """Renders requests with the tokenizer's chat template, or the one that the settings give (a
+    template or a file).
+    """
 
-    def __init__(self, settings: EngineSettings, tokenizer: Any, vocab_size: int | None = None) -> None:
-        """`vocab_size`: how many token ids the model has an embedding of; None = as many as the tokenizer."""
+    def __init__(
+        self, settings: EngineSettings, tokenizer: Any, vocab_size: int | None = None
+    ) -> None:
+        """`vocab_size`: how many token ids the model has an embedding of; None = as many as the
+        tokenizer.
+        """
         self.settings = settings
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
@@ -48,18 +82,25 @@ class Chat:
         self._no_template = ""
         if self.template is None and tokenizer.chat_template is None:
             self._no_template = (
-                f"the tokenizer of {settings.model_path} has no chat template; set chat_template or send prompt_tokens"
+                f"the tokenizer of {settings.model_path} has no chat template; set "
+                f"chat_template or send prompt_tokens"
             )
-        special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(tokenizer.all_special_ids)
-        self._added = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in special | set(tokenizer.added_tokens_decoder)}
+        special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(
+            tokenizer.all_special_ids
+        )
+        self._added = {
+            i: str(tokenizer.convert_ids_to_tokens(i))
+            for i in special | set(tokenizer.added_tokens_decoder)
+        }
         self._special = {i: text for i, text in self._added.items() if i in special}
         self.differing = 0  # prompts that differ from the whole chat tokenised at once
 
     def encode(self, request: GenerateRequest) -> list[int]:
         """Token ids of the prompt.
 
-        Raises PromptTooLong, TokensDiffer (tokenization_check: strict), MessageLeftOut, or ValueError: no prompt, no template, token ids or
-        template arguments that are not allowed, messages that the template or the tokenizer cannot take.
+        Raises PromptTooLong, TokensDiffer (tokenization_check: strict), MessageLeftOut, or
+        ValueError: no prompt, no template, token ids or template arguments that are not allowed,
+        messages that the template or the tokenizer cannot take.
         """
         try:
             return self._encoded(request)
@@ -67,21 +108,29 @@ class Chat:
             raise
         except Exception as e:  # templates and tokenizers raise anything
             advice = f"; {way_out(request.messages)}" if isinstance(e, TemplateError) else ""
-            what = f"the chat template or the tokenizer of {self.settings.model_path} cannot take this request"
+            what = (
+                f"the chat template or the tokenizer of {self.settings.model_path} cannot take "
+                f"this request"
+            )
             raise ValueError(f"{what}: {type(e).__name__}: {e}{advice}") from e
 
     def _encoded(self, request: GenerateRequest) -> list[int]:
         goes_on = False
         if request.prompt_tokens:
-            ids, goes_on = list(request.prompt_tokens), request.prefix_tokens is not None
+            ids = list(request.prompt_tokens)
+            goes_on = request.prefix_tokens is not None
         elif not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
         elif self._no_template and request.chat_template is None:
             raise ValueError(self._no_template)
         elif request.prefix_tokens is not None and request.prefix_messages:
-            ids, goes_on = self._go_on(request, [int(t) for t in request.prefix_tokens]), True
+            ids = self._go_on(request, [int(t) for t in request.prefix_tokens])
+            goes_on = True
         else:
-            check_written(request.messages, lambda messages: str(self._render(request, messages, tokenize=False)))
+            check_written(
+                request.messages,
+                lambda messages: str(self._render(request, messages, tokenize=False)),
+            )
             ids = self._render(request, [dict(m) for m in request.messages], tokenize=True)
         ids = cut(ids, prompt_limit(self.settings, goes_on=goes_on), request.prompt_truncation)
         check_prompt(len(ids), self.settings, goes_on=goes_on)
@@ -89,7 +138,9 @@ class Chat:
         return ids
 
     def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation that is over, for a model that judges it.  Raises PromptTooLong, ValueError."""
+        """Token ids of a conversation that is over, for a model that judges it.  Raises
+        PromptTooLong, ValueError.
+        """
         if self._no_template:
             raise ValueError(self._no_template)
         template = self.template or self.tokenizer.get_chat_template()
@@ -103,24 +154,35 @@ class Chat:
 
         check_written(messages, render)
         ids = render([dict(m) for m in messages], tokenize=True)
-        limit = min(self.settings.max_model_len, self.settings.max_prompt_tokens or self.settings.max_model_len)
+        limit = min(
+            self.settings.max_model_len,
+            self.settings.max_prompt_tokens or self.settings.max_model_len,
+        )
         if len(ids) > limit:
             raise PromptTooLong(len(ids), limit)
         return list(ids)
 
     def choices(self, request: GenerateRequest) -> list[int]:
-        """Id of the first token of each of `request.choices`.  Raises ValueError where two begin with the same one."""
-        first = [self._tokens(word, "\n")[:1] for word in request.choices]  # what an answer stands behind
+        """Id of the first token of each of `request.choices`.  Raises ValueError where two begin
+        with the same one.
+        """
+        # what an answer stands behind
+        first = [self._tokens(word, "\n")[:1] for word in request.choices]
         if not all(first) or len({token for (token,) in first}) != len(first):
             raise ValueError(
-                f"choices {', '.join(map(repr, request.choices))}: each has to begin with another token; those of "
+                f"choices {', '.join(map(repr, request.choices))}: each has to begin with another "
+                f"token; those of "
                 f"{self.settings.model_path} are {first}"
             )
         return [token for (token,) in first]
 
-    def _render(self, request: GenerateRequest, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
+    def _render(
+        self, request: GenerateRequest, messages: list[dict[str, Any]], *, tokenize: bool
+    ) -> Any:
         tools = [dict(t) for t in request.tools] or None
-        template = request.chat_template or self.template or self.tokenizer.get_chat_template(tools=tools)
+        template = (
+            request.chat_template or self.template or self.tokenizer.get_chat_template(tools=tools)
+        )
         args = template_args(request, template) if request.chat_template_args else {}
         return self.tokenizer.apply_chat_template(
             modelfiles.as_read(messages, template),
@@ -135,7 +197,11 @@ class Chat:
     def _go_on(self, request: GenerateRequest, before: list[int]) -> list[int]:
         """`before`, which ends with an answer, and the tokens of what follows it."""
         answer = request.prefix_messages - 1
-        tail = behind_answer(request.messages, answer, lambda messages: str(self._render(request, messages, tokenize=False)))
+        tail = behind_answer(
+            request.messages,
+            answer,
+            lambda messages: str(self._render(request, messages, tokenize=False)),
+        )
         ids = before + self._without_end(tail, before)
         if self.settings.tokenization_check != "off":
             self._compare(request, ids)
@@ -149,15 +215,21 @@ class Chat:
         if ends.get(last, "\0") in end:  # the model has ended its answer itself
             after = self._tokens(tail.text)
             return after[after.index(last) + 1 :]
-        return self._tokens(tail.text[self._end_of_call(end, before) :] if tail.called else tail.text)
+        return self._tokens(
+            tail.text[self._end_of_call(end, before) :] if tail.called else tail.text
+        )
 
     def _end_of_call(self, end: str, before: list[int]) -> int:
-        """How much of `end` is the end of the last call, which the model has written: what both have, else all before a special token."""
-        written = str(self.tokenizer.decode(before[-len(end) - 1 :], skip_special_tokens=False)).removesuffix(
-            self._added.get(before[-1], "")
-        )
+        """How much of `end` is the end of the last call, which the model has written: what both
+        have, else all before a special token.
+        """
+        written = str(
+            self.tokenizer.decode(before[-len(end) - 1 :], skip_special_tokens=False)
+        ).removesuffix(self._added.get(before[-1], ""))
         both = next((n for n in range(len(end), 0, -1) if written.endswith(end[:n])), 0)
-        return both or min((place for text in self._special.values() if (place := end.find(text)) >= 0), default=0)
+        return both or min(
+            (place for text in self._special.values() if (place := end.find(text)) >= 0), default=0
+        )
 
     def _tokens(self, text: str, behind: str = _ANCHOR) -> list[int]:
         """Token ids of a text that stands behind another one."""
@@ -165,7 +237,8 @@ class Chat:
         def ids(part: str) -> list[int]:
             return list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
 
-        anchor, both = ids(behind), ids(behind + text)
+        anchor = ids(behind)
+        both = ids(behind + text)
         return both[len(anchor) :] if both[: len(anchor)] == anchor else ids(text)
 
     def _compare(self, request: GenerateRequest, ids: list[int]) -> None:
@@ -173,12 +246,18 @@ class Chat:
         if whole == ids:
             return
         self.differing += 1
-        at = next((i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b),
+            min(len(ids), len(whole)),
+        )
         near = slice(max(0, at - 4), at + 8)
         text = (
-            f"the tokens of this conversation differ from those of the whole chat tokenised at once, from token {at} of {len(ids)}: "
-            f"{self.tokenizer.decode(ids[near])!r} there, {self.tokenizer.decode(whole[near])!r} at once.  The tokens as the model saw "
-            "and wrote them are right for training; set explorer.rollout_model.tokenization_check: off, or use a chat template that "
+            f"the tokens of this conversation differ from those of the whole chat tokenised at "
+            f"once, from token {at} of {len(ids)}: "
+            f"{self.tokenizer.decode(ids[near])!r} there, {self.tokenizer.decode(whole[near])!r} "
+            f"at once.  The tokens as the model saw "
+            "and wrote them are right for training; set explorer.rollout_model.tokenization_check: "
+            "off, or use a chat template that "
             "shows earlier messages as they were"
         )
         if self.settings.tokenization_check == "strict":
@@ -188,29 +267,47 @@ class Chat:
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a thought, with which the answer goes on."""
-        tail = self.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        tail = self.tokenizer.decode(
+            prompt[-TAIL_TOKENS:], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return opens_thought(str(tail))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Text of written tokens: with special ones, but for BOS, EOS, padding and ends of turns."""
         ids = [token for token in map(int, tokens) if token not in self._unread]
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
-    def decode_stopped(self, tokens: Sequence[int] | np.ndarray, stops: Sequence[str]) -> tuple[str, str]:
-        """Text of an answer that ended by itself, and the stop text behind it; the special token that ended it is no text."""
+    def decode_stopped(
+        self, tokens: Sequence[int] | np.ndarray, stops: Sequence[str]
+    ) -> tuple[str, str]:
+        """Text of an answer that ended by itself, and the stop text behind it; the special token
+        that ended it is no text.
+        """
         end = self._special.get(int(tokens[-1])) if len(tokens) else None
-        return cut_at_stop(self.decode(tokens if end is None or end in stops else tokens[:-1]), stops)
+        return cut_at_stop(
+            self.decode(tokens if end is None or end in stops else tokens[:-1]), stops
+        )
 
     @cached_property
     def _unread(self) -> set[int]:
         names = self.tokenizer
-        ids = {token for token in (names.bos_token_id, names.eos_token_id, names.pad_token_id) if token is not None}
+        ids = {
+            token
+            for token in (names.bos_token_id, names.eos_token_id, names.pad_token_id)
+            if token is not None
+        }
         if self._no_template:
             return ids
         messages = ({"role": "user", "content": _ANCHOR}, {"role": "assistant", "content": _ANCHOR})
         request = GenerateRequest(messages=messages)
         try:
-            tail = behind_answer(messages, 1, lambda marked: str(self._render(request, marked, tokenize=False)))
+            tail = behind_answer(
+                messages, 1, lambda marked: str(self._render(request, marked, tokenize=False))
+            )
         except (ValueError, TemplateError):  # a template of other conversations
             return ids
         end = next((token for token in self._tokens(tail.text) if token in self._special), None)
@@ -218,7 +315,9 @@ class Chat:
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:
-    """At most `limit` token ids of a prompt: the last ones (left), the first ones (right), or the ends (middle); error: all of them."""
+    """At most `limit` token ids of a prompt: the last ones (left), the first ones (right), or the
+    ends (middle); error: all of them.
+    """
     if len(ids) <= limit or side == "error":
         return ids
     if side == "left":
@@ -231,15 +330,19 @@ def cut(ids: list[int], limit: int, side: str) -> list[int]:
 
 
 def template_args(request: GenerateRequest, template: str) -> dict[str, Any]:
-    """The request's template arguments that `template` reads; others have no effect and are left out.
+    """The request's template arguments that `template` reads; others have no effect and are left
+    out.
 
-    Raises ValueError for RESERVED names, and for names that a client chose and the template does not read.
+    Raises ValueError for RESERVED names, and for names that a client chose and the template does
+    not read.
     """
-    reads, strict = _variables(template), set(request.strict_template_args)
+    reads = _variables(template)
+    strict = set(request.strict_template_args)
     for name in request.chat_template_args:
         if name in RESERVED or (name in strict and name not in reads):
             raise ValueError(
-                f"chat template argument {name[:80]!r} is not allowed; the template reads {', '.join(sorted(reads)) or 'no arguments'}"
+                f"chat template argument {name[:80]!r} is not allowed; the template reads "
+                f"{', '.join(sorted(reads)) or 'no arguments'}"
             )
     return {name: value for name, value in request.chat_template_args.items() if name in reads}
 
@@ -253,7 +356,9 @@ def _variables(template: str) -> frozenset[str]:
 
     env = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
     template = modelfiles.plain_jinja(template)
-    return frozenset(meta.find_undeclared_variables(env.parse(template)) - env.globals.keys() - RESERVED)
+    return frozenset(
+        meta.find_undeclared_variables(env.parse(template)) - env.globals.keys() - RESERVED
+    )
 
 
 def load_tokenizer(settings: EngineSettings) -> Any:
@@ -273,5 +378,7 @@ def _template(given: str | None) -> str | None:
         return given
     path = Path(given).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{given!r} is neither a Jinja template nor a file", key="chat_template", given=given)
+        raise ConfigError(
+            f"{given!r} is neither a Jinja template nor a file", key="chat_template", given=given
+        )
     return path.read_text(encoding="utf-8")

@@ -1,7 +1,9 @@
-"""A model with a classification head (a trained reward model), run with transformers: raw scores of whole chats, batched.
+"""A model with a classification head (a trained reward model), run with transformers: raw scores of
+whole chats, batched.
 
-Knows nothing of rewards.  Texts that wait are scored together, padded to the longest, on one thread.  Invariant: a text's scores do not
-depend on which others are beside it, but for rounding; they are the model's logits, with no sigmoid or softmax.
+Knows nothing of rewards.  Texts that wait are scored together, padded to the longest, on one
+thread.  Invariant: a text's scores do not depend on which others are beside it, but for rounding;
+they are the model's logits, with no sigmoid or softmax.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class ClassifierEngine(ScoresOnly):
         super().__init__(settings)
         self.model = model
         self._chat = chat
-        self._pad: int | None = model.config.pad_token_id  # without one the model takes one text at a time
+        # without one the model takes one text at a time
+        self._pad: int | None = model.config.pad_token_id
         self._waiting: list[_WaitingText] = []
         self._work: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=settings.name)
@@ -43,8 +46,12 @@ class ClassifierEngine(ScoresOnly):
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """Loads model and tokenizer of `model_path`.  Raises SetupError when there is no classification head."""
-        return await asyncio.to_thread(lambda: cls(settings, _load(settings), Chat(settings, load_tokenizer(settings))))
+        """Loads model and tokenizer of `model_path`.  Raises SetupError when there is no
+        classification head.
+        """
+        return await asyncio.to_thread(
+            lambda: cls(settings, _load(settings), Chat(settings, load_tokenizer(settings)))
+        )
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         """One number for each label.  Raises PromptTooLong for a chat over max_model_len."""
@@ -82,12 +89,16 @@ class ClassifierEngine(ScoresOnly):
         while self._waiting:
             batch = self._take()
             try:
-                scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, [t.ids for t in batch])
+                scores = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._score, [t.ids for t in batch]
+                )
             except Exception as e:  # whatever the model raises is told to those who wait for it
                 kind = OutOfMemory if is_out_of_memory(e) else EngineFailed
                 for text in batch:
                     if not text.answer.done():
-                        text.answer.set_exception(kind(f"{self.settings.name}: {type(e).__name__}: {e}"))
+                        text.answer.set_exception(
+                            kind(f"{self.settings.name}: {type(e).__name__}: {e}")
+                        )
                 continue
             for text, score in zip(batch, scores, strict=True):
                 if not text.answer.done():
@@ -98,10 +109,14 @@ class ClassifierEngine(ScoresOnly):
         if self._pad is None:
             return [self._waiting.pop(0)]
         first = self._waiting[0]
-        batch, longest = [first], len(first.ids)
+        batch = [first]
+        longest = len(first.ids)
         for text in sorted(self._waiting[1:], key=lambda t: abs(len(t.ids) - len(first.ids))):
             longest = max(longest, len(text.ids))
-            if len(batch) == self.settings.max_num_seqs or longest * (len(batch) + 1) > BATCH_TOKENS:
+            if (
+                len(batch) == self.settings.max_num_seqs
+                or longest * (len(batch) + 1) > BATCH_TOKENS
+            ):
                 break
             batch.append(text)
         taken = set(map(id, batch))
@@ -121,7 +136,9 @@ class ClassifierEngine(ScoresOnly):
             ids[i, : len(text)] = torch.tensor(text)
             mask[i, : len(text)] = 1
         with torch.inference_mode():
-            logits = self.model(input_ids=ids.to(self.model.device), attention_mask=mask.to(self.model.device)).logits
+            logits = self.model(
+                input_ids=ids.to(self.model.device), attention_mask=mask.to(self.model.device)
+            ).logits
         scores: list[list[float]] = logits.float().cpu().tolist()
         return scores
 
@@ -131,10 +148,16 @@ def _load(settings: EngineSettings) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     try:
-        config = AutoConfig.from_pretrained(settings.model_path, trust_remote_code=settings.trust_remote_code)
-        if not any("ForSequenceClassification" in name or "RewardModel" in name for name in config.architectures or ()):
+        config = AutoConfig.from_pretrained(
+            settings.model_path, trust_remote_code=settings.trust_remote_code
+        )
+        if not any(
+            "ForSequenceClassification" in name or "RewardModel" in name
+            for name in config.architectures or ()
+        ):
             raise SetupError(
-                f"{settings.name}: {settings.model_path} is a {', '.join(config.architectures or ('model without a name',))}; task: score "
+                f"{settings.name}: {settings.model_path} is a "
+                f"{', '.join(config.architectures or ('model without a name',))}; task: score "
                 "needs one with a classification head (...ForSequenceClassification)"
             )
         loaded = AutoModelForSequenceClassification.from_pretrained(
@@ -145,5 +168,12 @@ def _load(settings: EngineSettings) -> Any:
             **settings.extra_engine_args,
         )
     except (OSError, ValueError, TypeError) as e:
-        raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e
-    return whole(settings.name, settings.model_path, loaded).to(settings.device).eval().requires_grad_(False)
+        raise SetupError(
+            f"{settings.name}: no model could be loaded from {settings.model_path}: {e}"
+        ) from e
+    return (
+        whole(settings.name, settings.model_path, loaded)
+        .to(settings.device)
+        .eval()
+        .requires_grad_(False)
+    )

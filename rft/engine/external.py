@@ -1,7 +1,9 @@
-"""A model behind an OpenAI-compatible server, as an engine: for judges.  It gives texts; nothing of it can be trained.
+"""A model behind an OpenAI-compatible server, as an engine: for judges.  It gives texts; nothing of
+it can be trained.
 
-Knows the protocol (POST {base_url}/chat/completions) and no particular server.  Key and secret headers come from environment variables and
-are kept out of every log.  Invariant: a request is repeated only where the server did not answer it (429, 5xx, a broken connection).
+Knows the protocol (POST {base_url}/chat/completions) and no particular server.  Key and secret
+headers come from environment variables and are kept out of every log.  Invariant: a request is
+repeated only where the server did not answer it (429, 5xx, a broken connection).
 """
 
 from __future__ import annotations
@@ -31,20 +33,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # the server says: later
-WORKED_ON = {408, 500, 502, 504}  # of these: perhaps after it has worked, or has let another one work
+# of these: perhaps after it has worked, or has let another one work
+WORKED_ON = {408, 500, 502, 504}
 LARGEST = 16 << 20  # bytes of an answer
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 60.0
 TOP = 20  # of the first token's log-probs; more are not given
 NOTHING = np.empty(0, np.int32)
-_ENDS: dict[str, FinishReason] = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length"}
+_ENDS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "tool_calls": "stop",
+    "function_call": "stop",
+    "length": "length",
+}
 
 
 class _Later(Exception):
-    """Worth asking again, after `wait_s` if the server said how long.  `sent`: the server may have worked on it."""
+    """Worth asking again, after `wait_s` if the server said how long.  `sent`: the server may have
+    worked on it.
+    """
 
     def __init__(self, why: str, wait_s: float | None = None, *, sent: bool = False) -> None:
         super().__init__(why)
-        self.wait_s, self.sent = wait_s, sent
+        self.wait_s = wait_s
+        self.sent = sent
 
 
 @engine("external")
@@ -64,27 +76,38 @@ class ExternalEngine(BaseEngine):
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """Raises SetupError when the address, or a variable that a header names, is missing.  Asks the server nothing."""
+        """Raises SetupError when the address, or a variable that a header names, is missing.  Asks
+        the server nothing.
+        """
         import httpx
 
         s = settings.external
         if s is None:
-            raise ConfigError("engine_type external needs external_model_config", key="external_model_config")
+            raise ConfigError(
+                "engine_type external needs external_model_config", key="external_model_config"
+            )
         url = s.base_url or os.environ.get(s.base_url_env)
         if not url:
-            raise SetupError(f"{settings.name}: no address; set {s.base_url_env}, or write external_model_config.base_url")
+            raise SetupError(
+                f"{settings.name}: no address; set {s.base_url_env}, or write "
+                f"external_model_config.base_url"
+            )
         headers = dict(s.headers)
         for header, variable in s.header_envs.items():
             if variable not in os.environ:
                 raise SetupError(
-                    f"{settings.name}: header {header} comes from the environment variable {variable}, which is not set"
+                    f"{settings.name}: header {header} comes from the environment variable "
+                    f"{variable}, which is not set"
                 )
             headers[header] = os.environ[variable]
         if key := os.environ.get(s.api_key_env):
             headers["Authorization"] = f"Bearer {key}"
             learn_secrets([key])
         learn_secrets(os.environ[v] for v in s.header_envs.values())
-        limits = httpx.Limits(max_connections=settings.max_concurrent, max_keepalive_connections=settings.max_concurrent)
+        limits = httpx.Limits(
+            max_connections=settings.max_concurrent,
+            max_keepalive_connections=settings.max_concurrent,
+        )
         client = httpx.AsyncClient(
             base_url=url.rstrip("/") + "/",
             headers=headers,
@@ -98,10 +121,14 @@ class ExternalEngine(BaseEngine):
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Raises ValueError for what the server refuses, EngineFailed when it does not answer."""
         if not request.messages:
-            raise ValueError(f"{self.settings.name}: a server is asked with messages, not with tokens")
+            raise ValueError(
+                f"{self.settings.name}: a server is asked with messages, not with tokens"
+            )
         made: list[Completion] = []
         while len(made) < request.n:  # some servers give one answer, however many are asked for
-            answers = self._read(await self._post(self._body(request, request.n - len(made))), request)
+            answers = self._read(
+                await self._post(self._body(request, request.n - len(made))), request
+            )
             if not answers:
                 raise EngineFailed(f"{self.settings.name}: the server answered without choices")
             made += answers
@@ -151,19 +178,26 @@ class ExternalEngine(BaseEngine):
             choices = answer["choices"]
             usage = answer.get("usage") or {}
             counted = (_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")))
-            made = [self._completion(c, request, counted if i == 0 else (0, 0)) for i, c in enumerate(choices)]
+            made = [
+                self._completion(c, request, counted if i == 0 else (0, 0))
+                for i, c in enumerate(choices)
+            ]
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
             raise EngineFailed(
-                f"{self.settings.name}: not an answer of the protocol ({type(e).__name__}: {e}): {_short(answer)}"
+                f"{self.settings.name}: not an answer of the protocol ({type(e).__name__}: {e}): "
+                f"{_short(answer)}"
             ) from e
         self._counted["prompt_tokens"] += counted[0]
         self._counted["generated_tokens"] += counted[1]
         return made
 
-    def _completion(self, choice: dict[str, Any], request: GenerateRequest, usage: tuple[int, int]) -> Completion:
+    def _completion(
+        self, choice: dict[str, Any], request: GenerateRequest, usage: tuple[int, int]
+    ) -> Completion:
         """`usage` of an answer with several choices counts at the first."""
         message = choice["message"]
-        text, logprobs = message.get("content") or "", np.empty(0, np.float32)
+        text = message.get("content") or ""
+        logprobs = np.empty(0, np.float32)
         stop_reason = choice.get("stop_reason")  # vLLM's servers name the stop text, or the token
         if request.choices:
             text, logprobs = _chosen(choice, request.choices)
@@ -192,8 +226,13 @@ class ExternalEngine(BaseEngine):
                 if attempt >= self._server.max_retries:
                     if not e.sent:
                         UNPAID.get()()
-                    raise EngineFailed(f"{self.settings.name}: no answer after {attempt + 1} requests; the last: {e}") from e
-                wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt) * (0.5 + self._random.random())
+                    raise EngineFailed(
+                        f"{self.settings.name}: no answer after {attempt + 1} requests; the last: "
+                        f"{e}"
+                    ) from e
+                wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt) * (
+                    0.5 + self._random.random()
+                )
                 self._counted["retries"] += 1
                 log.info("%s: %s; asked again", self.settings.name, e)
                 await asyncio.sleep(wait if e.wait_s is None else min(LONGEST_WAIT_S, e.wait_s))
@@ -209,18 +248,24 @@ class ExternalEngine(BaseEngine):
         if status in (401, 403, 404):
             UNPAID.get()()
             raise EngineFailed(
-                f"{self.settings.name}: HTTP {status} from {redact(str(self._client.base_url))}: {said}; check the "
-                f"address, the key in {self._server.api_key_env} and the model's name {self._server.model_name!r}"
+                f"{self.settings.name}: HTTP {status} from {redact(str(self._client.base_url))}: "
+                f"{said}; check the "
+                f"address, the key in {self._server.api_key_env} and the model's name "
+                f"{self._server.model_name!r}"
             )
         if status >= 400:
             raise ValueError(f"{self.settings.name}: HTTP {status}: {said}")
         try:
             return json.loads(answer)
         except (ValueError, RecursionError) as e:
-            raise EngineFailed(f"{self.settings.name}: the server did not answer with JSON: {said}") from e
+            raise EngineFailed(
+                f"{self.settings.name}: the server did not answer with JSON: {said}"
+            ) from e
 
     async def _answer(self, body: dict[str, Any]) -> tuple[int, bytearray, str | None]:
-        """Status, body and Retry-After.  The deadline is that of the whole answer.  Raises _Later where none comes."""
+        """Status, body and Retry-After.  The deadline is that of the whole answer.  Raises _Later
+        where none comes.
+        """
         import httpx
 
         got = bytearray()
@@ -232,9 +277,15 @@ class ExternalEngine(BaseEngine):
                 async for piece in response.aiter_bytes():
                     got += piece
                     if len(got) > LARGEST:
-                        raise EngineFailed(f"{self.settings.name}: the server's answer has more than {LARGEST} bytes")
+                        raise EngineFailed(
+                            f"{self.settings.name}: the server's answer has more than {LARGEST} "
+                            f"bytes"
+                        )
         except TimeoutError as e:
-            why = f"its answer was not complete within {self.settings.request_timeout_s:g} s ({len(got)} bytes came)"
+            why = (
+                f"its answer was not complete within {self.settings.request_timeout_s:g} s "
+                f"({len(got)} bytes came)"
+            )
             raise _Later(why, sent=True) from e
         except httpx.HTTPError as e:
             unsent = isinstance(e, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
@@ -243,7 +294,9 @@ class ExternalEngine(BaseEngine):
 
 
 def _count(given: Any) -> int:
-    """A number of tokens that a server reports.  Raises ValueError for one that would give money back, or that no server can mean."""
+    """A number of tokens that a server reports.  Raises ValueError for one that would give money
+    back, or that no server can mean.
+    """
     count = int(given or 0)
     if not 0 <= count < 1 << 31:
         raise ValueError(f"{_short(given)} tokens")
@@ -258,7 +311,8 @@ def _seconds(text: str | None) -> float | None:
 
 
 def _chosen(choice: dict[str, Any], words: Sequence[str]) -> tuple[str, np.ndarray]:
-    """The likelier of `words` as the first token, and its log-prob among them [1]; "" and [0] where the server tells of none of them.
+    """The likelier of `words` as the first token, and its log-prob among them [1]; "" and [0] where
+    the server tells of none of them.
 
     Case and spaces do not count.  A word that is not among the first TOP tokens has no share.
     """

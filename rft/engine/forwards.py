@@ -1,9 +1,11 @@
-"""How rows that come and go are computed with a Hugging Face model and a cache.  For the `transformers` engine.
+"""How rows that come and go are computed with a Hugging Face model and a cache.  For the
+`transformers` engine.
 
-Where every layer is full attention, all rows are one batch over `RowCache`.  Other layers (windows, linear attention, Mamba, convolutions)
-keep their state in the model's own cache, and rows of equal length advance together in one such cache: nothing is padded, so no layer
-needs to know of padding.  Either is compared with a forward without a cache when the model is loaded.
-Knows no requests.  Invariant: the place of a row is its number; the last row takes the place of one that ends.
+Where every layer is full attention, all rows are one batch over `RowCache`.  Other layers (windows,
+linear attention, Mamba, convolutions) keep their state in the model's own cache, and rows of equal
+length advance together in one such cache: nothing is padded, so no layer needs to know of padding.
+Either is compared with a forward without a cache when the model is loaded. Knows no requests.
+Invariant: the place of a row is its number; the last row takes the place of one that ends.
 
 Shapes: N rows or sequences, V vocabulary, H hidden size.
 """
@@ -26,17 +28,33 @@ from rft.errors import SetupError
 from rft.types import row_layout
 from rft.types.noise import Difference, allowed
 
-FULL = frozenset({"full_attention", "attention", "global", "latent attention", "mlp", "moe", "dense", "sparse", "experts"})
+FULL = frozenset(
+    {
+        "full_attention",
+        "attention",
+        "global",
+        "latent attention",
+        "mlp",
+        "moe",
+        "dense",
+        "sparse",
+        "experts",
+    }
+)
 EXACT = 1e-3  # nats, of any token in float32, as the canary: recurrences and chunks round apart
 _MEASURED = (2, 3)  # tokens of the rows whose bytes are counted: fewer than any window
-_PROOF = ((7, 12), (5, 9), (7, 9))  # (places of the prompt, of the whole text) of a few random texts
+# (places of the prompt, of the whole text) of a few random texts
+_PROOF = ((7, 12), (5, 9), (7, 9))
 
 
 class Forwards(ABC):
-    """Of `model`.  `routers`: where they record, `told` holds the experts of the last call, [places, layers, experts] of each row."""
+    """Of `model`.  `routers`: where they record, `told` holds the experts of the last call,
+    [places, layers, experts] of each row.
+    """
 
     def __init__(self, model: Any, routers: Routers | None) -> None:
-        self.model, self.routers = model, routers
+        self.model = model
+        self.routers = routers
         self.device: torch.device = next(model.parameters()).device
         self.told: list[np.ndarray] | None = None
 
@@ -45,15 +63,27 @@ class Forwards(ABC):
         """Logits [N, V] after the last token of each sequence; what was computed waits for `keep`."""
 
     @abstractmethod
-    def keep(self, source: Sequence[int], lengths: Sequence[int], into: Sequence[int], *, rows: int, capacity: int) -> None:
+    def keep(
+        self,
+        source: Sequence[int],
+        lengths: Sequence[int],
+        into: Sequence[int],
+        *,
+        rows: int,
+        capacity: int,
+    ) -> None:
         """Row `into[i]` is prefilled sequence `source[i]`, `lengths[i]` tokens long.
 
         `rows` are in use afterwards, and none of them will be longer than `capacity`.
         """
 
     @abstractmethod
-    def decode(self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None) -> torch.Tensor:
-        """Logits [N, V] after one more token of every row, of which `cached[i]` are in the cache; `only`: of this row alone."""
+    def decode(
+        self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None
+    ) -> torch.Tensor:
+        """Logits [N, V] after one more token of every row, of which `cached[i]` are in the cache;
+        `only`: of this row alone.
+        """
 
     @abstractmethod
     def drop(self, row: int, last_length: int) -> None:
@@ -92,7 +122,12 @@ class Forwards(ABC):
         if self.routers is None:
             return []
         chosen = self.routers.chosen
-        told = chosen.view(sequences, -1, *chosen.shape[1:]).cpu().numpy().astype(self.routers.sizes.dtype)
+        told = (
+            chosen.view(sequences, -1, *chosen.shape[1:])
+            .cpu()
+            .numpy()
+            .astype(self.routers.sizes.dtype)
+        )
         return list(told)
 
 
@@ -121,10 +156,20 @@ class CachedRows(Forwards):
         found: torch.Tensor = out.logits[torch.arange(len(sequences), device=self.device), where]
         return found
 
-    def keep(self, source: Sequence[int], lengths: Sequence[int], into: Sequence[int], *, rows: int, capacity: int) -> None:
+    def keep(
+        self,
+        source: Sequence[int],
+        lengths: Sequence[int],
+        into: Sequence[int],
+        *,
+        rows: int,
+        capacity: int,
+    ) -> None:
         self._cache.keep(source, lengths, into, rows=rows, capacity=capacity)
 
-    def decode(self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None) -> torch.Tensor:
+    def decode(
+        self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None
+    ) -> torch.Tensor:
         places = torch.tensor(cached, device=self.device)
         length = int(places.max()) + 1
         seen = torch.arange(length, device=self.device) <= places.unsqueeze(1)
@@ -147,7 +192,8 @@ class CachedRows(Forwards):
         return _bytes(self._cache.waiting)
 
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
-        cache, count = RowCache(self.device), len(tokens)
+        cache = RowCache(self.device)
+        count = len(tokens)
         cache.begin_prefill()
         out = body_of(self.model)(
             input_ids=torch.tensor([list(tokens)], device=self.device),
@@ -165,14 +211,18 @@ class CachedRows(Forwards):
 
 @dataclass(eq=False)
 class _Block:
-    """Rows of one length in one cache of the model's; a row that has left is None until the cache is cut."""
+    """Rows of one length in one cache of the model's; a row that has left is None until the cache
+    is cut.
+    """
 
     cache: Any
     rows: list[int | None]
 
 
 class OwnCaches(Forwards):
-    """Rows of equal length advance together, in the cache that the model makes.  `alone`: each row for itself."""
+    """Rows of equal length advance together, in the cache that the model makes.  `alone`: each row
+    for itself.
+    """
 
     def __init__(self, model: Any, routers: Routers | None, *, alone: bool) -> None:
         super().__init__(model, routers)
@@ -194,19 +244,31 @@ class OwnCaches(Forwards):
         self.told = [told[i] for i in sorted(told)]
         return torch.stack([found[i] for i in range(len(sequences))])
 
-    def keep(self, source: Sequence[int], lengths: Sequence[int], into: Sequence[int], *, rows: int, capacity: int) -> None:
+    def keep(
+        self,
+        source: Sequence[int],
+        lengths: Sequence[int],
+        into: Sequence[int],
+        *,
+        rows: int,
+        capacity: int,
+    ) -> None:
         self._rows = rows
         for block in self._blocks:  # these are computed anew
             block.rows = [None if row in into else row for row in block.rows]
         for mine, cache in self._fresh:
-            places = [(mine.index(s), row) for s, row in zip(source, into, strict=True) if s in mine]
+            places = [
+                (mine.index(s), row) for s, row in zip(source, into, strict=True) if s in mine
+            ]
             for part in [[place] for place in places] if self._alone else [places]:
                 own = copy.deepcopy(cache) if self._alone else cache
                 own.reorder_cache(torch.tensor([at for at, _ in part], device=self.device))
                 self._blocks.append(_Block(own, [row for _, row in part]))
         self._fresh = []
 
-    def decode(self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None) -> torch.Tensor:
+    def decode(
+        self, tokens: Sequence[int], cached: Sequence[int], only: int | None = None
+    ) -> torch.Tensor:
         self._cut()
         found: dict[int, torch.Tensor] = {}
         told: dict[int, np.ndarray] = {}
@@ -231,7 +293,9 @@ class OwnCaches(Forwards):
 
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(tokens)], device=self.device)
-        found: torch.Tensor = body_of(self.model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        found: torch.Tensor = body_of(self.model)(input_ids=ids, use_cache=False).last_hidden_state[
+            0
+        ]
         return found
 
     def _forward(self, ids: list[list[int]], cache: Any, cached: int) -> Any:
@@ -246,7 +310,9 @@ class OwnCaches(Forwards):
 
     def _cut(self) -> None:
         """Take rows that have left out of the caches."""
-        self._blocks = [block for block in self._blocks if any(row is not None for row in block.rows)]
+        self._blocks = [
+            block for block in self._blocks if any(row is not None for row in block.rows)
+        ]
         for block in self._blocks:
             if None in block.rows:
                 stay = [i for i, row in enumerate(block.rows) if row is not None]
@@ -258,12 +324,16 @@ def _bytes(held: object) -> int:
     """Of all tensors in `held`."""
     if isinstance(held, torch.Tensor):
         return held.nbytes
-    inner = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+    inner = (
+        held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+    )
     return sum(map(_bytes, inner))
 
 
 def body_of(lm: Any) -> Any:
-    """What gives hidden states; some models have it under another name than their own `base_model_prefix`."""
+    """What gives hidden states; some models have it under another name than their own
+    `base_model_prefix`.
+    """
     children = dict(lm.named_children())
     return children.get(lm.base_model_prefix) or children["model"]
 
@@ -285,28 +355,41 @@ def make(model: Any, routers: Routers | None, *, alone: bool) -> Forwards:
 def prove(model: Any, name: str) -> None:
     """Compare rows that come and go with forwards without a cache.
 
-    Raises SetupError where they differ by more than EXACT, in shorter types by more than the noise of this model allows.
+    Raises SetupError where they differ by more than EXACT, in shorter types by more than the noise
+    of this model allows.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     try:
         found, noise = _differences(model, sampled=dtype != "float32")
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as e:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        IndexError,
+        NotImplementedError,
+    ) as e:
         raise SetupError(
-            f"{name}: {type(model).__name__} cannot write texts with a cache: {type(e).__name__}: {e}.  Use vllm"
+            f"{name}: {type(model).__name__} cannot write texts with a cache: {type(e).__name__}: "
+            f"{e}.  Use vllm"
         ) from e
     limit = Difference(EXACT, EXACT) if dtype == "float32" else allowed(noise, dtype)
     if not found.within(limit):
         raise SetupError(
-            f"{name}: {type(model).__name__} with a cache gives log-probs that differ by {found} from those without one, allowed "
+            f"{name}: {type(model).__name__} with a cache gives log-probs that differ by {found} "
+            f"from those without one, allowed "
             f"are {limit}; its rows cannot be computed here.  Use vllm"
         )
 
 
 def _differences(model: Any, *, sampled: bool) -> tuple[Difference, Difference]:
-    """Of all places of a few random texts, one of which leaves before the others: with a cache, and with other roundings.
+    """Of all places of a few random texts, one of which leaves before the others: with a cache, and
+    with other roundings.
 
-    Of each place the largest difference of a token's log-prob, or the mean over those that would be sampled there: in shorter types
-    logits of 16 and more are 0.125 apart, and with 50,000 tokens some always meet the worst rounding.
+    Of each place the largest difference of a token's log-prob, or the mean over those that would be
+    sampled there: in shorter types logits of 16 and more are 0.125 apart, and with 50,000 tokens
+    some always meet the worst rounding.
     """
     draw = torch.Generator().manual_seed(0)
     size = int(model.get_input_embeddings().weight.shape[0])
@@ -316,20 +399,29 @@ def _differences(model: Any, *, sampled: bool) -> tuple[Difference, Difference]:
     right = [_logprobs(forwards.logits(forwards.hidden(text))) for text in texts]
     with rounding.otherwise(model):
         otherwise = [_logprobs(forwards.logits(forwards.hidden(text))) for text in texts]
-    noise = torch.cat([_apart(a, b, sampled=sampled) for a, b in zip(otherwise, right, strict=True)])
-    logits, at, found = forwards.prefill([t[:b] for t, b in zip(texts, begins, strict=True)]), list(begins), []
-    forwards.keep(range(len(texts)), begins, range(len(texts)), rows=len(texts), capacity=max(map(len, texts)))
+    noise = torch.cat(
+        [_apart(a, b, sampled=sampled) for a, b in zip(otherwise, right, strict=True)]
+    )
+    logits = forwards.prefill([t[:b] for t, b in zip(texts, begins, strict=True)])
+    at = list(begins)
+    found = []
+    forwards.keep(
+        range(len(texts)), begins, range(len(texts)), rows=len(texts), capacity=max(map(len, texts))
+    )
     there = list(range(len(texts)))
     while True:
         for row, text in enumerate(there):
             found.append(_apart(_logprobs(logits[row]), right[text][at[text] - 1], sampled=sampled))
         for text in [t for t in there if at[t] == len(texts[t])]:
-            row, last = there.index(text), there[-1]
+            row = there.index(text)
+            last = there[-1]
             there[row] = last
             there.pop()
             forwards.drop(row, at[last])
         if not there:
-            return Difference.of(torch.stack(found).cpu().numpy()), Difference.of(noise.cpu().numpy())
+            return Difference.of(torch.stack(found).cpu().numpy()), Difference.of(
+                noise.cpu().numpy()
+            )
         logits = forwards.decode([texts[t][at[t]] for t in there], [at[t] for t in there])
         for t in there:
             at[t] += 1
@@ -340,6 +432,8 @@ def _logprobs(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(found: torch.Tensor, right: torch.Tensor, *, sampled: bool) -> torch.Tensor:
-    """Of log-probs [..., V], the largest difference; `sampled`: the mean over tokens that `right` draws."""
+    """Of log-probs [..., V], the largest difference; `sampled`: the mean over tokens that `right`
+    draws.
+    """
     apart = (found - right).abs()
     return (right.exp() * apart).sum(-1) if sampled else apart.amax(-1)

@@ -1,7 +1,9 @@
-"""A key/value cache whose rows come and go, and the attention that reads it.  For the `transformers` engine.
+"""A key/value cache whose rows come and go, and the attention that reads it.  For the
+`transformers` engine.
 
-Knows nothing of requests or sampling.  Row r holds its tokens at [0, length_r), without padding before them; rows 0..n-1 are in use, and
-a row that ends is replaced by the last one.  Invariant: what a row attends to does not depend on which other rows there are.
+Knows nothing of requests or sampling.  Row r holds its tokens at [0, length_r), without padding
+before them; rows 0..n-1 are in use, and a row that ends is replaced by the last one.  Invariant:
+what a row attends to does not depend on which other rows there are.
 
 Shapes: B rows, H query heads, K key/value heads (H a multiple of K), L cached tokens, D head size.
 """
@@ -18,15 +20,19 @@ ATTENTION = "rft_rows"  # the name under which `attention` is registered with tr
 
 
 class RowCache:
-    """Passed to a model as `past_key_values`.  `begin_prefill` / `begin_decode` say what the next forward does with its keys."""
+    """Passed to a model as `past_key_values`.  `begin_prefill` / `begin_decode` say what the next
+    forward does with its keys.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.keys: list[torch.Tensor] = []  # per layer [rows, K, capacity, D]
         self.values: list[torch.Tensor] = []
         self.rows = 0  # in use
-        self._fresh: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # per layer, of a prefill
-        self._at: tuple[torch.Tensor, torch.Tensor] | None = None  # (row numbers, positions) of a decode
+        # per layer, of a prefill
+        self._fresh: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        # (row numbers, positions) of a decode
+        self._at: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = 0
         self._alone = False
 
@@ -39,41 +45,58 @@ class RowCache:
         return self._fresh or []
 
     def begin_prefill(self) -> None:
-        self._fresh, self._at = [], None
+        self._fresh = []
+        self._at = None
 
     def begin_decode(self, positions: torch.Tensor, length: int, only: int | None = None) -> None:
-        """`positions` int64 [rows]: where each row's new token goes; `length`: the longest row afterwards.
+        """`positions` int64 [rows]: where each row's new token goes; `length`: the longest row
+        afterwards.
 
-        `only`: the forward is of this row alone, `positions` [1]; its keys are copied, so that not even their place in memory tells
-        of other rows.
+        `only`: the forward is of this row alone, `positions` [1]; its keys are copied, so that not
+        even their place in memory tells of other rows.
         """
-        self._fresh, self._length, self._alone = None, length, only is not None
+        self._fresh = None
+        self._length = length
+        self._alone = only is not None
         rows = torch.arange(self.rows, device=self.device)
         self._at = (rows if only is None else rows[only : only + 1], positions)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model's attention layers with [B, K, new tokens, D]; gives what they attend to."""
+        """Called by the model's attention layers with [B, K, new tokens, D]; gives what they attend
+        to.
+        """
         if self._fresh is not None:
             assert layer_idx == len(self._fresh)
             self._fresh.append((key, value))
             return key, value
         assert self._at is not None
         rows, positions = self._at
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys = self.keys[layer_idx]
+        values = self.values[layer_idx]
         keys[rows, :, positions] = key[:, :, 0]
         values[rows, :, positions] = value[:, :, 0]
         if self._alone:
             return keys[rows, :, : self._length], values[rows, :, : self._length]
         return keys[: self.rows, :, : self._length], values[: self.rows, :, : self._length]
 
-    def keep(self, source: Sequence[int], lengths: Sequence[int], into: Sequence[int], *, rows: int, capacity: int) -> None:
-        """Store the prefilled sequences: row `into[i]` gets the first `lengths[i]` tokens of sequence `source[i]`.
+    def keep(
+        self,
+        source: Sequence[int],
+        lengths: Sequence[int],
+        into: Sequence[int],
+        *,
+        rows: int,
+        capacity: int,
+    ) -> None:
+        """Store the prefilled sequences: row `into[i]` gets the first `lengths[i]` tokens of
+        sequence `source[i]`.
 
         `rows` are in use afterwards; there is room for `capacity` tokens in each.
         """
-        fresh, self._fresh = self._fresh, None
+        fresh = self._fresh
+        self._fresh = None
         assert fresh is not None
         self._reserve(fresh, rows, capacity)
         self.rows = rows
@@ -89,15 +112,21 @@ class RowCache:
             for t in (*self.keys, *self.values):
                 t[row, :, :last_length] = t[self.rows, :, :last_length]
 
-    def _reserve(self, like: list[tuple[torch.Tensor, torch.Tensor]], rows: int, capacity: int) -> None:
+    def _reserve(
+        self, like: list[tuple[torch.Tensor, torch.Tensor]], rows: int, capacity: int
+    ) -> None:
         if self.keys and self.keys[0].shape[0] >= rows and self.keys[0].shape[2] >= capacity:
             return
-        old_rows, old_capacity = (self.keys[0].shape[0], self.keys[0].shape[2]) if self.keys else (0, 0)
-        rows, capacity = max(rows, old_rows), max(capacity, old_capacity)
+        old_rows, old_capacity = (
+            (self.keys[0].shape[0], self.keys[0].shape[2]) if self.keys else (0, 0)
+        )
+        rows = max(rows, old_rows)
+        capacity = max(capacity, old_capacity)
         for which, target in enumerate((self.keys, self.values)):
             for layer, pair in enumerate(like):
                 kv = pair[which]
-                # zeros, not empty: a masked position still multiplies with weight 0, and 0 x nan is nan
+                # zeros, not empty: a masked position still multiplies with weight 0, and 0 x nan is
+                # nan
                 grown = kv.new_zeros(rows, kv.shape[1], capacity, kv.shape[3])
                 if layer < len(target):
                     grown[: self.rows, :, :old_capacity] = target[layer][: self.rows]
@@ -117,7 +146,8 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Scaled dot-product attention, [B, H, Q, D] → [B, Q, H, D of the values].
 
-    For one query per row the H / K query heads that share a key head are treated as that many queries, so keys are not repeated.
+    For one query per row the H / K query heads that share a key head are treated as that many
+    queries, so keys are not repeated.
     """
     batch, heads, queries, size = query.shape
     groups = heads // key.shape[1]
@@ -127,7 +157,8 @@ def attention(
         )
         return out.reshape(batch, 1, heads, value.shape[-1]), None
     if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return out.transpose(1, 2), None
 

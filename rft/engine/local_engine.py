@@ -1,6 +1,8 @@
-"""What the engines share that hold a model and its tokenizer: prompts in tokens, answers as records, weights that may be loaded.
+"""What the engines share that hold a model and its tokenizer: prompts in tokens, answers as
+records, weights that may be loaded.
 
-Knows neither vLLM nor transformers.  Invariant: nothing is generated before the first load, except with `fixed_weights`.
+Knows neither vLLM nor transformers.  Invariant: nothing is generated before the first load, except
+with `fixed_weights`.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class Parsers:
-    """Take reasoning and tool calls out of an answer's text, with the parsers of vLLM that the settings name, if any.
+    """Take reasoning and tool calls out of an answer's text, with the parsers of vLLM that the
+    settings name, if any.
 
-    Only what is read changes; tokens and log-probs stay as they were written.  Raises SetupError without vLLM, ConfigError for unknown
-    names.
+    Only what is read changes; tokens and log-probs stay as they were written.  Raises SetupError
+    without vLLM, ConfigError for unknown names.
     """
 
     def __init__(self, settings: EngineSettings, tokenizer: Any) -> None:
@@ -47,13 +50,20 @@ class Parsers:
             from vllm.tool_parsers import ToolParserManager
         except ImportError as e:
             raise SetupError(
-                f"{settings.name}: tool_call_parser and reasoning_parser are vLLM's, and it cannot be imported ({e}); install it, or leave "
+                f"{settings.name}: tool_call_parser and reasoning_parser are vLLM's, and it cannot "
+                f"be imported ({e}); install it, or leave "
                 "them out and read the answer's text in the workflow"
             ) from e
         if settings.tool_call_parser is not None:
-            self._tools = _named(ToolParserManager.get_tool_parser, "tool_call_parser", settings.tool_call_parser)
+            self._tools = _named(
+                ToolParserManager.get_tool_parser, "tool_call_parser", settings.tool_call_parser
+            )
         if settings.reasoning_parser is not None:
-            self._reasoning = _named(ReasoningParserManager.get_reasoning_parser, "reasoning_parser", settings.reasoning_parser)
+            self._reasoning = _named(
+                ReasoningParserManager.get_reasoning_parser,
+                "reasoning_parser",
+                settings.reasoning_parser,
+            )
 
     def __call__(self, c: Completion, request: GenerateRequest) -> Completion:
         """`c` with reasoning and, where the request had tools, tool calls taken out of its text."""
@@ -62,9 +72,13 @@ class Parsers:
         try:
             return self._parsed(c, request.tools, {**self._kwargs, **request.chat_template_args})
         except Exception as e:  # parsers meet whatever a model writes and a client names as a tool
-            raise RequestFailed(f"the answer's reasoning or tool calls could not be read: {type(e).__name__}: {e}") from e
+            raise RequestFailed(
+                f"the answer's reasoning or tool calls could not be read: {type(e).__name__}: {e}"
+            ) from e
 
-    def _parsed(self, c: Completion, tools: Sequence[dict[str, Any]], template_args: dict[str, Any]) -> Completion:
+    def _parsed(
+        self, c: Completion, tools: Sequence[dict[str, Any]], template_args: dict[str, Any]
+    ) -> Completion:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         given = {"tools": [dict(t) for t in tools] or None, "chat_template_kwargs": template_args}
@@ -77,40 +91,64 @@ class Parsers:
             parser = self._reasoning(self._tokenizer, chat_template_kwargs=template_args)
             parser.adjust_initial_state_from_prompt(c.prompt_tokens.tolist())
             found, rest = parser.extract_reasoning(whole, asked)
-            early = thought and len(rest or "") > len(answer)  # some end a thought at its first call
-            reasoning = thought.removeprefix(THINK).removesuffix(THINK_END) if early else found or ""
+            # some end a thought at its first call
+            early = thought and len(rest or "") > len(answer)
+            reasoning = (
+                thought.removeprefix(THINK).removesuffix(THINK_END) if early else found or ""
+            )
             answer = answer if early else rest or ""
         if self._tools is not None and tools:
             seen = self._tools(self._tokenizer, asked.tools).extract_tool_calls(answer, asked)
             if seen.tools_called:
-                answer, calls = seen.content or "", [_call(call.function) for call in seen.tool_calls]
-        name = xxhash.xxh3_64_hexdigest(c.prompt_tokens.tobytes() + c.tokens.tobytes())  # equal runs give equal ids
+                answer = seen.content or ""
+                calls = [_call(call.function) for call in seen.tool_calls]
+        # equal runs give equal ids
+        name = xxhash.xxh3_64_hexdigest(c.prompt_tokens.tobytes() + c.tokens.tobytes())
         return msgspec.structs.replace(  # Mistral's templates want nine letters or digits for an id
             c,
             text=answer if self._reasoning is not None else thought + answer if calls else whole,
             in_thought=c.in_thought and self._reasoning is None,
             reasoning=reasoning,
-            tool_calls=tuple({"id": f"{name[: 9 - len(str(i))]}{i}", **call} for i, call in enumerate(calls)),
+            tool_calls=tuple(
+                {"id": f"{name[: 9 - len(str(i))]}{i}", **call} for i, call in enumerate(calls)
+            ),
         )
 
 
 def _call(function: Any) -> dict[str, Any]:
-    """In OpenAI's form.  Halves of characters, which parsers make of `\\ud800` and nothing can store, are written as such again."""
+    """In OpenAI's form.  Halves of characters, which parsers make of `\\ud800` and nothing can
+    store, are written as such again.
+    """
     named = {"name": function.name, "arguments": function.arguments}
-    return {"type": "function", "function": {k: v.encode("utf-8", "backslashreplace").decode() for k, v in named.items()}}
+    return {
+        "type": "function",
+        "function": {k: v.encode("utf-8", "backslashreplace").decode() for k, v in named.items()},
+    }
 
 
 def _named(find: Any, key: str, name: str) -> Any:
     try:
         return find(name)
     except KeyError as e:
-        raise ConfigError(f"vLLM knows no {key} {name!r}: {e.args[0]}", key=f"explorer.rollout_model.{key}", given=name) from None
+        raise ConfigError(
+            f"vLLM knows no {key} {name!r}: {e.args[0]}",
+            key=f"explorer.rollout_model.{key}",
+            given=name,
+        ) from None
 
 
 class LocalEngine(BaseEngine):
-    """`generate` begins with `prompt`, and ends with `completion` for each answer; `load` begins with `check_load`."""
+    """`generate` begins with `prompt`, and ends with `completion` for each answer; `load` begins
+    with `check_load`.
+    """
 
-    COUNTED = ("requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens")
+    COUNTED = (
+        "requests",
+        "prompt_tokens",
+        "prefilled_tokens",
+        "recomputed_tokens",
+        "generated_tokens",
+    )
 
     def __init__(self, settings: EngineSettings, chat: Chat) -> None:
         super().__init__(settings)
@@ -119,9 +157,12 @@ class LocalEngine(BaseEngine):
         self._paused = False
 
     async def prompt(self, request: GenerateRequest) -> list[int]:
-        """Its tokens.  Raises PromptTooLong or ValueError for what no engine is asked, EngineFailed before the first load."""
+        """Its tokens.  Raises PromptTooLong or ValueError for what no engine is asked, EngineFailed
+        before the first load.
+        """
         self._check_loaded()
-        if len(str((request.messages, request.tools))) > LONG_CHARS:  # seconds, in which others would wait for the event loop
+        # seconds, in which others would wait for the event loop
+        if len(str((request.messages, request.tools))) > LONG_CHARS:
             return await asyncio.to_thread(self._chat.encode, request)
         return self._chat.encode(request)
 
@@ -133,7 +174,8 @@ class LocalEngine(BaseEngine):
     def _check_loaded(self) -> None:
         if self.version is None:
             raise EngineFailed(
-                f"{self.settings.name}: no weights were loaded yet; an engine serves only versions that were published to it"
+                f"{self.settings.name}: no weights were loaded yet; an engine serves only versions "
+                f"that were published to it"
             )
 
     def completion(
@@ -147,9 +189,15 @@ class LocalEngine(BaseEngine):
         spans: Sequence[VersionSpan],
         experts: np.ndarray | None = None,
     ) -> Completion:
-        """The record of one answer, with reasoning and tool calls read from it.  Raises RequestFailed where that cannot be done."""
+        """The record of one answer, with reasoning and tool calls read from it.  Raises
+        RequestFailed where that cannot be done.
+        """
         stopped = reason == "stop"
-        text, stop_text = self._chat.decode_stopped(tokens, request.sampling.stop) if stopped else (self._chat.decode(tokens), "")
+        text, stop_text = (
+            self._chat.decode_stopped(tokens, request.sampling.stop)
+            if stopped
+            else (self._chat.decode(tokens), "")
+        )
         made = Completion(
             prompt_tokens=np.array(prompt, np.int32),
             tokens=np.array(tokens, np.int32),
@@ -166,13 +214,25 @@ class LocalEngine(BaseEngine):
         return self._parse(made, request)
 
     async def check_load(self, manifest: WeightManifest) -> None:
-        """Raises EngineFailed where nothing may be loaded now, WeightSyncFailed for an adapter of another base."""
+        """Raises EngineFailed where nothing may be loaded now, WeightSyncFailed for an adapter of
+        another base.
+        """
         if self.settings.fixed_weights:
-            raise EngineFailed(f"{self.settings.name}: its weights are fixed (fixed_weights); nothing can be published to it")
+            raise EngineFailed(
+                f"{self.settings.name}: its weights are fixed (fixed_weights); nothing can be "
+                f"published to it"
+            )
         if not self._paused and self.version is not None:
-            raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
+            raise EngineFailed(
+                f"{self.settings.name}: load needs a paused engine; call pause first"
+            )
         if manifest.adapter is not None and self.version is None:
-            await asyncio.to_thread(check_base, self.settings.name, self.settings.model_path, manifest.adapter)
+            await asyncio.to_thread(
+                check_base, self.settings.name, self.settings.model_path, manifest.adapter
+            )
 
     async def metrics(self) -> list[Metric]:
-        return [*await super().metrics(), Metric("engine/tokenization_differs", float(self._chat.differing), "sum")]
+        return [
+            *await super().metrics(),
+            Metric("engine/tokenization_differs", float(self._chat.differing), "sum"),
+        ]

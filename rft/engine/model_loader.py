@@ -1,11 +1,13 @@
 """Published versions into a torch model that is already there, for the `transformers` engine.
 
-Whole weights overwrite its parameters, tied ones once; an adapter is computed beside its linear layers.  Invariant: with an adapter the
-model's own parameters are those of its folder.
+Whole weights overwrite its parameters, tied ones once; an adapter is computed beside its linear
+layers.  Invariant: with an adapter the model's own parameters are those of its folder.
 
-For float32 on CPU the linear layers multiply with a packed copy of their weight: oneDNN's blocked layout is 1.3 (layers) to 2.4 times
-(output layer) as fast as a plain product at 32 rows.  The price is a second copy of the weights and that a copy can be stale; so they are
-packed after every load, and each layer is compared with its published weight.  Parameters, their names and their ties stay as they are.
+For float32 on CPU the linear layers multiply with a packed copy of their weight: oneDNN's blocked
+layout is 1.3 (layers) to 2.4 times (output layer) as fast as a plain product at 32 rows.  The price
+is a second copy of the weights and that a copy can be stale; so they are packed after every load,
+and each layer is compared with its published weight.  Parameters, their names and their ties stay
+as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft.engine.adapter_layers import AdapterLoader, Beside, Pair, apart, base_tensors, copied, product, worst
+from rft.engine.adapter_layers import (
+    AdapterLoader,
+    Beside,
+    Pair,
+    apart,
+    base_tensors,
+    copied,
+    product,
+    worst,
+)
 from rft.engine.weights import Loader, saved_buffers
 from rft.types.adapter import AdapterSpec, key
 from rft.types.ports import WeightManifest
@@ -27,7 +38,9 @@ PROBE_ROWS = 2
 
 
 class ModelLoader(Loader):
-    """Of `model`, which was read from the folder `model_path`.  Every parameter and every linear layer is compared after a load."""
+    """Of `model`, which was read from the folder `model_path`.  Every parameter and every linear
+    layer is compared after a load.
+    """
 
     def __init__(self, model: Any, model_path: str) -> None:
         super().__init__()
@@ -39,29 +52,43 @@ class ModelLoader(Loader):
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         """With the buffers that checkpoints hold."""
-        return {**dict(self._model.named_parameters(remove_duplicate=False)), **saved_buffers(self._model)}
+        return {
+            **dict(self._model.named_parameters(remove_duplicate=False)),
+            **saved_buffers(self._model),
+        }
 
-    def place(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], tuple[str, ...], tuple[str, ...]]:
+    def place(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], tuple[str, ...], tuple[str, ...]]:
         parameters = self._parameters()
         given = {id(parameters[n]) for n in tensors if n in parameters}
-        missing = tuple({id(p): n for n, p in reversed(parameters.items()) if id(p) not in given}.values())
+        missing = tuple(
+            {id(p): n for n, p in reversed(parameters.items()) if id(p) not in given}.values()
+        )
         return tensors, missing, tuple(n for n in tensors if n not in parameters)
 
-    def copy(self, tensors: dict[str, torch.Tensor], placed: dict[str, torch.Tensor], *, stale: bool) -> None:
+    def copy(
+        self, tensors: dict[str, torch.Tensor], placed: dict[str, torch.Tensor], *, stale: bool
+    ) -> None:
         parameters = self._parameters()
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
         pack(self._model, skip=self._model.get_output_embeddings() if stale else None)
 
-    def probe(self, placed: dict[str, torch.Tensor], manifest: WeightManifest) -> tuple[int, float, str]:
+    def probe(
+        self, placed: dict[str, torch.Tensor], manifest: WeightManifest
+    ) -> tuple[int, float, str]:
         def published(name: str) -> torch.Tensor | None:
             return placed.get(manifest.tied.get(name, name))
 
         count, error, worst = probe_linears(self._model, published, seed=manifest.version.step)
         parameters = self._parameters()
         for name, tensor in placed.items():
-            if not torch.equal(parameters[name], tensor.to(parameters[name].device, parameters[name].dtype)):
-                error, worst = float("inf"), name
+            if not torch.equal(
+                parameters[name], tensor.to(parameters[name].device, parameters[name].dtype)
+            ):
+                error = float("inf")
+                worst = name
         return count, error, worst
 
 
@@ -70,18 +97,26 @@ class ModelAdapter(AdapterLoader[Pair]):
 
     def __init__(self, model: nn.Module, model_path: str) -> None:
         super().__init__()
-        self._model, self._path = model, model_path
+        self._model = model
+        self._path = model_path
         self.layers: dict[str, Beside] = {}
 
     def _placed(self, found: Mapping[str, Pair]) -> tuple[dict[str, Pair], tuple[str, ...]]:
         linear = self._linear()
-        return dict(found), tuple(key(name, "A") for name, pair in found.items() if not _fits(linear.get(name), pair))
+        return dict(found), tuple(
+            key(name, "A") for name, pair in found.items() if not _fits(linear.get(name), pair)
+        )
 
     def _linear(self) -> dict[str, nn.Linear]:
         return dict(linears(self._model))
 
     def _exchange(
-        self, layers: Mapping[str, Pair], tensors: Mapping[str, torch.Tensor], spec: AdapterSpec, *, stale: bool
+        self,
+        layers: Mapping[str, Pair],
+        tensors: Mapping[str, torch.Tensor],
+        spec: AdapterSpec,
+        *,
+        stale: bool,
     ) -> None:
         linear = self._linear()
         for name in list(layers)[: -1 if stale else None]:
@@ -91,7 +126,9 @@ class ModelAdapter(AdapterLoader[Pair]):
             pair = copied(layers[name], module.weight.device, module.weight.dtype)
             self.layers[name] = Beside([pair], [module.out_features], spec)
 
-    def _after(self, name: str, module: nn.Module, given: tuple[Any, ...], out: torch.Tensor) -> None:
+    def _after(
+        self, name: str, module: nn.Module, given: tuple[Any, ...], out: torch.Tensor
+    ) -> None:
         self.layers[name].add(out, given[0])
 
     def _check_base(self, seed: int) -> tuple[int, float, str]:
@@ -106,12 +143,17 @@ class ModelAdapter(AdapterLoader[Pair]):
                 error = worst(error, (float("inf"), name))
         return count, *error
 
-    def _probe(self, layers: Mapping[str, Pair], spec: AdapterSpec, random: torch.Generator) -> tuple[int, float, str]:
+    def _probe(
+        self, layers: Mapping[str, Pair], spec: AdapterSpec, random: torch.Generator
+    ) -> tuple[int, float, str]:
         """Each layer with its adapter, and the adapter alone."""
-        linear, error = self._linear(), (0.0, "")
+        linear = self._linear()
+        error = (0.0, "")
         for name, pair in layers.items():
             module = linear[name]
-            x = torch.randn(PROBE_ROWS, module.in_features, generator=random).to(module.weight.device, module.weight.dtype)
+            x = torch.randn(PROBE_ROWS, module.in_features, generator=random).to(
+                module.weight.device, module.weight.dtype
+            )
             added = product(pair, x, spec.scale)
             alone = torch.zeros_like(added)
             if name in self.layers:
@@ -122,19 +164,32 @@ class ModelAdapter(AdapterLoader[Pair]):
 
 
 def _fits(module: nn.Linear | None, pair: Pair) -> bool:
-    return module is not None and pair.a.shape[1] == module.in_features and pair.b.shape[0] == module.out_features
+    return (
+        module is not None
+        and pair.a.shape[1] == module.in_features
+        and pair.b.shape[0] == module.out_features
+    )
 
 
 def usable(model: nn.Module) -> bool:
     """Packing needs a float32 model on CPU and a torch with oneDNN."""
     parameter = next(model.parameters())
-    has_op = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return parameter.device.type == "cpu" and parameter.dtype == torch.float32 and torch.backends.mkldnn.is_available() and has_op
+    has_op = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(
+        torch.ops.mkldnn, "_reorder_linear_weight"
+    )
+    return (
+        parameter.device.type == "cpu"
+        and parameter.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and has_op
+    )
 
 
 @torch.no_grad()
 def pack(model: nn.Module, *, skip: nn.Module | None = None) -> None:
-    """Pack every plain linear layer anew, from its weight as it is now.  `skip` keeps the copy it has (fault points only)."""
+    """Pack every plain linear layer anew, from its weight as it is now.  `skip` keeps the copy it
+    has (fault points only).
+    """
     if not usable(model):
         return
     for _, module in linears(model):
@@ -149,20 +204,30 @@ def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 @torch.no_grad()
-def probe_linears(model: nn.Module, published: Callable[[str], torch.Tensor | None], *, seed: int) -> tuple[int, float, str]:
-    """(layers probed, largest error relative to the output's scale, the layer that has it), with random inputs of 2 rows."""
+def probe_linears(
+    model: nn.Module, published: Callable[[str], torch.Tensor | None], *, seed: int
+) -> tuple[int, float, str]:
+    """(layers probed, largest error relative to the output's scale, the layer that has it), with
+    random inputs of 2 rows.
+    """
     random = torch.Generator().manual_seed(seed)
-    count, error = 0, (0.0, "")
+    count = 0
+    error = (0.0, "")
     for name, module in linears(model):
         if (weight := published(f"{name}.weight")) is None:
             continue
-        x = torch.randn(PROBE_ROWS, module.in_features, generator=random).to(module.weight.device, module.weight.dtype)
+        x = torch.randn(PROBE_ROWS, module.in_features, generator=random).to(
+            module.weight.device, module.weight.dtype
+        )
         want = nn.functional.linear(x, weight.to(x.device, x.dtype), module.bias)
-        count, error = count + 1, worst(error, (apart(module(x), want), name))
+        count = count + 1
+        error = worst(error, (apart(module(x), want), name))
     return count, *error
 
 
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _packed(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
     copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The engines that have a name, and the factory that makes one from its settings.
 
-Knows no engine's library; each is imported when it is asked for.  Invariant: what `make` gives fulfils `rft.types.ports.Engine`.
+Knows no engine's library; each is imported when it is asked for.  Invariant: what `make` gives
+fulfils `rft.types.ports.Engine`.
 """
 
 from __future__ import annotations
@@ -29,20 +30,32 @@ CLASSIFIERS = {  # of task: score
 
 
 def find(name: str, *, task: str = "generate") -> plugins.Plugin:
-    """The engine that `engine_type` names: a built-in name, a plugin's name, `pkg.module:Name` or `path/file.py:Name`."""
+    """The engine that `engine_type` names: a built-in name, a plugin's name, `pkg.module:Name` or
+    `path/file.py:Name`.
+    """
     known = plugins.REGISTRY.names("engine")
     if name not in BUILT_IN and ":" not in name and name not in known:
         raise ConfigError(
-            f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.", key="engine_type", given=name
+            f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.",
+            key="engine_type",
+            given=name,
         )
     target = name if name in known else BUILT_IN.get(name, name)
     if task == "score" and name in BUILT_IN:
         if name not in CLASSIFIERS:
-            raise ConfigError(f"engine_type {name} gives no scores; use {' or '.join(CLASSIFIERS)}", key="task", given="score")
+            raise ConfigError(
+                f"engine_type {name} gives no scores; use {' or '.join(CLASSIFIERS)}",
+                key="task",
+                given="score",
+            )
         target = CLASSIFIERS[name]
     found = plugins.REGISTRY.get("engine", target)
     if not (isinstance(found.obj, type) and issubclass(found.obj, BaseEngine)):
-        raise ConfigError(f"{name!r} is not an engine: derive it from rft.engine.base.BaseEngine", key="engine_type", given=name)
+        raise ConfigError(
+            f"{name!r} is not an engine: derive it from rft.engine.base.BaseEngine",
+            key="engine_type",
+            given=name,
+        )
     return dataclasses.replace(found, args=found.obj.Args)
 
 
@@ -52,7 +65,9 @@ def own_args(found: plugins.Plugin, given: Mapping[str, Any], key: str) -> dict[
         return plugins.checked_args(found, given, key=key)
     if given:
         raise ConfigError(
-            f"{found.name} takes no arguments; a pydantic model Args in its class names them", key=key, given=dict(given)
+            f"{found.name} takes no arguments; a pydantic model Args in its class names them",
+            key=key,
+            given=dict(given),
         )
     return {}
 

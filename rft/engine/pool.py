@@ -1,11 +1,13 @@
 """Several engines as one.  Does not know what kind they are.
 
-Where a request goes: to the engine that has its beginning in its cache (it serves the same prompt now, served it lately, or wrote the
-answer that the request goes on from), any other to the engine with the fewest completions under way.
+Where a request goes: to the engine that has its beginning in its cache (it serves the same prompt
+now, served it lately, or wrote the answer that the request goes on from), any other to the engine
+with the fewest completions under way.
 
-An engine that is about to load new weights while others serve refuses requests; they go to another, and wait only where all refuse.
-An engine that fails is taken out until `revive` has brought it back, and its requests are asked again elsewhere; without `revive` its
-failure is the pool's.  Invariant: a request is answered once, by one engine.
+An engine that is about to load new weights while others serve refuses requests; they go to another,
+and wait only where all refuse. An engine that fails is taken out until `revive` has brought it
+back, and its requests are asked again elsewhere; without `revive` its failure is the pool's.
+Invariant: a request is answered once, by one engine.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Revive = Callable[[int], Awaitable[None]]
 REMEMBERED = 1 << 16  # beginnings whose engine is known
-SPILL = 16  # a cached beginning is not worth waiting behind so many more completions than elsewhere (and twice as many)
-RUNNING = "engine/requests_running"  # the one metric of engines that is not counted from their start
+# a cached beginning is not worth waiting behind so many more completions than elsewhere (and twice
+# as many)
+SPILL = 16
+# the one metric of engines that is not counted from their start
+RUNNING = "engine/requests_running"
 RETRIES = 2  # of a request whose engine failed
 
 
@@ -41,7 +46,8 @@ class EnginePool:
     """A `ChatModel` over `engines`; what one of them raises says which it was.
 
     Each engine gets its weights by itself (`rft.sync.engines`).  `identity` tells models apart.
-    `max_concurrent`: completions under way; further ones wait their turn.  `revive(i)` returns when engine i serves again.
+    `max_concurrent`: completions under way; further ones wait their turn.  `revive(i)` returns when
+    engine i serves again.
     """
 
     def __init__(
@@ -62,16 +68,22 @@ class EnginePool:
         self._turn = asyncio.Semaphore(max_concurrent or 1 << 30)
         self._under_way = [0] * len(engines)
         self._serving: Counter[bytes] = Counter()  # beginnings, by requests under way
-        self._homes: OrderedDict[bytes, int] = OrderedDict()  # beginning -> engine that has it in its cache
+        # beginning -> engine that has it in its cache
+        self._homes: OrderedDict[bytes, int] = OrderedDict()
         self._lost: dict[int, asyncio.Future[None]] = {}  # engines that are being brought back
         self._counted = dict.fromkeys(("lost", "stalled", "asked_again"), 0)
-        self._told: list[dict[str, Metric]] = [{} for _ in engines]  # what each process of an engine said last
+        # what each process of an engine said last
+        self._told: list[dict[str, Metric]] = [{} for _ in engines]
         self._former: list[Metric] = []  # what processes that are gone had said
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         key = b"" if len(self.engines) == 1 else _beginning(request)
-        hurried = request if len(self.engines) == 1 else msgspec.structs.replace(request, may_wait=False)
-        return await self._ask(lambda e, may_wait: e.generate(request if may_wait else hurried), key, request.n)
+        hurried = (
+            request if len(self.engines) == 1 else msgspec.structs.replace(request, may_wait=False)
+        )
+        return await self._ask(
+            lambda e, may_wait: e.generate(request if may_wait else hurried), key, request.n
+        )
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         return await self._ask(lambda e, _: e.logprobs(row))
@@ -79,12 +91,17 @@ class EnginePool:
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         return await self._ask(lambda e, _: e.classify(messages))
 
-    async def _ask(self, call: Callable[[Engine, bool], Awaitable[T]], key: bytes = b"", weight: int = 1) -> T:
+    async def _ask(
+        self, call: Callable[[Engine, bool], Awaitable[T]], key: bytes = b"", weight: int = 1
+    ) -> T:
         with waits("call", self._name, count=weight):
             return await self._answered(call, key, weight)
 
-    async def _answered(self, call: Callable[[Engine, bool], Awaitable[T]], key: bytes, weight: int) -> T:
-        failures, refused = 0, set[int]()
+    async def _answered(
+        self, call: Callable[[Engine, bool], Awaitable[T]], key: bytes, weight: int
+    ) -> T:
+        failures = 0
+        refused = set[int]()
         async with THROTTLED.get().turn(self._turn):
             while True:
                 index = await self._choose(key, refused)
@@ -104,7 +121,9 @@ class EnginePool:
                 else:
                     if key and isinstance(result, list):
                         for c in result:
-                            self._remember(_digest(np.concatenate([c.prompt_tokens, c.tokens])), index)
+                            self._remember(
+                                _digest(np.concatenate([c.prompt_tokens, c.tokens])), index
+                            )
                     return result
                 finally:
                     self._under_way[index] -= weight
@@ -128,7 +147,11 @@ class EnginePool:
         up = [i for i in up if i not in refused] or up
         least = min(up, key=self._under_way.__getitem__)
         home = self._homes.get(key) if key else None
-        crowded = home is not None and not self._serving[key] and self._under_way[home] > 2 * self._under_way[least] + SPILL
+        crowded = (
+            home is not None
+            and not self._serving[key]
+            and self._under_way[home] > 2 * self._under_way[least] + SPILL
+        )
         if home is None or home not in up or crowded:
             home = least
         if key:
@@ -155,18 +178,30 @@ class EnginePool:
             del self._lost[index]
 
         task = self._lost[index] = asyncio.ensure_future(back(self._revive))
-        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # told to whoever asks next
+        # told to whoever asks next
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
 
     async def metrics(self) -> list[Metric]:
-        """Of all engines that can answer; numbers of a process that has ended are kept as it said them last."""
+        """Of all engines that can answer; numbers of a process that has ended are kept as it said
+        them last.
+        """
         up = [i for i in range(len(self.engines)) if i not in self._lost]
-        for i, found in zip(up, await asyncio.gather(*(self._metrics(self.engines[i]) for i in up)), strict=True):
-            told, now = self._told[i], {m.name: m for m in found}
-            if now and any(now[name].value < told[name].value for name in told if name in now and name != RUNNING):
+        for i, found in zip(
+            up, await asyncio.gather(*(self._metrics(self.engines[i]) for i in up)), strict=True
+        ):
+            told = self._told[i]
+            now = {m.name: m for m in found}
+            if now and any(
+                now[name].value < told[name].value
+                for name in told
+                if name in now and name != RUNNING
+            ):
                 self._former += [m for m in told.values() if m.name != RUNNING]
             if now:
                 self._told[i] = now
-        own = [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
+        own = [
+            Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()
+        ]
         return [*own, *self._former, *(m for told in self._told for m in told.values())]
 
     async def _metrics(self, engine: Engine) -> list[Metric]:
@@ -178,10 +213,14 @@ class EnginePool:
 
 
 def _beginning(request: GenerateRequest) -> bytes:
-    """What tells apart requests that can share a cache: the tokens they go on from, or else their whole prompt."""
+    """What tells apart requests that can share a cache: the tokens they go on from, or else their
+    whole prompt.
+    """
     if request.prefix_tokens is not None:
         return _digest(request.prefix_tokens)
-    return xxhash.xxh3_128_digest(msgspec.msgpack.encode((request.messages, request.tools, request.prompt_tokens)))
+    return xxhash.xxh3_128_digest(
+        msgspec.msgpack.encode((request.messages, request.tools, request.prompt_tokens))
+    )
 
 
 def _digest(tokens: np.ndarray) -> bytes:

@@ -1,4 +1,5 @@
-"""What rounding does to a model: its forward with embeddings whose last bits are others, from which on every rounding is another one.
+"""What rounding does to a model: its forward with embeddings whose last bits are others, from which
+on every rounding is another one.
 
 Another batch shape is not enough: kernels may add in the same order for any of them.
 """
@@ -14,7 +15,9 @@ from torch import nn
 
 @contextmanager
 def otherwise(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """About half of the numbers that the embeddings of `model` give have another last bit, of `dtype` or of theirs."""
+    """About half of the numbers that the embeddings of `model` give have another last bit, of
+    `dtype` or of theirs.
+    """
 
     def hook(module: nn.Module, inputs: object, out: torch.Tensor) -> torch.Tensor:
         step = torch.finfo(dtype or out.dtype).eps / 2

@@ -1,10 +1,13 @@
-"""Which experts the routers of a transformers model choose: recorded for an engine, prescribed in the trainer.
+"""Which experts the routers of a transformers model choose: recorded for an engine, prescribed in
+the trainer.
 
-A router ranks the experts of each token and keeps the best: one `topk` over all experts, in every model that can be treated here.  It is
-that call which is recorded or answered with given experts; their weights are the router's own, so its gradient stays.
-Knows modules with experts; not requests or rows.  Invariant: a layer whose choice was not seen is an error, never a silent default.
+A router ranks the experts of each token and keeps the best: one `topk` over all experts, in every
+model that can be treated here.  It is that call which is recorded or answered with given experts;
+their weights are the router's own, so its gradient stays. Knows modules with experts; not requests
+or rows.  Invariant: a layer whose choice was not seen is an error, never a silent default.
 
-Shapes: N tokens (positions of the input, flattened), L layers with experts, K experts of a token, E experts of a layer.
+Shapes: N tokens (positions of the input, flattened), L layers with experts, K experts of a token, E
+experts of a layer.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Routers:
-    """The routers of `lm`.  While `recording`, `chosen` holds what they chose last; `given` prescribes it."""
+    """The routers of `lm`.  While `recording`, `chosen` holds what they chose last; `given`
+    prescribes it.
+    """
 
     def __init__(self, lm: Any) -> None:
         """Raises ConfigError where the model has no experts, or chooses them in another way."""
@@ -34,7 +39,9 @@ class Routers:
         blocks = list(_blocks(lm))
         if sizes is None or not blocks:
             raise ConfigError(
-                f"{type(lm).__name__} has no experts whose choice could be replayed.  Write off", key=KEY, given="on"
+                f"{type(lm).__name__} has no experts whose choice could be replayed.  Write off",
+                key=KEY,
+                given="on",
             )
         self.sizes: Sizes = sizes
         self.recording = False
@@ -45,13 +52,16 @@ class Routers:
         self.layers = len(blocks)
 
     def prescribe(self, given: torch.Tensor | None) -> None:
-        """The experts of the tokens to come, int64 [N, L, K], until the next call; None: the routers' own choice.
+        """The experts of the tokens to come, int64 [N, L, K], until the next call; None: the
+        routers' own choice.
 
-        They stay after a forward because a backward that computes activations again needs them, too.
+        They stay after a forward because a backward that computes activations again needs them,
+        too.
         """
         if given is not None and given.shape[1:] != (self.layers, self.sizes.chosen):
             raise ConfigError(
-                f"the experts of a row are {given.shape[1]} layers x {given.shape[2]}, the trained model has {self.layers} x "
+                f"the experts of a row are {given.shape[1]} layers x {given.shape[2]}, the trained "
+                f"model has {self.layers} x "
                 f"{self.sizes.chosen}: engine and trainer need the same model",
                 key=KEY,
                 given="on",
@@ -79,7 +89,9 @@ class Routers:
             out = forward(*args, **kwargs)
         if choice.experts is None:
             raise ConfigError(
-                "the model's routers choose experts in a way that cannot be replayed.  Write off", key=KEY, given="on"
+                "the model's routers choose experts in a way that cannot be replayed.  Write off",
+                key=KEY,
+                given="on",
             )
         if self.recording:
             self._chosen[number] = choice.experts
@@ -91,23 +103,34 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, sizes: Sizes, given: torch.Tensor | None) -> None:
         super().__init__()
-        self._sizes, self._given = sizes, given
+        self._sizes = sizes
+        self._given = given
         self.experts: torch.Tensor | None = None  # int64 [N, K]
 
     def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func not in _TOPK:
             return out
         scores = args[0] if args else (kwargs or {})["input"]
-        if scores.dim() != 2 or scores.shape[1] != self._sizes.experts or out.indices.shape[1] != self._sizes.chosen:
+        if (
+            scores.dim() != 2
+            or scores.shape[1] != self._sizes.experts
+            or out.indices.shape[1] != self._sizes.chosen
+        ):
             return out  # another one: of groups of experts
         self.experts = out.indices
         if self._given is None:
             return out
         if len(self._given) != len(scores):
-            raise ValueError(f"experts of {len(self._given)} tokens are given, and {len(scores)} are computed")
+            raise ValueError(
+                f"experts of {len(self._given)} tokens are given, and {len(scores)} are computed"
+            )
         given = self._given.long()
         self.experts = torch.where(given >= 0, given, out.indices)
         return torch.return_types.topk((scores.gather(1, self.experts), self.experts))

@@ -1,7 +1,9 @@
-"""The completions that a Hugging Face model writes together: rows that come, get a token each step, and leave.  For `transformers`.
+"""The completions that a Hugging Face model writes together: rows that come, get a token each step,
+and leave.  For `transformers`.
 
-Knows no event loop and no thread; all calls come from one thread.  Prompts are computed once however many rows have them.  Invariant: which
-rows are beside a row changes nothing for it but rounding.
+Knows no event loop and no thread; all calls come from one thread.  Prompts are computed once
+however many rows have them.  Invariant: which rows are beside a row changes nothing for it but
+rounding.
 
 Shapes: N rows or sequences, V vocabulary.
 """
@@ -51,7 +53,9 @@ class BatchRow:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     routed: list[np.ndarray] | None = (
-        None  # experts of the positions that are in the cache, [n, layers, experts] each, one behind the other
+        # experts of the positions that are in the cache, [n, layers, experts] each, one behind the
+        # other
+        None
     )
 
     @property
@@ -82,7 +86,9 @@ class RowBatch:
 
     def __init__(self, model: Any, settings: EngineSettings, counted: dict[str, int]) -> None:
         """`counted`: where tokens that were computed are added up."""
-        self.model, self.settings, self._counted = model, settings, counted
+        self.model = model
+        self.settings = settings
+        self._counted = counted
         self.rows: list[BatchRow] = []
         self.stale = False  # the cache was made by older weights and has to be made anew
         self.device: torch.device = next(model.parameters()).device
@@ -99,7 +105,9 @@ class RowBatch:
         return sum(row.cached for row in self.rows) if self.stale else 0
 
     def fits(self, more: Sequence[BatchRow]) -> bool:
-        """Whether the cache may hold `more` rows, too: the number of sequences and its bytes are bounded; one row always fits."""
+        """Whether the cache may hold `more` rows, too: the number of sequences and its bytes are
+        bounded; one row always fits.
+        """
         rows = [*self.rows, *more]
         if len(rows) == 1:
             return True
@@ -114,17 +122,21 @@ class RowBatch:
 
     def _together(self, lengths: Sequence[int]) -> int:
         """How many sequences of these lengths, from the first, one forward takes."""
-        count, longest = 1, lengths[0]
+        count = 1
+        longest = lengths[0]
         while (
             not self.settings.deterministic
             and count < len(lengths)
             and max(longest, lengths[count]) * (count + 1) <= PREFILL_TOKENS
         ):
-            longest, count = max(longest, lengths[count]), count + 1
+            longest = max(longest, lengths[count])
+            count = count + 1
         return count
 
     def prefill(self, batch: list[BatchRow], prompts: list[tuple[int, ...]]) -> torch.Tensor:
-        """Logits [N, V] of the first token of each row of `batch`, which is among the rows from now on."""
+        """Logits [N, V] of the first token of each row of `batch`, which is among the rows from now
+        on.
+        """
         number = {prompt: i for i, prompt in enumerate(prompts)}
         source = [number[tuple(row.state.prompt)] for row in batch]
         logits = self._forwards.prefill(prompts)
@@ -136,21 +148,36 @@ class RowBatch:
         self.rows += batch
         capacity = max(row.need for row in self.rows)
         into = list(range(first, len(self.rows)))
-        self._forwards.keep(source, [len(row.state.prompt) for row in batch], into, rows=len(self.rows), capacity=capacity)
+        self._forwards.keep(
+            source,
+            [len(row.state.prompt) for row in batch],
+            into,
+            rows=len(self.rows),
+            capacity=capacity,
+        )
         return logits[source]
 
     def recompute(self) -> None:
         """Keys and values of all rows anew, under the weights there are now."""
         self.stale = False
-        rows, at = self.rows, 0
+        rows = self.rows
+        at = 0
         while at < len(rows):
             lengths = [row.cached for row in rows[at:]]
             count = self._together(lengths)
-            self._forwards.prefill([[*row.state.prompt, *row.state.written][: row.cached] for row in rows[at : at + count]])
+            self._forwards.prefill(
+                [
+                    [*row.state.prompt, *row.state.written][: row.cached]
+                    for row in rows[at : at + count]
+                ]
+            )
             for row, experts in zip(rows[at : at + count], self._forwards.told or [], strict=False):
                 row.routed = [experts[: row.cached]]
-            into, capacity = list(range(at, at + count)), max(row.need for row in rows)
-            self._forwards.keep(list(range(count)), lengths[:count], into, rows=len(rows), capacity=capacity)
+            into = list(range(at, at + count))
+            capacity = max(row.need for row in rows)
+            self._forwards.keep(
+                list(range(count)), lengths[:count], into, rows=len(rows), capacity=capacity
+            )
             self._counted["recomputed_tokens"] += sum(lengths[:count])
             at += count
 
@@ -177,12 +204,18 @@ class RowBatch:
         out = np.empty(len(hidden), np.float32)
         for at in range(0, len(out), chunk):
             logits = self._forwards.logits(hidden[at : at + chunk]) / (temperature or 1.0)
-            out[at : at + chunk] = logits.log_softmax(-1).gather(1, wanted[at : at + chunk])[:, 0].cpu().numpy()
+            out[at : at + chunk] = (
+                logits.log_softmax(-1).gather(1, wanted[at : at + chunk])[:, 0].cpu().numpy()
+            )
         return out
 
     def _next(self, rows: list[BatchRow], only: int | None = None) -> torch.Tensor:
-        """Logits [N, V] after the last token of each of `rows`: all there are, or the one at place `only`."""
-        logits = self._forwards.decode([row.state.written[-1] for row in rows], [row.cached for row in rows], only)
+        """Logits [N, V] after the last token of each of `rows`: all there are, or the one at place
+        `only`.
+        """
+        logits = self._forwards.decode(
+            [row.state.written[-1] for row in rows], [row.cached for row in rows], only
+        )
         for row, experts in zip(rows, self._forwards.told or [], strict=False):
             assert row.routed is not None, "told since its prompt"
             row.routed.append(experts)

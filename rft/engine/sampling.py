@@ -1,7 +1,8 @@
 """From logits to one token per row.  Knows no model and no requests.
 
-Order of the steps as in vLLM: choices, minimum length, penalties, temperature, min_p, top_k, top_p.  Reported log-probs are of the
-distribution after all of them (natural log).  Invariant: a row's draw depends on its own logits and its own random numbers alone.
+Order of the steps as in vLLM: choices, minimum length, penalties, temperature, min_p, top_k, top_p.
+ Reported log-probs are of the distribution after all of them (natural log).  Invariant: a row's
+ draw depends on its own logits and its own random numbers alone.
 
 Shapes: B rows, V vocabulary.
 """
@@ -44,7 +45,9 @@ class RowState:
 
 
 def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], list[float]]:
-    """One token and its log-prob for each row.  `logits` [B, V] is used up.  One uniform number per row and token, none when greedy."""
+    """One token and its log-prob for each row.  `logits` [B, V] is used up.  One uniform number per
+    row and token, none when greedy.
+    """
     logits = logits.float()
     if torch.are_deterministic_algorithms_enabled():  # on GPUs torch then refuses sums along a row
         logits = logits.cpu()
@@ -56,14 +59,19 @@ def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], lis
             logits[i, list(row.end_tokens)] = NOTHING
         if row.penalized:
             _penalize(logits[i], row)
-    temperature = torch.tensor([row.sampling.temperature or 1.0 for row in rows], device=logits.device)
+    temperature = torch.tensor(
+        [row.sampling.temperature or 1.0 for row in rows], device=logits.device
+    )
     if bool((temperature != 1).any()):
         logits /= temperature.unsqueeze(1)
     for i, row in enumerate(rows):
         if row.sampling.temperature > 0:
             _cut(logits[i], row.sampling)
     logps = logits.log_softmax(-1)
-    uniform = torch.tensor([row.random.random() if row.sampling.temperature > 0 else 0.0 for row in rows], dtype=torch.float64)
+    uniform = torch.tensor(
+        [row.random.random() if row.sampling.temperature > 0 else 0.0 for row in rows],
+        dtype=torch.float64,
+    )
     greedy = torch.tensor([row.sampling.temperature == 0 for row in rows], device=logits.device)
     tokens = torch.where(greedy, logps.argmax(-1), pick(logps, uniform.to(logits.device)))
     chosen = logps.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -71,18 +79,24 @@ def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], lis
 
 
 def pick(logps: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token of each row, int64 [B], at which the distribution function of `logps` [B, V] exceeds `uniform`, float64 [B] in [0, 1).
+    """The token of each row, int64 [B], at which the distribution function of `logps` [B, V]
+    exceeds `uniform`, float64 [B] in [0, 1).
 
-    Never one of no probability.  Sums are in float64: those in float32 would misplace rare tokens of a large vocabulary.
+    Never one of no probability.  Sums are in float64: those in float32 would misplace rare tokens
+    of a large vocabulary.
     """
     sums = logps.double().exp_().cumsum_(-1)
     whole = sums[:, -1:]
-    at = torch.minimum(uniform.unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))  # rounding may carry it to the end
-    return torch.searchsorted(sums, at, right=True).squeeze(1).clamp_max(logps.shape[1] - 1)  # a row may be no number
+    # rounding may carry it to the end
+    at = torch.minimum(uniform.unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))
+    # a row may be no number
+    return torch.searchsorted(sums, at, right=True).squeeze(1).clamp_max(logps.shape[1] - 1)
 
 
 def _penalize(logits: torch.Tensor, row: RowState) -> None:
-    """Repetition penalty over prompt and answer (divides positive, multiplies negative logits); the others over the answer."""
+    """Repetition penalty over prompt and answer (divides positive, multiplies negative logits); the
+    others over the answer.
+    """
     s = row.sampling
     if s.repetition_penalty != 1:
         seen = torch.tensor(sorted({*row.prompt, *row.written}), device=logits.device)
@@ -102,4 +116,5 @@ def _cut(logits: torch.Tensor, s: SamplingArgs) -> None:
     if s.top_p < 1:
         ordered, index = logits.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        logits[index[before >= s.top_p]] = NOTHING  # the most likely token has nothing before it and stays
+        # the most likely token has nothing before it and stays
+        logits[index[before >= s.top_p]] = NOTHING

@@ -1,8 +1,10 @@
-"""An engine that says what a test tells it to.  No torch, no model: answers come from a script, log-probs from a hash.
+"""An engine that says what a test tells it to.  No torch, no model: answers come from a script,
+log-probs from a hash.
 
-It fulfils `rft.types.ports.Engine` and passes the engine contract.  Its tokens are bytes (ids 0..255) and two marks; a conversation is
-rendered as `BEGIN role \\n content END ...`, so an assistant's answer continues its prompt token by token.
-Invariant: equal weights, prompt and tokens give equal log-probs, and other weights give other ones; so a load that did not happen shows.
+It fulfils `rft.types.ports.Engine` and passes the engine contract.  Its tokens are bytes (ids
+0..255) and two marks; a conversation is rendered as `BEGIN role \\n content END ...`, so an
+assistant's answer continues its prompt token by token. Invariant: equal weights, prompt and tokens
+give equal log-probs, and other weights give other ones; so a load that did not happen shows.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 from rft.types.thoughts import TAIL_TOKENS, opens_thought
 
-BEGIN, END = 256, 257  # marks around a message; END is the end-of-sequence token
+BEGIN = 256  # marks around a message; END is the end-of-sequence token
+END = 257
 VOCAB_SIZE = 258
 FIXED = Version(1, 0)
 Answer = Callable[[list[dict[str, Any]]], str]
@@ -50,13 +53,21 @@ def decode(tokens: Iterable[int]) -> str:
 
 
 def weights_key(manifest: WeightManifest) -> int:
-    """What the log-probs of a scripted engine depend on: the hashes of all tensors, or the version where there are none."""
-    text = "".join(sorted(t.name + t.xxh3_128 for t in manifest.tensors)) or str(manifest.version.published)
+    """What the log-probs of a scripted engine depend on: the hashes of all tensors, or the version
+    where there are none.
+    """
+    text = "".join(sorted(t.name + t.xxh3_128 for t in manifest.tensors)) or str(
+        manifest.version.published
+    )
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
-def logprobs(prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray, key: int) -> np.ndarray:
-    """float32 [R] in [-2, -0.1]: what an engine with the weights `key` reports for `tokens` after `prompt`.  A scorer may use it too."""
+def logprobs(
+    prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray, key: int
+) -> np.ndarray:
+    """float32 [R] in [-2, -0.1]: what an engine with the weights `key` reports for `tokens` after
+    `prompt`.  A scorer may use it too.
+    """
     seen = xxhash.xxh3_64(np.asarray(prompt, np.int32).tobytes(), seed=key)
     out = np.empty(len(tokens), np.float32)
     for i, token in enumerate(np.asarray(tokens, np.int32)):
@@ -66,20 +77,25 @@ def logprobs(prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndar
 
 
 class ScriptedEngine(BaseEngine):
-    """`will_say` queues answers (one per completion); when the queue is empty `answer(messages)` is asked, if there is one.
+    """`will_say` queues answers (one per completion); when the queue is empty `answer(messages)` is
+    asked, if there is one.
 
-    Events for tests: `hold()` stops all answers, `hold(after_tokens=k)` stops each once k tokens are written, `release()` lets them
-    go on; `waiting(n)` waits until n completions are under way; `will_fail(error)` fails the next request.
+    Events for tests: `hold()` stops all answers, `hold(after_tokens=k)` stops each once k tokens
+    are written, `release()` lets them go on; `waiting(n)` waits until n completions are under way;
+    `will_fail(error)` fails the next request.
     """
 
-    def __init__(self, *texts: str, answer: Answer | None = None, settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self, *texts: str, answer: Answer | None = None, settings: EngineSettings | None = None
+    ) -> None:
         super().__init__(settings or EngineSettings(engine_type="scripted", name="scripted-0"))
         self.answer = answer
         self.calls: list[GenerateRequest] = []
         self.version = FIXED  # serves at once; a load replaces it
         self.loads: list[WeightManifest] = []
         self._key = xxhash.xxh3_64_intdigest(str(FIXED).encode())
-        self._names: frozenset[str] | None = None  # the tensors of the first load; later ones must have the same
+        # the tensors of the first load; later ones must have the same
+        self._names: frozenset[str] | None = None
         self._texts: deque[str] = deque(texts)
         self._failures: deque[Exception] = deque()
         self._dead = ""
@@ -94,12 +110,17 @@ class ScriptedEngine(BaseEngine):
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """From a configuration: `extra_engine_args` may hold `texts` (a list) or `answer` ("pkg.module:function"); else it echoes."""
+        """From a configuration: `extra_engine_args` may hold `texts` (a list) or `answer`
+        ("pkg.module:function"); else it echoes.
+        """
         args = dict(settings.extra_engine_args)
-        texts, answer = args.pop("texts", []), args.pop("answer", None)
+        texts = args.pop("texts", [])
+        answer = args.pop("answer", None)
         if args:
             raise ConfigError(
-                f"unknown arguments {', '.join(args)} for the scripted engine; known: texts, answer", key="extra_engine_args"
+                f"unknown arguments {', '.join(args)} for the scripted engine; known: texts, "
+                f"answer",
+                key="extra_engine_args",
             )
         found = plugins.REGISTRY.get("answer", answer).obj if answer else (None if texts else echo)
         return cls(*texts, answer=found, settings=settings)
@@ -122,7 +143,8 @@ class ScriptedEngine(BaseEngine):
 
     def hold(self, *, after_tokens: int = 0) -> None:
         """Completions stop once `after_tokens` tokens are written, until `release`."""
-        self._held, self._hold_after = asyncio.Event(), after_tokens
+        self._held = asyncio.Event()
+        self._hold_after = after_tokens
 
     def release(self) -> None:
         if self._held is not None:
@@ -148,21 +170,28 @@ class ScriptedEngine(BaseEngine):
         if not request.prompt_tokens and not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
         if request.choices:
-            raise ValueError(f"{self.settings.name}: a scripted engine has no choice probabilities; use rft.testing.FakeJudge")
+            raise ValueError(
+                f"{self.settings.name}: a scripted engine has no choice probabilities; use "
+                f"rft.testing.FakeJudge"
+            )
         prompt = conversation(request)
         check_prompt(len(prompt), self.settings, goes_on=request.prefix_tokens is not None)
         check_tokens(prompt.tolist(), VOCAB_SIZE, self.settings.name)
         texts = [self._next(request) for _ in range(request.n)]
         await self._count(request.n)
         try:
-            return list(await asyncio.gather(*(self._write(request, prompt, text) for text in texts)))
+            return list(
+                await asyncio.gather(*(self._write(request, prompt, text) for text in texts))
+            )
         finally:
             await self._count(-request.n)
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         """What this engine would have reported had it written these tokens."""
         self._check_alive()
-        tokens = check_row(row, self.settings, longest=self.settings.max_model_len, vocab_size=VOCAB_SIZE)
+        tokens = check_row(
+            row, self.settings, longest=self.settings.max_model_len, vocab_size=VOCAB_SIZE
+        )
         return logprobs(tokens[: row.prompt_length], tokens[row.prompt_length :], self._key)
 
     async def pause(self, *, clear_cache: bool = True) -> None:
@@ -172,7 +201,9 @@ class ScriptedEngine(BaseEngine):
     async def load(self, manifest: WeightManifest) -> LoadReport:
         self._check_alive()
         if self._go.is_set():
-            raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
+            raise EngineFailed(
+                f"{self.settings.name}: load needs a paused engine; call pause first"
+            )
         start = time.monotonic()
         taken = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
         if manifest.broadcast is not None:  # the sender may live in this event loop's process
@@ -256,9 +287,12 @@ class ScriptedEngine(BaseEngine):
             return self._texts.popleft()
         if self.answer is None:
             raise EngineFailed(
-                f"{self.settings.name}: the script is over and there is no `answer`; call will_say with more texts"
+                f"{self.settings.name}: the script is over and there is no `answer`; call will_say "
+                f"with more texts"
             )
-        messages = [dict(m) for m in request.messages] or [{"role": "user", "content": decode(request.prompt_tokens)}]
+        messages = [dict(m) for m in request.messages] or [
+            {"role": "user", "content": decode(request.prompt_tokens)}
+        ]
         return self.answer(messages)
 
     async def _count(self, change: int) -> None:
@@ -278,7 +312,9 @@ def conversation(request: GenerateRequest) -> np.ndarray:
     if request.prefix_tokens is None:
         return encode(request.messages, request.tools)
     end = [] if request.prefix_tokens[-1] == END else [END]
-    return np.concatenate([request.prefix_tokens, end, encode(request.messages[request.prefix_messages :])]).astype(np.int32)
+    return np.concatenate(
+        [request.prefix_tokens, end, encode(request.messages[request.prefix_messages :])]
+    ).astype(np.int32)
 
 
 def echo(messages: list[dict[str, Any]]) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from rft.types.ids import SEED
 
-ENGINE_TYPES = ("vllm", "transformers", "scripted", "external")  # that have a name; others are plugins
+# that have a name; others are plugins
+ENGINE_TYPES = ("vllm", "transformers", "scripted", "external")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,8 @@ class ExternalSettings:
     base_url_env: str = "OPENAI_BASE_URL"
     api_key_env: str = "OPENAI_API_KEY"
     headers: dict[str, str] = field(default_factory=dict)
-    header_envs: dict[str, str] = field(default_factory=dict)  # header -> environment variable with its value
+    # header -> environment variable with its value
+    header_envs: dict[str, str] = field(default_factory=dict)
     requests_per_minute: float | None = None
     max_retries: int = 5
     extra_body: dict[str, Any] = field(default_factory=dict)  # further entries of every request
@@ -51,13 +53,15 @@ class EngineSettings:
     enable_chunked_prefill: bool = True  # vllm
     block_size: int | None = None  # None = chosen for the device
     cpu_threads: int = 2
-    first_core: int = 0  # of several processes on CPU: place of the engine's first core among those of the machine
+    # of several processes on CPU: place of the engine's first core among those of the machine
+    first_core: int = 0
     seed: int = SEED
     trust_remote_code: bool = False
     external_lib: str | None = None  # module imported before the model, by each process that has it
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    tokenization_check: str = "off"  # off | warn | strict: compare the tokens of several turns with the whole chat's
+    # off | warn | strict: compare the tokens of several turns with the whole chat's
+    tokenization_check: str = "off"
     tool_call_parser: str | None = None  # vLLM's name of it; finds tool calls in an answer's text
     reasoning_parser: str | None = None  # cuts the reasoning out of an answer's text
     log_requests: bool = False  # vllm
@@ -65,16 +69,22 @@ class EngineSettings:
     extra_engine_args: dict[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0  # pause, load, resume, health
-    stall_timeout_s: float | None = 10.0  # with work, and neither a finished step nor processor time; None = never
+    # with work, and neither a finished step nor processor time; None = never
+    stall_timeout_s: float | None = 10.0
     step_timeout_s: float | None = 600.0  # with work, and no finished step
     request_timeout_s: float = 3600.0  # one generate call, waits while paused included
-    deterministic: bool = False  # transformers: every text is computed alone, so that no rounding tells of its company
-    lora_rank: int | None = None  # vllm: its own LoRA layers for adapters up to this rank; None = adapters go beside its layers
+    # transformers: every text is computed alone, so that no rounding tells of its company
+    deterministic: bool = False
+    # vllm: its own LoRA layers for adapters up to this rank; None = adapters go beside its layers
+    lora_rank: int | None = None
     fully_sharded_loras: bool = False  # of them
     max_cpu_loras: int | None = None  # of them
     router_replay: bool = False  # tell which experts each token went through
-    sleep_level: int = 0  # vllm, where it shares its GPU: 1 = weights go to host memory, 2 = they go away; 0 = it never sleeps
-    fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused
+    # vllm, where it shares its GPU: 1 = weights go to host memory, 2 = they go away; 0 = it never
+    # sleeps
+    sleep_level: int = 0
+    # serve the weights of model_path as they are (judges); a load is refused
+    fixed_weights: bool = False
     max_concurrent: int = 256  # requests under way (external)
     external: ExternalSettings | None = None
 
@@ -90,7 +100,9 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliarySettings:
-    """A judge, teacher or reward model: engines whose weights are fixed, and the names under which workflows and rewards ask them."""
+    """A judge, teacher or reward model: engines whose weights are fixed, and the names under which
+    workflows and rewards ask them.
+    """
 
     names: tuple[str, ...]
     engines: tuple[EngineSettings, ...]

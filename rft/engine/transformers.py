@@ -1,12 +1,15 @@
-"""An engine without vLLM: a Hugging Face model, batched sampling with a key/value cache, one thread.
+"""An engine without vLLM: a Hugging Face model, batched sampling with a key/value cache, one
+thread.
 
-Knows nothing of Ray, trainer or buffer.  All requests that wait are batched; completions of the same prompt share its prefill; rows that
-end leave the batch.  Everything that touches the model happens on one thread, between two decode steps, so pause, load and resume need
-no locks around the model.
+Knows nothing of Ray, trainer or buffer.  All requests that wait are batched; completions of the
+same prompt share its prefill; rows that end leave the batch.  Everything that touches the model
+happens on one thread, between two decode steps, so pause, load and resume need no locks around the
+model.
 
-Reproducible: each row draws from its own random numbers (seed + index in the request), so which rows are beside it changes nothing but
-rounding.  Bit equality needs the same batches: submit the same requests in the same order while paused, with the same threads.
-Invariant: every generated token is labelled with the version whose weights made its logits.
+Reproducible: each row draws from its own random numbers (seed + index in the request), so which
+rows are beside it changes nothing but rounding.  Bit equality needs the same batches: submit the
+same requests in the same order while paused, with the same threads. Invariant: every generated
+token is labelled with the version whose weights made its logits.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ from rft.engine.base import RequestFailed, engine, whole
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.local_engine import FIXED, LocalEngine
 from rft.engine.settings import EngineSettings
-from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError, is_out_of_memory
+from rft.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    OutOfMemory,
+    RftError,
+    SetupError,
+    is_out_of_memory,
+)
 from rft.types import rotary
 from rft.types.completion import Completion, FinishReason
 from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
@@ -40,7 +50,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STOP_WINDOW = 4  # tokens decoded per character of a stop string: a character can take four byte tokens
+# tokens decoded per character of a stop string: a character can take four byte tokens
+STOP_WINDOW = 4
 
 
 @dataclass(eq=False)
@@ -96,7 +107,11 @@ class TransformersEngine(LocalEngine):
     @classmethod
     def _made(cls, settings: EngineSettings) -> Self:
         model = _load_model(settings)
-        return cls(settings, model, Chat(settings, load_tokenizer(settings), model.get_input_embeddings().weight.shape[0]))
+        return cls(
+            settings,
+            model,
+            Chat(settings, load_tokenizer(settings), model.get_input_embeddings().weight.shape[0]),
+        )
 
     # ------------------------------------------------------------ Engine
 
@@ -115,12 +130,16 @@ class TransformersEngine(LocalEngine):
                 self._counted["prompt_tokens"] += len(prompt)
                 self._waiting.extend(rows)
                 self._wake.notify()
-            return await self._within("answer a request", job.future, self.settings.request_timeout_s)
+            return await self._within(
+                "answer a request", job.future, self.settings.request_timeout_s
+            )
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         """Under the weights there are now, at the row's temperature."""
         tokens = self.row(row, longest=self.settings.max_model_len)
-        return await self._on_thread("score tokens", lambda: self._batch.score(tokens, row.prompt_length, row.temperature))
+        return await self._on_thread(
+            "score tokens", lambda: self._batch.score(tokens, row.prompt_length, row.temperature)
+        )
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         def stop() -> None:
@@ -130,7 +149,9 @@ class TransformersEngine(LocalEngine):
         await self._on_thread("pause", stop)
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
-        """Only while paused.  Where the report is not clean the old weights may be served on, under their old label."""
+        """Only while paused.  Where the report is not clean the old weights may be served on, under
+        their old label.
+        """
         await self.check_load(manifest)
 
         def load() -> LoadReport:
@@ -169,9 +190,17 @@ class TransformersEngine(LocalEngine):
         from rft.engine.sampling import RowState
 
         sampling = job.request.sampling
-        seed = sampling.seed + index if sampling.seed is not None else int(self._seeds.integers(1 << 62))
-        limit = min(1 if choices else sampling.max_tokens, self.settings.max_model_len - len(job.prompt))
-        return BatchRow(job, index, RowState(sampling, seed, job.prompt, self._ends, choices=choices), limit)
+        seed = (
+            sampling.seed + index
+            if sampling.seed is not None
+            else int(self._seeds.integers(1 << 62))
+        )
+        limit = min(
+            1 if choices else sampling.max_tokens, self.settings.max_model_len - len(job.prompt)
+        )
+        return BatchRow(
+            job, index, RowState(sampling, seed, job.prompt, self._ends, choices=choices), limit
+        )
 
     async def _on_thread(self, what: str, call: Callable[[], T]) -> T:
         """The result of `call`, run by the engine's thread between two steps."""
@@ -188,7 +217,9 @@ class TransformersEngine(LocalEngine):
             async with asyncio.timeout(limit):
                 return await future
         except TimeoutError:
-            raise DeadlineExceeded(f"{self.settings.name}: the engine did not {what} within {limit:.0f} s") from None
+            raise DeadlineExceeded(
+                f"{self.settings.name}: the engine did not {what} within {limit:.0f} s"
+            ) from None
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -214,7 +245,8 @@ class TransformersEngine(LocalEngine):
         with self._wake:
             self._dead = error
             rows = [*self._batch.rows, *self._new, *self._waiting]
-            self._batch.rows, self._new = [], []
+            self._batch.rows = []
+            self._new = []
             self._waiting.clear()
             commands, self._commands = self._commands, deque()
         failure = _failure(self.settings.name, error)
@@ -224,10 +256,16 @@ class TransformersEngine(LocalEngine):
             command.fail(failure)
 
     def _turn(self) -> bool:
-        """One thing at a time: commands first, then new rows, then one token for every row.  False = the engine is closed."""
+        """One thing at a time: commands first, then new rows, then one token for every row.  False
+        = the engine is closed.
+        """
         with self._wake:
             self._wake.wait_for(
-                lambda: self._closing or self._commands or (not self._paused and (self._batch.rows or self._waiting))
+                lambda: (
+                    self._closing
+                    or self._commands
+                    or (not self._paused and (self._batch.rows or self._waiting))
+                )
             )
             if self._closing:
                 return False
@@ -281,11 +319,16 @@ class TransformersEngine(LocalEngine):
             try:
                 self._finish(row, reason)
             except Exception as e:  # reading one answer: the others are not concerned
-                failure = e if isinstance(e, RequestFailed) else RequestFailed(f"{self.settings.name}: {type(e).__name__}: {e}")
+                failure = (
+                    e
+                    if isinstance(e, RequestFailed)
+                    else RequestFailed(f"{self.settings.name}: {type(e).__name__}: {e}")
+                )
                 _answer(row.job.loop, row.job.future, error=failure)
 
     def _end(self, row: BatchRow, token: int) -> FinishReason | None:
-        sampling, written = row.state.sampling, row.state.written
+        sampling = row.state.sampling
+        written = row.state.written
         if token in self._ends and not sampling.ignore_eos:
             return "stop"
         if sampling.stop and len(written) > sampling.min_tokens:
@@ -329,11 +372,17 @@ def _load_model(settings: EngineSettings) -> Any:
     try:
         config = AutoConfig.from_pretrained(settings.model_path, **how)
         how |= {"dtype": getattr(torch, settings.dtype), **forwards.attention_for(config)}
-        loaded = AutoModelForCausalLM.from_pretrained(settings.model_path, output_loading_info=True, **how)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            settings.model_path, output_loading_info=True, **how
+        )
     except (OSError, ValueError, TypeError) as e:
-        raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e
+        raise SetupError(
+            f"{settings.name}: no model could be loaded from {settings.model_path}: {e}"
+        ) from e
     model = whole(settings.name, settings.model_path, loaded)
-    model.tie_weights()  # config.json decides, as for trainer and vLLM, also where the files hold an output layer of their own
+    # config.json decides, as for trainer and vLLM, also where the files hold an output layer of
+    # their own
+    model.tie_weights()
     model = model.to(settings.device).eval().requires_grad_(False)
     forwards.prove(model, settings.name)
     if settings.fixed_weights:
@@ -342,15 +391,27 @@ def _load_model(settings: EngineSettings) -> Any:
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Those of vLLM: of generation_config.json, or without that file of config.json, and the tokenizer's."""
+    """Those of vLLM: of generation_config.json, or without that file of config.json, and the
+    tokenizer's.
+    """
     ids: set[int] = set()
     for given in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        ids |= set(given) if isinstance(given, list | tuple) else {given} if given is not None else set()
+        ids |= (
+            set(given)
+            if isinstance(given, list | tuple)
+            else {given}
+            if given is not None
+            else set()
+        )
     return tuple(sorted(ids))
 
 
 def _answer(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], result: T | None = None, *, error: BaseException | None = None
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[T],
+    result: T | None = None,
+    *,
+    error: BaseException | None = None,
 ) -> None:
     def settle() -> None:
         if not future.done():
@@ -368,7 +429,8 @@ def _failure(name: str, error: BaseException) -> RftError:
         return error
     if is_out_of_memory(error):
         return OutOfMemory(
-            f"{name} ran out of memory.  Lower explorer.rollout_model.max_num_seqs or model.max_model_len, or give the machine more "
+            f"{name} ran out of memory.  Lower explorer.rollout_model.max_num_seqs or "
+            f"model.max_model_len, or give the machine more "
             f"({type(error).__name__}: {error})"
         )
     return EngineFailed(f"{name}: {type(error).__name__}: {error}")

@@ -1,7 +1,8 @@
 """vLLM as an engine: `AsyncLLM` in the process that hosts it, weights through our worker extension.
 
-Knows vLLM's public engine interface and nothing of Ray, trainer or buffer.  Invariant: no token is generated before the first load
-(except with `fixed_weights`), and every token carries the version label that was set while the engine was paused.
+Knows vLLM's public engine interface and nothing of Ray, trainer or buffer.  Invariant: no token is
+generated before the first load (except with `fixed_weights`), and every token carries the version
+label that was set while the engine was paused.
 
     start → load → resume → generate … → pause → [sleep →] load → resume → generate …
 """
@@ -33,7 +34,14 @@ from rft.engine.vllm_args import check_installed, engine_args, sampling_params, 
 from rft.engine.vllm_host import core_from_child
 from rft.engine.vllm_stats import Stats, without_prometheus
 from rft.engine.watch import Usage, Watch, usage
-from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemory, RftError, SetupError
+from rft.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineStalled,
+    OutOfMemory,
+    RftError,
+    SetupError,
+)
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
@@ -42,14 +50,15 @@ from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow,
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLOSE_TIMEOUT_S = 6.0  # less than who closes an engine waits for it: its processes are to be killed by then
+# less than who closes an engine waits for it: its processes are to be killed by then
+CLOSE_TIMEOUT_S = 6.0
 
 
 class _Sockets:
     """The folder in which vLLM makes sockets and temporary files and leaves them behind.
 
-    One for all engines of a process, because vLLM reads its variables once.  The process's number is in the name, so that
-    `rft.launch.leftovers` finds the folder of one that was killed.
+    One for all engines of a process, because vLLM reads its variables once.  The process's number
+    is in the name, so that `rft.launch.leftovers` finds the folder of one that was killed.
     """
 
     def __init__(self) -> None:
@@ -65,10 +74,14 @@ class _Sockets:
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """What is started in the block has its temporary files here, but for compiled code, which other engines use again."""
+        """What is started in the block has its temporary files here, but for compiled code, which
+        other engines use again.
+        """
         assert self._path is not None, "it is open"
         before = os.environ.get("TMPDIR")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        os.environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+        )
         os.environ["TMPDIR"] = str(self._path)
         try:
             yield
@@ -91,16 +104,29 @@ class VllmEngine(LocalEngine):
     """One vLLM engine; made by `start`.  All methods belong to the event loop that started it."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Starts vLLM's processes; must be called inside the event loop, which stands still meanwhile."""
+        """Starts vLLM's processes; must be called inside the event loop, which stands still
+        meanwhile.
+        """
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._stats = Stats()
         before = {p.pid for p in psutil.Process().children()}
         with core_from_child() as core:
-            self._llm: Any = AsyncLLM.from_engine_args(engine_args(settings), stat_loggers=[lambda config, index: self._stats])
-        self._processes = [p.pid for p in psutil.Process().children() if p.pid not in before - {core}]
+            self._llm: Any = AsyncLLM.from_engine_args(
+                engine_args(settings), stat_loggers=[lambda config, index: self._stats]
+            )
+        self._processes = [
+            p.pid for p in psutil.Process().children() if p.pid not in before - {core}
+        ]
         without_prometheus(self._llm.logger_manager)
-        super().__init__(settings, Chat(settings, self._llm.renderer.get_tokenizer(), self._llm.model_config.get_vocab_size()))
+        super().__init__(
+            settings,
+            Chat(
+                settings,
+                self._llm.renderer.get_tokenizer(),
+                self._llm.model_config.get_vocab_size(),
+            ),
+        )
         self._adapter = _adapter_request() if settings.lora_rank is not None else None
         self._ids = itertools.count()
         self._requests = 0  # of vLLM under way, which wait while it is paused
@@ -108,13 +134,16 @@ class VllmEngine(LocalEngine):
         self._stalled = ""  # why it counts as hung, for good
         self._watching = asyncio.ensure_future(self._watch())
         self._expert_layers: list[int] = []  # numbers of the layers whose experts are reported
-        self._held: dict[str, int] = {}  # requests under way when it was paused, and their tokens in the cache
+        # requests under way when it was paused, and their tokens in the cache
+        self._held: dict[str, int] = {}
         self._asleep: set[str] = set()  # what has to wake: weights, kv_cache
         self._clears = False  # the pause throws these tokens away
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
-        """Checks vLLM's version, starts its processes, loads the model of `model_path`.  Raises SetupError with the remedy."""
+        """Checks vLLM's version, starts its processes, loads the model of `model_path`.  Raises
+        SetupError with the remedy.
+        """
         check_installed()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(settings.start_timeout_s)))
         _SOCKETS.open()
@@ -143,9 +172,13 @@ class VllmEngine(LocalEngine):
         try:
             return cls(settings)
         except TimeoutError:
-            raise DeadlineExceeded(f"{settings.name}: vLLM did not start within {settings.start_timeout_s:.0f} s") from None
+            raise DeadlineExceeded(
+                f"{settings.name}: vLLM did not start within {settings.start_timeout_s:.0f} s"
+            ) from None
         except (RuntimeError, ValueError, OSError) as e:
-            raise SetupError(f"{settings.name}: vLLM did not start with {settings.model_path}: {e}") from e
+            raise SetupError(
+                f"{settings.name}: vLLM did not start with {settings.model_path}: {e}"
+            ) from e
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         prompt = await self.prompt(request)
@@ -154,13 +187,23 @@ class VllmEngine(LocalEngine):
         asks, n = (request.n, 1) if request.sampling.temperature == 0 else (1, request.n)
         params = sampling_params(request.sampling, n, room)
         if request.choices:
-            params.max_tokens, params.allowed_token_ids = 1, self._chat.choices(request)
+            params.max_tokens = 1
+            params.allowed_token_ids = self._chat.choices(request)
         with self.admission.of(request):
-            finals = await asyncio.gather(*(self._ask(request, prompt, params) for _ in range(asks)))
-        self._counted["prefilled_tokens"] += sum(len(prompt) - (f.num_cached_tokens or 0) for f in finals)
-        named = [(final.request_id, out) for final in finals for out in sorted(final.outputs, key=lambda o: o.index)]
+            finals = await asyncio.gather(
+                *(self._ask(request, prompt, params) for _ in range(asks))
+            )
+        self._counted["prefilled_tokens"] += sum(
+            len(prompt) - (f.num_cached_tokens or 0) for f in finals
+        )
+        named = [
+            (final.request_id, out)
+            for final in finals
+            for out in sorted(final.outputs, key=lambda o: o.index)
+        ]
         experts = await self._experts(
-            [name if n == 1 else f"{out.index}_{name}" for name, out in named], [out for _, out in named]
+            [name if n == 1 else f"{out.index}_{name}" for name, out in named],
+            [out for _, out in named],
         )
         return self._completions(request, prompt, [out for _, out in named], experts)
 
@@ -170,45 +213,74 @@ class VllmEngine(LocalEngine):
             return [None] * len(outputs)
         if tells_experts(self.settings):
             return [out.routed_experts[:, self._expert_layers] for out in outputs]
-        taken, *_ = await self._call("tell its experts", self._llm.collective_rpc("rft_take_experts", args=(names,)))
+        taken, *_ = await self._call(
+            "tell its experts", self._llm.collective_rpc("rft_take_experts", args=(names,))
+        )
         return [np.frombuffer(data, kind).reshape(shape) for kind, shape, data in taken]
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        """vLLM's log-probs of a prompt are those of the model itself, so only temperature 1 can be asked for."""
+        """vLLM's log-probs of a prompt are those of the model itself, so only temperature 1 can be
+        asked for.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        tokens = self.row(row, longest=self.settings.max_model_len - 1)  # vLLM wants room for one token
+        # vLLM wants room for one token
+        tokens = self.row(row, longest=self.settings.max_model_len - 1)
         if row.temperature != 1:
-            raise ValueError(f"{self.settings.name}: vLLM scores given tokens at temperature 1 only, not {row.temperature:g}")
+            raise ValueError(
+                f"{self.settings.name}: vLLM scores given tokens at temperature 1 only, not "
+                f"{row.temperature:g}"
+            )
         if self._adapter is not None:  # its prompt log-probs end the engine
-            raise ValueError(f"{self.settings.name}: vLLM's LoRA layers cannot score given tokens; use enforce_eager: true")
+            raise ValueError(
+                f"{self.settings.name}: vLLM's LoRA layers cannot score given tokens; use "
+                f"enforce_eager: true"
+            )
         if row.prompt_length == len(tokens):
             return np.empty(0, np.float32)
         params = SamplingParams(
-            max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
+            max_tokens=1,
+            temperature=0,
+            prompt_logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
         )
         final = await self._ask(GenerateRequest(request_id="score"), tokens, params)
-        given = zip(final.prompt_logprobs[row.prompt_length :], tokens[row.prompt_length :], strict=True)
+        given = zip(
+            final.prompt_logprobs[row.prompt_length :], tokens[row.prompt_length :], strict=True
+        )
         return np.array([logprobs[token].logprob for logprobs, token in given], np.float32)
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
-        again, self._paused, self._clears = self._paused, True, clear_cache
+        again = self._paused
+        self._paused = True
+        self._clears = clear_cache
         self._held = self._under_way()
-        self._counted["recomputed_tokens"] += sum(self._held.values()) if clear_cache and not again else 0
+        self._counted["recomputed_tokens"] += (
+            sum(self._held.values()) if clear_cache and not again else 0
+        )
         if self.settings.log_stats:
             await self._call("log its statistics", self._llm.do_log_stats())
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
-        """Only while paused.  Where the report is not clean the old weights may be served on, under their old label."""
+        """Only while paused.  Where the report is not clean the old weights may be served on, under
+        their old label.
+        """
         await self.check_load(manifest)
         await self._wake("weights")
         frame = msgspec.msgpack.encode(manifest)
-        answers = await self._call("load weights", self._llm.collective_rpc("rft_load", args=(frame,)))
-        report = worst([msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version)
+        answers = await self._call(
+            "load weights", self._llm.collective_rpc("rft_load", args=(frame,))
+        )
+        report = worst(
+            [msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version
+        )
         if report.whole:
-            await self._call("label the weights", self._llm.update_weight_version(str(report.version)))
+            await self._call(
+                "label the weights", self._llm.update_weight_version(str(report.version))
+            )
             self.version = report.version
         return msgspec.structs.replace(report, held=self._cost())
 
@@ -227,7 +299,9 @@ class VllmEngine(LocalEngine):
 
     async def resume(self) -> None:
         if "weights" in self._asleep and self.settings.sleep_level > 1:
-            raise EngineFailed(f"{self.settings.name}: it slept at level 2 and no weights were loaded since")
+            raise EngineFailed(
+                f"{self.settings.name}: it slept at level 2 and no weights were loaded since"
+            )
         await self._wake("weights")
         await self._wake("kv_cache")
         await self._call("resume", self._llm.resume_generation())
@@ -244,7 +318,8 @@ class VllmEngine(LocalEngine):
 
     async def close(self) -> None:
         """Stops vLLM's processes.  May be called twice."""
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # else it reports the stopping processes as an error
@@ -253,13 +328,19 @@ class VllmEngine(LocalEngine):
             await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
             _SOCKETS.close()
             del llm
-            gc.collect()  # AsyncLLM sits in reference cycles and its __del__ fails when it first runs at interpreter exit
+            # AsyncLLM sits in reference cycles and its __del__ fails when it first runs at
+            # interpreter exit
+            gc.collect()
 
     def _under_way(self) -> dict[str, int]:
-        """vLLM's requests, one for each completion, and how many tokens of each have keys and values: none before the first answer."""
+        """vLLM's requests, one for each completion, and how many tokens of each have keys and
+        values: none before the first answer.
+        """
         states = self._llm.output_processor.request_states
         return {
-            name: 0 if s.is_prefilling or s.detokenizer is None else s.prompt_len + s.detokenizer.num_output_tokens() - 1
+            name: 0
+            if s.is_prefilling or s.detokenizer is None
+            else s.prompt_len + s.detokenizer.num_output_tokens() - 1
             for name, s in states.items()
         }
 
@@ -276,7 +357,9 @@ class VllmEngine(LocalEngine):
         from vllm import TokensPrompt
 
         name = f"{request.request_id or 'request'}-{next(self._ids)}"
-        stream = self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name, lora_request=self._adapter)
+        stream = self._llm.generate(
+            TokensPrompt(prompt_token_ids=prompt), params, name, lora_request=self._adapter
+        )
         return await self._answer("answer a request", stream)
 
     async def _answer(self, what: str, stream: Any) -> Any:
@@ -297,35 +380,62 @@ class VllmEngine(LocalEngine):
         except Exception as e:
             if self._llm is None or self._llm.errored:
                 raise
-            raise RequestFailed(f"{self.settings.name}: vLLM could not take this request: {type(e).__name__}: {e}") from e
+            raise RequestFailed(
+                f"{self.settings.name}: vLLM could not take this request: {type(e).__name__}: {e}"
+            ) from e
         if final is None:
             raise EngineFailed("vLLM ended a request without an answer")
         return final
 
     def _completions(
-        self, request: GenerateRequest, prompt: list[int], outputs: list[Any], experts: Sequence[np.ndarray | None]
+        self,
+        request: GenerateRequest,
+        prompt: list[int],
+        outputs: list[Any],
+        experts: Sequence[np.ndarray | None],
     ) -> list[Completion]:
         self._counted["requests"] += request.n
         self._counted["prompt_tokens"] += len(prompt)
-        made = [self._completion(request, prompt, out, given) for out, given in zip(outputs, experts, strict=True)]
+        made = [
+            self._completion(request, prompt, out, given)
+            for out, given in zip(outputs, experts, strict=True)
+        ]
         if len(made) != request.n:
-            raise EngineFailed(f"{self.settings.name}: vLLM answered with {len(made)} completions, {request.n} were asked for")
+            raise EngineFailed(
+                f"{self.settings.name}: vLLM answered with {len(made)} completions, {request.n} "
+                f"were asked for"
+            )
         return made
 
-    def _completion(self, request: GenerateRequest, prompt: list[int], out: Any, experts: np.ndarray | None) -> Completion:
+    def _completion(
+        self, request: GenerateRequest, prompt: list[int], out: Any, experts: np.ndarray | None
+    ) -> Completion:
         if out.finish_reason not in ("stop", "length", "abort"):
-            raise EngineFailed(f"{self.settings.name}: vLLM ended a request with {out.finish_reason!r}")
+            raise EngineFailed(
+                f"{self.settings.name}: vLLM ended a request with {out.finish_reason!r}"
+            )
         tokens = np.array(out.token_ids, np.int32)
-        spans = tuple(VersionSpan(Version.parse(s.version), s.start, min(s.end, len(tokens))) for s in out.weight_versions or ())
+        spans = tuple(
+            VersionSpan(Version.parse(s.version), s.start, min(s.end, len(tokens)))
+            for s in out.weight_versions or ()
+        )
         if len(tokens) and (not spans or spans[0].start != 0 or spans[-1].end != len(tokens)):
-            raise EngineFailed(f"{self.settings.name}: version spans {spans} do not cover {len(tokens)} tokens")
+            raise EngineFailed(
+                f"{self.settings.name}: version spans {spans} do not cover {len(tokens)} tokens"
+            )
         self._counted["generated_tokens"] += len(tokens)
         logprobs = _sampled_logprobs(out.logprobs, len(tokens))
         computed = len(prompt) + len(tokens) - 1
         if experts is not None and len(experts) < computed:
-            raise EngineFailed(f"{self.settings.name}: vLLM told the experts of {len(experts)} of {computed} positions")
-        reason, routed = out.finish_reason, None if experts is None else experts[:computed]
-        return self.completion(request, prompt, tokens, logprobs, reason=reason, spans=spans, experts=routed)
+            raise EngineFailed(
+                f"{self.settings.name}: vLLM told the experts of {len(experts)} of {computed} "
+                f"positions"
+            )
+        reason = out.finish_reason
+        routed = None if experts is None else experts[:computed]
+        return self.completion(
+            request, prompt, tokens, logprobs, reason=reason, spans=spans, experts=routed
+        )
 
     async def _call(self, what: str, call: Awaitable[T], timeout_s: float | None = None) -> T:
         """Awaits vLLM with a deadline and gives its failures our names."""
@@ -340,18 +450,27 @@ class VllmEngine(LocalEngine):
         except TimeoutError:
             if self._stalled:
                 raise EngineStalled(f"{self.settings.name}: vLLM hangs: {self._stalled}") from None
-            raise DeadlineExceeded(f"{self.settings.name}: vLLM did not {what} within {limit:.0f} s") from None
+            raise DeadlineExceeded(
+                f"{self.settings.name}: vLLM did not {what} within {limit:.0f} s"
+            ) from None
         except MemoryError as e:
-            raise OutOfMemory(f"{self.settings.name}: out of memory; lower max_num_seqs, max_model_len or kv_cache_bytes") from e
+            raise OutOfMemory(
+                f"{self.settings.name}: out of memory; lower max_num_seqs, max_model_len or "
+                f"kv_cache_bytes"
+            ) from e
         except (RftError, ValueError):
             raise
         except RequestFailed:
             raise
         except Exception as e:  # vLLM's engine errors share no base class with a meaning
-            raise EngineFailed(f"{self.settings.name}: vLLM could not {what}: {type(e).__name__}: {e}") from e
+            raise EngineFailed(
+                f"{self.settings.name}: vLLM could not {what}: {type(e).__name__}: {e}"
+            ) from e
 
     async def _watch(self) -> None:
-        """Ends all calls, those to come too, once vLLM hangs.  While it is paused, requests are no work for it."""
+        """Ends all calls, those to come too, once vLLM hangs.  While it is paused, requests are no
+        work for it.
+        """
         s = self.settings
         if s.stall_timeout_s is None and s.step_timeout_s is None:
             return
@@ -383,7 +502,9 @@ class VllmClassifier(ScoresOnly, VllmEngine):
         prompt = self._chat.whole(messages)
         name = f"score-{next(self._ids)}"
         stream = self._llm.encode(
-            TokensPrompt(prompt_token_ids=prompt), PoolingParams(task="classify", use_activation=False), name
+            TokensPrompt(prompt_token_ids=prompt),
+            PoolingParams(task="classify", use_activation=False),
+            name,
         )
         with self.admission.of(GenerateRequest(request_id=name)):
             final = await self._answer("score a chat", stream)
@@ -393,7 +514,9 @@ class VllmClassifier(ScoresOnly, VllmEngine):
 
 
 def _adapter_request() -> Any:
-    """One adapter under one id, exchanged in place by `rft.engine.vllm_adapter`; nothing is read from its path."""
+    """One adapter under one id, exchanged in place by `rft.engine.vllm_adapter`; nothing is read
+    from its path.
+    """
     from vllm.lora.request import LoRARequest
 
     from rft.engine.vllm_adapter import ADAPTER_ID, ADAPTER_NAME

@@ -1,8 +1,10 @@
-"""A published adapter inside a vLLM worker: in our own layers beside vLLM's, or in vLLM's LoRA layers.
+"""A published adapter inside a vLLM worker: in our own layers beside vLLM's, or in vLLM's LoRA
+layers.
 
-Ours are added to what a layer computes, in a process that runs it eagerly.  vLLM's are for the rest: they are part of captured graphs.
-Their one adapter keeps its id and is exchanged in place, so that requests under way go on with the new one.  Knows the worker's model; not
-who published.  Invariant: an adapter that is damaged, incomplete or of other layers never touches the model.
+Ours are added to what a layer computes, in a process that runs it eagerly.  vLLM's are for the
+rest: they are part of captured graphs. Their one adapter keeps its id and is exchanged in place, so
+that requests under way go on with the new one.  Knows the worker's model; not who published.
+Invariant: an adapter that is damaged, incomplete or of other layers never touches the model.
 """
 
 from __future__ import annotations
@@ -12,11 +14,21 @@ from typing import Any
 
 import torch
 
-from rft.engine.adapter_layers import AdapterLoader, Beside, Pair, apart, base_tensors, copied, product, worst
+from rft.engine.adapter_layers import (
+    AdapterLoader,
+    Beside,
+    Pair,
+    apart,
+    base_tensors,
+    copied,
+    product,
+    worst,
+)
 from rft.engine.vllm_layout import PROBE_ROWS, Shard, own_parts, place, plain, probe, shards_of
 from rft.types.adapter import AdapterSpec, key
 
-ADAPTER_ID, ADAPTER_NAME = 1, "published"
+ADAPTER_ID = 1
+ADAPTER_NAME = "published"
 Parts = dict[Shard, Pair]  # by the part of a merged layer, as a checkpoint's weights would be
 Added = Callable[[str, torch.Tensor], torch.Tensor]  # what layer and input give
 
@@ -26,13 +38,16 @@ class WorkerAdapter(AdapterLoader[Parts]):
 
     def __init__(self, worker: Any) -> None:
         super().__init__()
-        self._worker, self._model = worker, worker.get_model()
+        self._worker = worker
+        self._model = worker.get_model()
         if worker.model_config.use_mla:
             raise ValueError(
-                "latent attention multiplies with weights of its own making; write model.lora_configs[0].merge: true"
+                "latent attention multiplies with weights of its own making; write "
+                "model.lora_configs[0].merge: true"
             )
         self._layers: dict[str, Beside] = {}
-        self._plain: dict[str, Callable[..., torch.Tensor]] = {}  # what their layers compute without
+        # what their layers compute without
+        self._plain: dict[str, Callable[..., torch.Tensor]] = {}
         self._native = worker.vllm_config.lora_config is not None
         self._modules = self._linear()
 
@@ -42,9 +57,16 @@ class WorkerAdapter(AdapterLoader[Parts]):
         """The adapter's parts by vLLM's layer, and what belongs to no layer that can have one."""
         from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-        if self._worker.vllm_config.parallel_config.pipeline_parallel_size > 1:  # layers of other stages
-            found = {n: p for n, p in found.items() if not is_pp_missing_parameter(f"{n}.weight", self._model)}
-        stand_ins = {n: torch.empty(p.b.shape[0], p.a.shape[1], device="meta") for n, p in found.items()}
+        # layers of other stages
+        if self._worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            found = {
+                n: p
+                for n, p in found.items()
+                if not is_pp_missing_parameter(f"{n}.weight", self._model)
+            }
+        stand_ins = {
+            n: torch.empty(p.b.shape[0], p.a.shape[1], device="meta") for n, p in found.items()
+        }
         names = {id(t): n for n, t in stand_ins.items()}
         published, unknown = place(self._model, {f"{n}.weight": t for n, t in stand_ins.items()})
         layers: dict[str, Parts] = {}
@@ -69,7 +91,9 @@ class WorkerAdapter(AdapterLoader[Parts]):
         return {n: m for n, m in every.items() if n in adapted}
 
     def _cut(self, name: str, parts: Parts) -> tuple[list[Pair | None], list[int]]:
-        """This tensor-parallel rank's own parts, in the layer's order, and how many outputs each has; B x A is its part of the product."""
+        """This tensor-parallel rank's own parts, in the layer's order, and how many outputs each
+        has; B x A is its part of the product.
+        """
         from vllm.model_executor.layers.linear import RowParallelLinear
 
         module = self._modules[name]
@@ -80,14 +104,21 @@ class WorkerAdapter(AdapterLoader[Parts]):
             return [copied(Pair(a, pair.b), device, dtype)], [pair.b.shape[0]]
         sizes = _sizes(module)
         rank = next(iter(parts.values())).a.shape[0]
-        every = {s: parts[s].b if s in parts else torch.zeros(n, rank) for s, n in sizes.items()} if None not in parts else {}
+        every = (
+            {s: parts[s].b if s in parts else torch.zeros(n, rank) for s, n in sizes.items()}
+            if None not in parts
+            else {}
+        )
         bs = own_parts(module, every or {None: parts[None].b})
         given = [parts.get(s) for s in sizes] if every else [parts[None]] * len(bs)
         shared = parts[None].a.to(device, dtype, copy=True) if not every else None
         cut = [
             None
             if p is None
-            else Pair(p.a.to(device, dtype, copy=True) if shared is None else shared, b.to(device, dtype, copy=True))
+            else Pair(
+                p.a.to(device, dtype, copy=True) if shared is None else shared,
+                b.to(device, dtype, copy=True),
+            )
             for p, b in zip(given, bs, strict=True)
         ]
         return cut, [len(b) for b in bs]
@@ -98,7 +129,12 @@ class WorkerAdapter(AdapterLoader[Parts]):
     # ------------------------------------------------------------ exchange
 
     def _exchange(
-        self, layers: Mapping[str, Parts], tensors: Mapping[str, torch.Tensor], spec: AdapterSpec, *, stale: bool
+        self,
+        layers: Mapping[str, Parts],
+        tensors: Mapping[str, torch.Tensor],
+        spec: AdapterSpec,
+        *,
+        stale: bool,
     ) -> None:
         if self._native:
             self._exchange_native(dict(list(tensors.items())[: -2 if stale else None]), spec)
@@ -144,7 +180,9 @@ class WorkerAdapter(AdapterLoader[Parts]):
         published, _ = place(self._model, dict(base_tensors(self._worker.model_config.model)))
         return probe(self._model, published, self._device_and_type()[0], seed=seed)
 
-    def _probe(self, layers: Mapping[str, Parts], spec: AdapterSpec, random: torch.Generator) -> tuple[int, float, str]:
+    def _probe(
+        self, layers: Mapping[str, Parts], spec: AdapterSpec, random: torch.Generator
+    ) -> tuple[int, float, str]:
         added = self._added_native() if self._native else self._added
         if added is None:
             return 0, 0.0, ""
@@ -152,13 +190,30 @@ class WorkerAdapter(AdapterLoader[Parts]):
         device, dtype = self._device_and_type()
         for name in layers:
             parts, widths = self._cut(name, layers[name])
-            x = torch.randn(PROBE_ROWS, next(p for p in parts if p is not None).a.shape[1], generator=random).to(device, dtype)
+            x = torch.randn(
+                PROBE_ROWS, next(p for p in parts if p is not None).a.shape[1], generator=random
+            ).to(device, dtype)
             nothing = [torch.zeros(PROBE_ROWS, n, device=device, dtype=dtype) for n in widths]
-            want = torch.cat([z if p is None else product(p, x, spec.scale) for p, z in zip(parts, nothing, strict=True)], dim=-1)
+            want = torch.cat(
+                [
+                    z if p is None else product(p, x, spec.scale)
+                    for p, z in zip(parts, nothing, strict=True)
+                ],
+                dim=-1,
+            )
             error = worst(error, (apart(added(name, x), want), name))
             if name in self._plain:
                 whole = self._plain[name](self._modules[name], x, None) + want
-                error = worst(error, (apart(self._modules[name].quant_method.apply(self._modules[name], x, None), whole), name))
+                error = worst(
+                    error,
+                    (
+                        apart(
+                            self._modules[name].quant_method.apply(self._modules[name], x, None),
+                            whole,
+                        ),
+                        name,
+                    ),
+                )
         return len(layers), *error
 
     def _added(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -174,12 +229,16 @@ class WorkerAdapter(AdapterLoader[Parts]):
         from vllm.lora.request import LoRARequest
 
         config = self._worker.vllm_config
-        if config.lora_config.fully_sharded_loras and config.parallel_config.tensor_parallel_size > 1:
+        if (
+            config.lora_config.fully_sharded_loras
+            and config.parallel_config.tensor_parallel_size > 1
+        ):
             return None
         manager = self._worker.model_runner.lora_manager
         rows = (ADAPTER_ID,) * PROBE_ROWS
         manager.set_active_adapters(
-            {LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)}, LoRAMapping(rows, rows, is_prefill=True)
+            {LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)},
+            LoRAMapping(rows, rows, is_prefill=True),
         )
         layers = manager._adapter_manager.modules
 
@@ -197,8 +256,13 @@ def _sizes(module: Any) -> dict[Shard, int]:
     from vllm.model_executor.layers import linear
 
     if isinstance(module, linear.QKVParallelLinear):
-        heads, kv = module.total_num_heads, module.total_num_kv_heads
-        return {"q": heads * module.head_size, "k": kv * module.head_size, "v": kv * module.v_head_size}
+        heads = module.total_num_heads
+        kv = module.total_num_kv_heads
+        return {
+            "q": heads * module.head_size,
+            "k": kv * module.head_size,
+            "v": kv * module.v_head_size,
+        }
     if isinstance(module, linear.MergedColumnParallelLinear):
         return dict(enumerate(module.output_sizes))
     return {None: module.output_size}
@@ -208,4 +272,7 @@ def _fits(module: Any, parts: Parts) -> bool:
     sizes = _sizes(module)
     whole = {None: sum(sizes.values()), **sizes}
     known = set(shards_of(module)) | {None}
-    return all(s in known and p.a.shape[1] == module.input_size and p.b.shape[0] == whole[s] for s, p in parts.items())
+    return all(
+        s in known and p.a.shape[1] == module.input_size and p.b.shape[0] == whole[s]
+        for s, p in parts.items()
+    )

@@ -1,4 +1,6 @@
-"""Our settings in vLLM's terms: which versions are supported, arguments of an engine, parameters of a request."""
+"""Our settings in vLLM's terms: which versions are supported, arguments of an engine, parameters of
+a request.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,27 @@ from rft.errors import ConfigError, SetupError
 from rft.types import rotary, row_layout
 from rft.types.task import SamplingArgs
 
-FIRST, PAST = (0, 32), (0, 34)  # supported versions: FIRST <= vllm < PAST
+FIRST = (0, 32)  # supported versions: FIRST <= vllm < PAST
+PAST = (0, 34)
 _INSTALL = (
-    'pip install "rft-platform[vllm]" where there are GPUs, else see docs/install-cpu.md; or choose engine_type: transformers'
+    'pip install "rft-platform[vllm]" where there are GPUs, else see docs/install-cpu.md; '
+    "or choose engine_type: transformers"
 )
-CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by nobody
+# tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by
+# nobody
+CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_BYTES = 1 << 30
 _SAME_NAME = (
-    "dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching",
-    "seed", "trust_remote_code",
-)  # fmt: skip
+    "dtype",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_model_len",
+    "max_num_seqs",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "seed",
+    "trust_remote_code",
+)
 
 
 def check_installed() -> None:
@@ -40,9 +53,13 @@ def check_installed() -> None:
         if FIRST <= release < PAST:
             return
         raise SetupError(
-            f"{package} {version} is not supported: {FIRST[0]}.{FIRST[1]} to {PAST[0]}.{PAST[1] - 1} are; {_INSTALL}"
+            f"{package} {version} is not supported: {FIRST[0]}.{FIRST[1]} to "
+            f"{PAST[0]}.{PAST[1] - 1} are; {_INSTALL}"
         )
-    raise SetupError("a package vllm can be imported but none is installed; remove it from PYTHONPATH or install vLLM")
+    raise SetupError(
+        "a package vllm can be imported but none is installed; remove it from PYTHONPATH or "
+        "install vLLM"
+    )
 
 
 def engine_args(settings: EngineSettings) -> Any:
@@ -53,32 +70,45 @@ def engine_args(settings: EngineSettings) -> Any:
     args |= {
         "model": settings.model_path,
         "tokenizer": settings.tokenizer_path or settings.model_path,
-        "max_num_batched_tokens": settings.max_num_batched_tokens or max(2048, settings.max_model_len),
+        "max_num_batched_tokens": settings.max_num_batched_tokens
+        or max(2048, settings.max_model_len),
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
         "disable_log_stats": not settings.log_stats,
         "enable_log_requests": settings.log_requests,
-        # In a placement group of Ray vLLM would make Ray actors of its workers, for whose GPUs there is no room.  On CPU "uni" holds only
-        # where the environment of rft.engine.environment says so; else vLLM takes "mp" itself.
+        # In a placement group of Ray vLLM would make Ray actors of its workers, for whose GPUs
+        # there is no room.  On CPU "uni" holds only where the environment of rft.engine.environment
+        # says so; else vLLM takes "mp" itself.
         "distributed_executor_backend": "uni" if settings.workers == 1 else "mp",
     }
     if settings.task == "score":
         args["runner"] = "pooling"
         del args["logprobs_mode"]
-    if not settings.enable_chunked_prefill:  # else vLLM switches it on wherever model and device can do it
+    # else vLLM switches it on wherever model and device can do it
+    if not settings.enable_chunked_prefill:
         args["enable_chunked_prefill"] = False
     if settings.router_replay and tells_experts(settings):
         args["enable_return_routed_experts"] = True
     if settings.lora_rank is not None:
-        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_limit(settings.lora_rank)}
-        args |= {"fully_sharded_loras": settings.fully_sharded_loras, "max_cpu_loras": settings.max_cpu_loras}
+        args |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": lora_limit(settings.lora_rank),
+        }
+        args |= {
+            "fully_sharded_loras": settings.fully_sharded_loras,
+            "max_cpu_loras": settings.max_cpu_loras,
+        }
     if settings.block_size is not None:
         args["block_size"] = settings.block_size
     if settings.device == "cpu":
         args["block_size"] = settings.block_size or CPU_BLOCK_SIZE
         args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        if settings.dtype == "float32" and "latent attention" in row_layout.layer_types(_config(settings)):
-            args["attention_backend"] = "CPU_MLA"  # the one for AMX, which vLLM prefers, computes in bfloat16 only
+        if settings.dtype == "float32" and "latent attention" in row_layout.layer_types(
+            _config(settings)
+        ):
+            # the one for AMX, which vLLM prefers, computes in bfloat16 only
+            args["attention_backend"] = "CPU_MLA"
         args["worker_cls"] = "rft.engine.vllm_cpu.CacheWorker"
     else:
         args["gpu_memory_utilization"] = settings.gpu_memory_utilization
@@ -88,11 +118,18 @@ def engine_args(settings: EngineSettings) -> Any:
     unknown = sorted(set(settings.extra_engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
     if unknown:
         raise ConfigError(
-            f"{', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs", key="extra_engine_args", given=unknown
+            f"{', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs",
+            key="extra_engine_args",
+            given=unknown,
         )
     override = settings.extra_engine_args.get("hf_overrides", {})
-    text = None if settings.fixed_weights else row_layout.TEXT_CLASSES.get(_config(settings).get("model_type", ""))
-    if text is not None and "architectures" not in override:  # the trained part; weights come with a version
+    text = (
+        None
+        if settings.fixed_weights
+        else row_layout.TEXT_CLASSES.get(_config(settings).get("model_type", ""))
+    )
+    # the trained part; weights come with a version
+    if text is not None and "architectures" not in override:
         args["load_format"], override = "dummy", {"architectures": [text], **override}
     args |= settings.extra_engine_args
     if isinstance(override, dict):
@@ -106,7 +143,9 @@ def _config(settings: EngineSettings) -> dict[str, Any]:
 
 
 def tells_experts(settings: EngineSettings) -> bool:
-    """Whether vLLM tells experts by itself: its runner for CPUs does not, so `rft.engine.vllm_routing` records them."""
+    """Whether vLLM tells experts by itself: its runner for CPUs does not, so
+    `rft.engine.vllm_routing` records them.
+    """
     return settings.device != "cpu"
 
 
@@ -117,7 +156,8 @@ def lora_limit(rank: int) -> int:
     ranks: list[int] = [r for r in get_args(MaxLoRARanks) if r >= rank]
     if not ranks:
         raise ConfigError(
-            f"is {rank}; vLLM's LoRA layers go up to {max(get_args(MaxLoRARanks))}: write merge: true, or enforce_eager: true",
+            f"is {rank}; vLLM's LoRA layers go up to {max(get_args(MaxLoRARanks))}: write merge: "
+            f"true, or enforce_eager: true",
             key="model.lora_configs[0].lora_rank",
             given=rank,
         )
@@ -125,12 +165,20 @@ def lora_limit(rank: int) -> int:
 
 
 def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:
-    """vLLM's parameters.  `room` = tokens left in the context.  With a seed, completion i of n is drawn with seed + i."""
+    """vLLM's parameters.  `room` = tokens left in the context.  With a seed, completion i of n is
+    drawn with seed + i.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     limit = min(sampling.max_tokens, room)
     given = msgspec.structs.asdict(sampling)
-    given |= {"max_tokens": limit, "min_tokens": min(sampling.min_tokens, limit), "stop": list(sampling.stop)}
+    given |= {
+        "max_tokens": limit,
+        "min_tokens": min(sampling.min_tokens, limit),
+        "stop": list(sampling.stop),
+    }
     given |= {"skip_special_tokens": False}  # a stop text may be one
-    return SamplingParams(n=n, **given, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    return SamplingParams(
+        n=n, **given, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )

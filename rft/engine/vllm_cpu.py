@@ -1,9 +1,12 @@
-"""vLLM's worker on CPUs, whose cache for keys and values takes memory where it is used first, and which does less work.
+"""vLLM's worker on CPUs, whose cache for keys and values takes memory where it is used first, and
+which does less work.
 
-vLLM writes zeros over the whole cache when it starts: half a second for each GiB, two on a virtual machine whose host gives it memory late.
-New memory from the kernel is zero as well.  It comes in huge pages where the kernel has them, so that the first use costs few page faults.
+vLLM writes zeros over the whole cache when it starts: half a second for each GiB, two on a virtual
+machine whose host gives it memory late. New memory from the kernel is zero as well.  It comes in
+huge pages where the kernel has them, so that the first use costs few page faults.
 
-vLLM draws a random number for each token of the vocabulary (Gumbel-max); one for each row gives the same distribution.
+vLLM draws a random number for each token of the vocabulary (Gumbel-max); one for each row gives the
+same distribution.
 
 vLLM normalizes with a dozen operations of torch where it has a kernel for CPUs as well.
 """
@@ -43,7 +46,8 @@ class CacheWorker(CPUWorker):
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
         kind = self.model_config
-        if kind.enforce_eager and kind.dtype == torch.float32:  # shorter types would be rounded in another order
+        # shorter types would be rounded in another order
+        if kind.enforce_eager and kind.dtype == torch.float32:
             for layer in self.get_model().modules():
                 if type(layer) is RMSNorm and layer.pass_weight:
                     layer._forward_method = partial(_normalized, layer)
@@ -57,7 +61,9 @@ class CacheWorker(CPUWorker):
 def _normalized(
     layer: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """[N, H] times weights / root mean square, with vLLM's kernel; with a residual [N, H] of their sum, in place."""
+    """[N, H] times weights / root mean square, with vLLM's kernel; with a residual [N, H] of their
+    sum, in place.
+    """
     x = x.contiguous()
     if residual is None:
         out = torch.empty_like(x)
@@ -68,7 +74,11 @@ def _normalized(
 
 
 def _drawn(
-    mode: str, logits: torch.Tensor, generators: dict[int, torch.Generator], k: torch.Tensor | None, p: torch.Tensor | None
+    mode: str,
+    logits: torch.Tensor,
+    generators: dict[int, torch.Generator],
+    k: torch.Tensor | None,
+    p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Tokens [N] from logits [N, V], and what vLLM wants beside them in this mode of log-probs."""
     logits = apply_top_k_top_p(logits, k, p)
@@ -76,15 +86,24 @@ def _drawn(
     uniform = torch.rand(len(logits), dtype=torch.float64)
     for row, generator in generators.items():
         uniform[row] = torch.rand((), generator=generator, dtype=torch.float64)
-    return pick(logprobs, uniform), {"processed_logits": logits, "processed_logprobs": logprobs}.get(mode)
+    return pick(logprobs, uniform), {
+        "processed_logits": logits,
+        "processed_logprobs": logprobs,
+    }.get(mode)
 
 
-def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
-    """float32 [N, 1] of tokens [N] from [N, V].  vLLM's own also counts the more probable tokens, which nobody reads."""
+def _gathered(
+    logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
+) -> LogprobsTensors:
+    """float32 [N, 1] of tokens [N] from [N, V].  vLLM's own also counts the more probable tokens,
+    which nobody reads.
+    """
     if num_logprobs:
         return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
     ids = token_ids.unsqueeze(-1)
-    return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), torch.zeros_like(token_ids))
+    return LogprobsTensors(
+        ids.to(torch.int32), logprobs.gather(-1, ids), torch.zeros_like(token_ids)
+    )
 
 
 class _NewMemory(TorchFunctionMode):
@@ -92,7 +111,12 @@ class _NewMemory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and kwargs.get("dtype") is torch.int8 and isinstance(args[0], int) and args[0] >= _LARGE:
+        if (
+            func is torch.zeros
+            and kwargs.get("dtype") is torch.int8
+            and isinstance(args[0], int)
+            and args[0] >= _LARGE
+        ):
             memory = mmap.mmap(-1, args[0], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,9 +1,11 @@
-"""Mixtures of experts in vLLM's model: under which names a version's experts are known, and whether they compute with them.
+"""Mixtures of experts in vLLM's model: under which names a version's experts are known, and whether
+they compute with them.
 
-A version is published under transformers' own names, where one tensor holds all experts of a layer; vLLM loads the names of checkpoints.
-transformers knows both, so its model of the same configuration, without weights, is asked.  Every expert is probed: a random row goes
-through it in vLLM's kernel and, with the published weights, in transformers' code.
-Knows no manifest.  Invariant: what a kernel packed or joined from a version before is made anew at every load.
+A version is published under transformers' own names, where one tensor holds all experts of a layer;
+vLLM loads the names of checkpoints. transformers knows both, so its model of the same
+configuration, without weights, is asked.  Every expert is probed: a random row goes through it in
+vLLM's kernel and, with the published weights, in transformers' code. Knows no manifest.  Invariant:
+what a kernel packed or joined from a version before is made anew at every load.
 """
 
 from __future__ import annotations
@@ -25,14 +27,23 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 class ExpertLayers:
     """The expert layers of one worker's model."""
 
-    def __init__(self, config: Any, model: torch.nn.Module, layers: dict[str, Any], *, trust_remote_code: bool) -> None:
+    def __init__(
+        self,
+        config: Any,
+        model: torch.nn.Module,
+        layers: dict[str, Any],
+        *,
+        trust_remote_code: bool,
+    ) -> None:
         """`config`: transformers' of `model`; `layers`: what `expert_layers` found in it."""
         from transformers import AutoModelForCausalLM
 
         plain = copy.deepcopy(config)
         plain._experts_implementation = "eager"
         with torch.device("meta"):
-            self._published: Any = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
+            self._published: Any = AutoModelForCausalLM.from_config(
+                plain, trust_remote_code=trust_remote_code
+            )
         self._published.tie_weights()
         self._model = model
         self._layers = {_number(name): (name, layer) for name, layer in layers.items()}
@@ -52,81 +63,137 @@ class ExpertLayers:
         return dict(in_checkpoints(self._published, tensors.items()))
 
     def finish(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
-        """After vLLM's reload of the version `tensors`: do what it leaves undone.  `stale`: a fault of the tests."""
+        """After vLLM's reload of the version `tensors`: do what it leaves undone.  `stale`: a fault
+        of the tests.
+        """
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
         for into, weights in self._written_directly(tensors):
             into.copy_(weights)
         for _, layer in self._layers.values():
             experts = layer.quant_method.moe_kernel.fused_experts
-            if isinstance(experts, CPUUnquantizedExperts) and not stale:  # the kernel's own order of the weights is made once
+            # the kernel's own order of the weights is made once
+            if isinstance(experts, CPUUnquantizedExperts) and not stale:
                 experts.process_weights_after_loading(layer)
         for module in self._model.modules():
             if vars(module).get("_combined_gate_weight") is not None:
                 module._combined_gate_weight = None  # type: ignore[assignment]
 
-    def _written_directly(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters into which vLLM's gpt-oss writes by itself, which its reload does not see; each with what belongs there."""
+    def _written_directly(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters into which vLLM's gpt-oss writes by itself, which its reload does not see;
+        each with what belongs there.
+        """
         for published, module in self._published.named_modules():
             if _interleaved(module) and (number := _number(published)) in self._layers:
                 yield from _slices(
-                    self._layers[number][1], {n: tensors[f"{published}.{n}"] for n, _ in module.named_parameters()}
+                    self._layers[number][1],
+                    {n: tensors[f"{published}.{n}"] for n, _ in module.named_parameters()},
                 )
         yield from self._beside(tensors)
 
-    def _beside(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Attention sinks of this worker's heads and correction biases of routers, each with what was published."""
+    def _beside(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Attention sinks of this worker's heads and correction biases of routers, each with what
+        was published.
+        """
         from vllm.distributed import get_tensor_model_parallel_rank
 
-        own = {_number(name): p for name, p in self._model.named_parameters() if name.endswith(".sinks")}
+        own = {
+            _number(name): p
+            for name, p in self._model.named_parameters()
+            if name.endswith(".sinks")
+        }
         for name, sinks in tensors.items():
             if name.endswith(".sinks") and (into := own.get(_number(name))) is not None:
-                yield into.data, sinks.narrow(0, get_tensor_model_parallel_rank() * len(into), len(into))
-        biases = {_number(name): tensor for name, tensor in tensors.items() if name.endswith(".e_score_correction_bias")}
+                yield (
+                    into.data,
+                    sinks.narrow(0, get_tensor_model_parallel_rank() * len(into), len(into)),
+                )
+        biases = {
+            _number(name): tensor
+            for name, tensor in tensors.items()
+            if name.endswith(".e_score_correction_bias")
+        }
         for number, runner in expert_runners(self._model):
-            if number in biases and (into := vars(runner.router).get("e_score_correction_bias")) is not None:
+            if (
+                number in biases
+                and (into := vars(runner.router).get("e_score_correction_bias")) is not None
+            ):
                 yield into.data, biases[number]
 
     def probe(
-        self, tensors: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, *, seed: int
+        self,
+        tensors: dict[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        seed: int,
     ) -> tuple[int, float, str]:
-        """(layers probed, largest error of an expert relative to the output's scale, the layer that has it)."""
+        """(layers probed, largest error of an expert relative to the output's scale, the layer that
+        has it).
+        """
         random = torch.Generator().manual_seed(seed)
         error = (0.0, "")
         for published, module in self._published.named_modules():
             if not holds_experts(module) or (number := _number(published)) not in self._layers:
                 continue
             name, layer = self._layers[number]
-            own = {n: tensors[f"{published}.{n}"].to(device, dtype) for n, _ in module.named_parameters()}
+            own = {
+                n: tensors[f"{published}.{n}"].to(device, dtype)
+                for n, _ in module.named_parameters()
+            }
             error = worst(error, (_difference(layer, module, own, random), name))
         for into, right in self._beside(tensors):
-            error = worst(error, (apart(into, right.to(device, into.dtype)), "attention sinks or correction biases of routers"))
+            error = worst(
+                error,
+                (
+                    apart(into, right.to(device, into.dtype)),
+                    "attention sinks or correction biases of routers",
+                ),
+            )
         return len(self._layers), *error
 
 
 def expert_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """The modules of `model` that compute experts, by name.  Raises ValueError for weights that cannot be compared with published ones."""
+    """The modules of `model` that compute experts, by name.  Raises ValueError for weights that
+    cannot be compared with published ones.
+    """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
 
-    found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)
+    }
     for name, module in found.items():
-        if not isinstance(module.quant_method, UnquantizedFusedMoEMethod) or module.quant_method.is_monolithic:
-            raise ValueError(
-                f"{name}: weights cannot be proven in experts that are computed by {type(module.quant_method).__name__}"
-            )
-        kernel, config = module.quant_method.moe_kernel.fused_experts, module.moe_config
-        if isinstance(kernel, CPUUnquantizedExperts) and (
-            kernel._padded_intermediate_size(config) != (size := config.intermediate_size_per_partition_unpadded)
+        if (
+            not isinstance(module.quant_method, UnquantizedFusedMoEMethod)
+            or module.quant_method.is_monolithic
         ):
             raise ValueError(
-                f"{name}: vLLM's kernel for CPUs pads experts of {size} inner units to a multiple of {kernel._intermediate_alignment()}, "
+                f"{name}: weights cannot be proven in experts that are computed by "
+                f"{type(module.quant_method).__name__}"
+            )
+        kernel = module.quant_method.moe_kernel.fused_experts
+        config = module.moe_config
+        if isinstance(kernel, CPUUnquantizedExperts) and (
+            kernel._padded_intermediate_size(config)
+            != (size := config.intermediate_size_per_partition_unpadded)
+        ):
+            raise ValueError(
+                f"{name}: vLLM's kernel for CPUs pads experts of {size} inner units to a multiple "
+                f"of {kernel._intermediate_alignment()}, "
                 "and cannot load them again"
             )
         if module.use_ep:
             raise ValueError(
-                f"{name}: weights cannot be proven in experts that are dealt over workers; set enable_expert_parallel: false"
+                f"{name}: weights cannot be proven in experts that are dealt over workers; set "
+                f"enable_expert_parallel: false"
             )
     return found
 
@@ -135,7 +202,11 @@ def expert_runners(model: torch.nn.Module) -> list[tuple[int, Any]]:
     """What routes tokens to experts in each layer that has some, with the layer's number."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    found = [(_number(name), module) for name, module in model.named_modules() if isinstance(module, MoERunner)]
+    found = [
+        (_number(name), module)
+        for name, module in model.named_modules()
+        if isinstance(module, MoERunner)
+    ]
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -144,11 +215,17 @@ def _interleaved(module: torch.nn.Module) -> bool:
     return holds_experts(module) and bool(module.is_transposed) and not module.is_concatenated
 
 
-def _slices(layer: Any, published: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The parameters of vLLM's `layer` of gpt-oss, and this worker's part of what was published for them."""
+def _slices(
+    layer: Any, published: dict[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters of vLLM's `layer` of gpt-oss, and this worker's part of what was published for
+    them.
+    """
     config = layer.moe_config
-    rank, size = config.tp_rank, config.intermediate_size_per_partition
-    at, end = rank * size, min((rank + 1) * size, published["down_proj"].shape[1])
+    rank = config.tp_rank
+    size = config.intermediate_size_per_partition
+    at = rank * size
+    end = min((rank + 1) * size, published["down_proj"].shape[1])
     yield layer.w13_weight.data, published["gate_up_proj"][:, :, 2 * at : 2 * end].transpose(1, 2)
     yield layer.w2_weight.data, published["down_proj"][:, at:end].transpose(1, 2)
     yield layer.w13_bias.data, published["gate_up_proj_bias"][:, 2 * at : 2 * end]
@@ -163,10 +240,15 @@ def _number(name: str) -> int:
     return int(found[1])
 
 
-def _difference(layer: Any, published: torch.nn.Module, own: dict[str, torch.Tensor], random: torch.Generator) -> float:
-    """Between vLLM's `layer` and transformers' module with the weights `own`, one random row through each expert."""
+def _difference(
+    layer: Any, published: torch.nn.Module, own: dict[str, torch.Tensor], random: torch.Generator
+) -> float:
+    """Between vLLM's `layer` and transformers' module with the weights `own`, one random row
+    through each expert.
+    """
     some = next(iter(own.values()))
-    count, size = len(some), layer.moe_config.hidden_dim_unpadded
+    count = len(some)
+    size = layer.moe_config.hidden_dim_unpadded
     x = torch.randn(count, size, generator=random).to(some.device, some.dtype)
     ids = torch.arange(count, device=some.device)[:, None]
     weights = torch.ones(count, 1, device=some.device)

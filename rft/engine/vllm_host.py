@@ -1,12 +1,14 @@
-"""The program of a process that hosts a vLLM engine on a CPU: vLLM is imported once, for this process and for the engine's core.
+"""The program of a process that hosts a vLLM engine on a CPU: vLLM is imported once, for this
+process and for the engine's core.
 
     python -P -c START SCRIPT ARGUMENTS ...
 
-imports vLLM, forks a child that waits, and goes on as SCRIPT, which is Ray's worker.  vLLM would start its core in a new interpreter, which
-imports everything again: 6 s of processor time.  Inside `core_from_child` the waiting child becomes the core instead.
+imports vLLM, forks a child that waits, and goes on as SCRIPT, which is Ray's worker.  vLLM would
+start its core in a new interpreter, which imports everything again: 6 s of processor time.  Inside
+`core_from_child` the waiting child becomes the core instead.
 
-Knows vLLM's imports, and one name that it starts its core with.  Invariant: the fork comes before Ray and before any computation, so
-neither has a thread yet whose locks the child could inherit.
+Knows vLLM's imports, and one name that it starts its core with.  Invariant: the fork comes before
+Ray and before any computation, so neither has a thread yet whose locks the child could inherit.
 """
 
 from __future__ import annotations
@@ -28,8 +30,16 @@ from typing import Any, NamedTuple, NoReturn
 
 from rft.worker.parent import die_with_parent
 
-START = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from rft.engine import vllm_host; vllm_host.main()"
-_IMPORTED = ("vllm.v1.engine.async_llm", "rft.engine.vllm", "rft.engine.vllm_worker", "rft.engine.vllm_cpu")
+START = (
+    f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from rft.engine import "
+    f"vllm_host; vllm_host.main()"
+)
+_IMPORTED = (
+    "vllm.v1.engine.async_llm",
+    "rft.engine.vllm",
+    "rft.engine.vllm_worker",
+    "rft.engine.vllm_cpu",
+)
 
 
 class _Child(NamedTuple):
@@ -57,7 +67,9 @@ def main() -> None:
 
 
 def _become(channel: socket.socket) -> NoReturn:
-    """Wait for a process object, and be that process, with the output, environment and folder of who sends it."""
+    """Wait for a process object, and be that process, with the output, environment and folder of
+    who sends it.
+    """
     die_with_parent()
     message, outputs, _, _ = socket.recv_fds(channel, 1, 2)
     if not message:  # the host has ended without an engine
@@ -69,14 +81,19 @@ def _become(channel: socket.socket) -> NoReturn:
         environment, folder, sys.path[:], process = given.recv()
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
-    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+    os.environ.update(
+        {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    )
     os.chdir(folder)
-    os._exit(process._bootstrap())  # as forked processes end: taking the interpreter down would take seconds
+    # as forked processes end: taking the interpreter down would take seconds
+    os._exit(process._bootstrap())
 
 
 @contextmanager
 def core_from_child() -> Iterator[int | None]:
-    """The engine core that vLLM starts in the block is the waiting child; gives its number.  None: there is no child."""
+    """The engine core that vLLM starts in the block is the waiting child; gives its number.  None:
+    there is no child.
+    """
     if not _waiting:
         yield None
         return
@@ -103,7 +120,8 @@ class _Handed(popen_spawn_posix.Popen):
                 channel.send((dict(os.environ), str(Path.cwd()), sys.path, process_obj))
             finally:
                 set_spawning_popen(None)
-        self.pid, self.sentinel = child.pid, os.pidfd_open(child.pid)
+        self.pid = child.pid
+        self.sentinel = os.pidfd_open(child.pid)
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
 
 

@@ -1,10 +1,11 @@
 """Where published weights lie in vLLM's model, and whether its layers compute with them.
 
-Every linear layer is probed with random inputs against the published weights, because on CPU the layers multiply with packed copies that a
-reload may leave behind.  Knows no worker and no manifest.
+Every linear layer is probed with random inputs against the published weights, because on CPU the
+layers multiply with packed copies that a reload may leave behind.  Knows no worker and no manifest.
 
-Layouts: a published weight is [out, in] as in the checkpoint; a worker of tensor parallel rank r holds its own rows (or, for row-parallel
-layers, columns) of it, merged with its siblings (q, k, v; gate, up).
+Layouts: a published weight is [out, in] as in the checkpoint; a worker of tensor parallel rank r
+holds its own rows (or, for row-parallel layers, columns) of it, merged with its siblings (q, k, v;
+gate, up).
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ from rft.engine.adapter_layers import apart
 
 Shard = str | int | None  # which part of a merged parameter; None = all of it
 Published = dict[str, dict[Shard, torch.Tensor]]  # vLLM's parameter name -> its parts
-PROBE_ROWS = 1  # random, so that every wrong weight shows; a second one would read all weights once more
+# random, so that every wrong weight shows; a second one would read all weights once more
+PROBE_ROWS = 1
 
 
-def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Published, tuple[str, ...]]:
-    """Where each published tensor belongs in vLLM's model, by the model's own name mapping; and the names that belong nowhere."""
+def place(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> tuple[Published, tuple[str, ...]]:
+    """Where each published tensor belongs in vLLM's model, by the model's own name mapping; and the
+    names that belong nowhere.
+    """
     known = {plain(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     experts = tuple(_expert_prefixes(model))
-    packed = {part: (whole, i) for whole, parts in _packed(model).items() for i, part in enumerate(parts)}
+    packed = {
+        part: (whole, i) for whole, parts in _packed(model).items() for i, part in enumerate(parts)
+    }
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     published: Published = {}
     unexpected = []
@@ -39,7 +47,8 @@ def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Pub
                 *head, leaf, kind = target.rsplit(".", 2)
                 if leaf in packed:  # models that merge inside their own load_weights
                     whole, i = packed[leaf]
-                    target, shard = ".".join([*head, whole, kind]), "qkv"[i] if whole == "qkv_proj" else i
+                    target = ".".join([*head, whole, kind])
+                    shard = "qkv"[i] if whole == "qkv_proj" else i
             if target in known or target.startswith(experts):
                 published.setdefault(target, {})[shard] = tensor
             else:
@@ -48,17 +57,29 @@ def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Pub
 
 
 def _by_outputs(model: torch.nn.Module, published: Published) -> Published:
-    """Parts that hold several outputs of a merged layer, as `in_proj_qkv` of Qwen3.5 does, become one part for each of them."""
+    """Parts that hold several outputs of a merged layer, as `in_proj_qkv` of Qwen3.5 does, become
+    one part for each of them.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     for target, parts in published.items():
         owner = modules.get(target.rpartition(".")[0])
         sizes = () if owner is None else vars(owner).get("output_sizes", ())
-        if len(parts) >= len(sizes) or set(parts) != set(range(len(parts))) or sum(map(len, parts.values())) != sum(sizes):
+        if (
+            len(parts) >= len(sizes)
+            or set(parts) != set(range(len(parts)))
+            or sum(map(len, parts.values())) != sum(sizes)
+        ):
             continue
-        parts, ends = {i: parts[i] for i in range(len(parts))}, list(itertools.accumulate(sizes))
+        parts = {i: parts[i] for i in range(len(parts))}
+        ends = list(itertools.accumulate(sizes))
         begins = itertools.accumulate((len(p) for p in parts.values()), initial=0)
-        cuts = [[e - at for e in ends if at < e < at + len(p)] for at, p in zip(begins, parts.values(), strict=False)]
-        found = [row for p, cut in zip(parts.values(), cuts, strict=True) for row in p.tensor_split(cut)]
+        cuts = [
+            [e - at for e in ends if at < e < at + len(p)]
+            for at, p in zip(begins, parts.values(), strict=False)
+        ]
+        found = [
+            row for p, cut in zip(parts.values(), cuts, strict=True) for row in p.tensor_split(cut)
+        ]
         published[target] = dict(enumerate(found))
     return published
 
@@ -69,8 +90,14 @@ def plain(name: str) -> str:
 
 
 def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
-    """Checkpoint names of the parameters, or parts of merged ones, for which nothing was published; tied parameters count once."""
-    names = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False))) if p.numel()}
+    """Checkpoint names of the parameters, or parts of merged ones, for which nothing was published;
+    tied parameters count once.
+    """
+    names = {
+        id(p): n
+        for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))
+        if p.numel()
+    }
     experts = tuple(_expert_prefixes(model))
     packed = _packed(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -87,33 +114,51 @@ def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
             if shard not in shards:
                 head, _, leaf = owner.rpartition(".")
                 parts = packed.get(leaf, [leaf])
-                missing.append(".".join(filter(None, [head, parts[i] if i < len(parts) else leaf, kind])))
+                missing.append(
+                    ".".join(filter(None, [head, parts[i] if i < len(parts) else leaf, kind]))
+                )
     return tuple(missing)
 
 
-def by_module(model: torch.nn.Module, published: Published) -> dict[tuple[int, str], dict[Shard, torch.Tensor]]:
-    """What was published, by module and parameter: a module may have two names, and a version knows one of them."""
-    modules = {plain(n): m for n, m in model.named_modules(remove_duplicate=False)}  # the inner of LoRA layers
+def by_module(
+    model: torch.nn.Module, published: Published
+) -> dict[tuple[int, str], dict[Shard, torch.Tensor]]:
+    """What was published, by module and parameter: a module may have two names, and a version knows
+    one of them.
+    """
+    # the inner of LoRA layers
+    modules = {plain(n): m for n, m in model.named_modules(remove_duplicate=False)}
     split = ((name.rpartition("."), shards) for name, shards in published.items())
-    return {(id(modules[owner]), kind): shards for (owner, _, kind), shards in split if owner in modules}
+    return {
+        (id(modules[owner]), kind): shards for (owner, _, kind), shards in split if owner in modules
+    }
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
     """Pack an output layer anew from the embedding it shares.
 
-    vLLM's reload packs a layer when weights arrive for it; for a tied head none do, so on CPU it would go on multiplying with the packed
-    copy of the old weights.
+    vLLM's reload packs a layer when weights arrive for it; for a tied head none do, so on CPU it
+    would go on multiplying with the packed copy of the old weights.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
-    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
+    embeddings = [
+        m
+        for m in model.modules()
+        if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
+    ]
     for head in model.modules():
         if isinstance(head, ParallelLMHead) and any(head.weight is e.weight for e in embeddings):
             head.quant_method.process_weights_after_loading(head)
 
 
 def probed_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers whose arithmetic is known exactly: unquantized linear layers, heads, embeddings and norms."""
+    """The layers whose arithmetic is known exactly: unquantized linear layers, heads, embeddings
+    and norms.
+    """
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -132,19 +177,33 @@ def probed_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         GateLinear,
     }
     for name, module in model.named_modules():
-        plain_linear = type(module) in linears and isinstance(module.quant_method, linear.UnquantizedLinearMethod)
+        plain_linear = type(module) in linears and isinstance(
+            module.quant_method, linear.UnquantizedLinearMethod
+        )
         plain_table = type(module) in {ParallelLMHead, VocabParallelEmbedding} and isinstance(
             module.quant_method, UnquantizedEmbeddingMethod
         )
-        if plain_linear or plain_table or (type(module) is RMSNorm and getattr(module, "weight", None) is not None):
+        if (
+            plain_linear
+            or plain_table
+            or (type(module) is RMSNorm and getattr(module, "weight", None) is not None)
+        ):
             yield name, module
 
 
-def probe(model: torch.nn.Module, published: Published, device: torch.device, *, seed: int) -> tuple[int, float, str]:
+def probe(
+    model: torch.nn.Module, published: Published, device: torch.device, *, seed: int
+) -> tuple[int, float, str]:
     """(layers probed, largest error relative to the output's scale, the layer that has it)."""
     random = torch.Generator().manual_seed(seed)
-    count, error, worst = 0, 0.0, ""
-    tied = {id(p): plain(n) for n, p in reversed(list(model.named_parameters(remove_duplicate=False))) if p.numel()}
+    count = 0
+    error = 0.0
+    worst = ""
+    tied = {
+        id(p): plain(n)
+        for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))
+        if p.numel()
+    }
     given = by_module(model, published)
     for name, module in probed_modules(model):
         parts = given.get((id(module), "weight")) or published.get(tied.get(id(module.weight), ""))
@@ -154,7 +213,8 @@ def probe(model: torch.nn.Module, published: Published, device: torch.device, *,
         difference = apart(got, want)
         count += 1
         if not difference <= error:  # also true for nan
-            error, worst = difference, name
+            error = difference
+            worst = name
     return count, error, worst
 
 
@@ -171,13 +231,16 @@ def _compare(
     own = own_parts(module, parts)
     if not hasattr(module, "quant_method"):  # a norm
         return module.weight, own[0].to(device)
-    if not hasattr(module, "input_size") and not isinstance(module, ParallelLMHead):  # an embedding: some of its rows
+    # an embedding: some of its rows
+    if not hasattr(module, "input_size") and not isinstance(module, ParallelLMHead):
         rows = torch.randint(len(own[0]), (64,), generator=random)
         return module.weight[rows.to(device)], own[0][rows].to(device)
     dtype = module.params_dtype  # routers may be float32 in a bfloat16 model
     if own[0].dim() > 2:  # the kernel of a convolution
         want = torch.cat(own).to(device, dtype)
-        return vars(module).get("_cpu_unpacked_conv_weight", module.weight).reshape(want.shape), want
+        return vars(module).get("_cpu_unpacked_conv_weight", module.weight).reshape(
+            want.shape
+        ), want
     x = torch.randn(PROBE_ROWS, own[0].shape[1], generator=random).to(device, dtype)
     want = torch.cat([x @ w.to(device, dtype).T for w in own], dim=-1)
     bias = getattr(module, "bias", None) if biases else None
@@ -187,7 +250,9 @@ def _compare(
 
 
 def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tensor]:
-    """The published tensors ([out, in] or bias [out]) cut down to what this tensor-parallel rank holds, in the layer's own order."""
+    """The published tensors ([out, in] or bias [out]) cut down to what this tensor-parallel rank
+    holds, in the layer's own order.
+    """
     from vllm.model_executor.layers import linear
 
     if hasattr(module, "shard_indices"):  # rows of the vocabulary
@@ -195,23 +260,41 @@ def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tenso
         return [parts[None][index.org_vocab_start_index : index.org_vocab_end_index]]
     if not isinstance(module, linear.LinearBase):
         return [parts[None]]
-    rank, ranks = module.tp_rank, module.tp_size
+    rank = module.tp_rank
+    ranks = module.tp_size
     if isinstance(module, linear.RowParallelLinear):
         weight = parts[None]
         return [weight.chunk(ranks, dim=1)[rank] if weight.dim() == 2 else weight]
     if isinstance(module, linear.QKVParallelLinear):
-        heads, kv, kv_rank = module.num_heads * module.head_size, module.num_kv_heads, rank // module.num_kv_head_replicas
+        heads = module.num_heads * module.head_size
+        kv = module.num_kv_heads
+        kv_rank = rank // module.num_kv_head_replicas
         kv_total = module.total_num_kv_heads
-        whole = (module.total_num_heads * module.head_size, kv_total * module.head_size, kv_total * module.v_head_size)
-        cuts = [(rank * heads, heads)] + [(kv_rank * kv * size, kv * size) for size in (module.head_size, module.v_head_size)]
-        return [w.narrow(0, at, n) for w, (at, n) in zip(_split(parts, ("q", "k", "v"), whole), cuts, strict=True)]
+        whole = (
+            module.total_num_heads * module.head_size,
+            kv_total * module.head_size,
+            kv_total * module.v_head_size,
+        )
+        cuts = [(rank * heads, heads)] + [
+            (kv_rank * kv * size, kv * size) for size in (module.head_size, module.v_head_size)
+        ]
+        return [
+            w.narrow(0, at, n)
+            for w, (at, n) in zip(_split(parts, ("q", "k", "v"), whole), cuts, strict=True)
+        ]
     if isinstance(module, linear.MergedColumnParallelLinear):
         sizes = tuple(module.output_sizes)
         return [w.chunk(ranks)[rank] for w in _split(parts, tuple(range(len(sizes))), sizes)]
-    return [parts[None].chunk(ranks)[rank] if isinstance(module, linear.ColumnParallelLinear) else parts[None]]
+    return [
+        parts[None].chunk(ranks)[rank]
+        if isinstance(module, linear.ColumnParallelLinear)
+        else parts[None]
+    ]
 
 
-def _split(parts: dict[Shard, torch.Tensor], names: tuple[Shard, ...], sizes: tuple[int, ...]) -> list[torch.Tensor]:
+def _split(
+    parts: dict[Shard, torch.Tensor], names: tuple[Shard, ...], sizes: tuple[int, ...]
+) -> list[torch.Tensor]:
     """The parts of a merged layer, also where the checkpoint itself has them merged."""
     return list(parts[None].split(sizes)) if None in parts else [parts[n] for n in names]
 
@@ -228,7 +311,11 @@ def shards_of(module: Any) -> tuple[Shard, ...]:
 
 def _mapped(mapper: Any, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     # a fresh view, because the mapper marks the tensor object with its shard
-    return [(name, tensor)] if mapper is None else list(mapper.apply([(name, tensor.view(tensor.shape))]))
+    return (
+        [(name, tensor)]
+        if mapper is None
+        else list(mapper.apply([(name, tensor.view(tensor.shape))]))
+    )
 
 
 def _packed(model: torch.nn.Module) -> dict[str, list[str]]:

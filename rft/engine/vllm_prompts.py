@@ -1,8 +1,11 @@
 """Prompts of a group in vLLM's runner for CPUs: each is computed once, to its last token but one.
 
-vLLM shares whole blocks of its cache only, so each answer of a group computes the end of its prompt again: 12 of 44 tokens with blocks of
-32.  Here the runner is told that a request's prompt is computed where another request of the same step has computed it or does so now; each
-layer copies the blocks after it has written its keys and values, and only the last token is computed, whose logits are needed.
+vLLM shares whole blocks of its cache only, so each answer of a group computes the end of its prompt
+again: 12 of 44 tokens with blocks of
+32.  Here the runner is told that a request's prompt is computed where another request of the same
+    step has computed it or does so now; each
+layer copies the blocks after it has written its keys and values, and only the last token is
+computed, whose logits are needed.
 
 Invariant: a request whose blocks are copied is scheduled in the same step, so they are its own.
 """
@@ -22,28 +25,44 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, worker: Any, kv_cache_config: Any) -> SharedPrompts | None:
-        """None where the cache is another one, where layers write it in another way, and where prompts are not to be shared."""
+        """None where the cache is another one, where layers write it in another way, and where
+        prompts are not to be shared.
+        """
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
         kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
         known = worker.vllm_config.compilation_config.static_forward_context.values()
         layers = [x for x in known if isinstance(x, AttentionLayerBase)]
-        written = all(isinstance(x, Attention) and not x.attn_backend.forward_includes_kv_cache_update for x in layers)
-        if kinds != ["FullAttentionSpec"] or not written or not worker.cache_config.enable_prefix_caching:
+        written = all(
+            isinstance(x, Attention) and not x.attn_backend.forward_includes_kv_cache_update
+            for x in layers
+        )
+        if (
+            kinds != ["FullAttentionSpec"]
+            or not written
+            or not worker.cache_config.enable_prefix_caching
+        ):
             return None
-        return cls(worker.model_runner, kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, [x.impl for x in layers])
+        return cls(
+            worker.model_runner,
+            kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+            [x.impl for x in layers],
+        )
 
     def __init__(self, runner: Any, block_size: int, writers: list[Any]) -> None:
-        self._runner, self._block_size = runner, block_size
-        self._pairs: list[tuple[str, str, int, int]] = []  # who has it, who needs it, and its first and last token there
+        self._runner = runner
+        self._block_size = block_size
+        # who has it, who needs it, and its first and last token there
+        self._pairs: list[tuple[str, str, int, int]] = []
         self._blocks: torch.Tensor | None = None  # [2, copies]: from and to
         for writer in writers:
             writer.do_kv_cache_update = partial(self._write, writer.do_kv_cache_update)
 
     def shorten(self, scheduled: Any) -> Any:
         """vLLM's SchedulerOutput with one token for each new request whose prompt another one has."""
-        self._pairs, self._blocks = [], None
+        self._pairs = []
+        self._blocks = None
         if not scheduled.scheduled_new_reqs:
             return scheduled
         counts = dict(scheduled.num_scheduled_tokens)
@@ -51,14 +70,25 @@ class SharedPrompts:
         holders: dict[Any, str] = {}
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             state = self._runner.requests[name]
-            if (key := _key(state)) is not None and computed + counts[name] >= len(state.prompt_token_ids):
+            if (key := _key(state)) is not None and computed + counts[name] >= len(
+                state.prompt_token_ids
+            ):
                 holders[key] = name
-        requests = [self._shortened(request, holders, counts) for request in scheduled.scheduled_new_reqs]
+        requests = [
+            self._shortened(request, holders, counts) for request in scheduled.scheduled_new_reqs
+        ]
         total = sum(counts.values())
-        return replace(scheduled, scheduled_new_reqs=requests, num_scheduled_tokens=counts, total_num_scheduled_tokens=total)
+        return replace(
+            scheduled,
+            scheduled_new_reqs=requests,
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=total,
+        )
 
     def _shortened(self, request: Any, holders: dict[Any, str], counts: dict[str, int]) -> Any:
-        name, start, key = request.req_id, request.num_computed_tokens, _key(request)
+        name = request.req_id
+        start = request.num_computed_tokens
+        key = _key(request)
         if key is None or start + counts[name] != len(request.prompt_token_ids):
             return request
         if (holder := holders.setdefault(key, name)) == name or counts[name] == 1:
@@ -68,7 +98,15 @@ class SharedPrompts:
         counts[name] = 1
         return replace(request, num_computed_tokens=last)
 
-    def _write(self, write: Callable[..., None], layer: Any, key: Any, value: Any, kv_cache: torch.Tensor, slots: Any) -> None:
+    def _write(
+        self,
+        write: Callable[..., None],
+        layer: Any,
+        key: Any,
+        value: Any,
+        kv_cache: torch.Tensor,
+        slots: Any,
+    ) -> None:
         write(layer, key, value, kv_cache, slots)
         if self._pairs:
             if self._blocks is None:
@@ -76,7 +114,8 @@ class SharedPrompts:
             kv_cache[self._blocks[1]] = kv_cache[self._blocks[0]]
 
     def _copies(self) -> torch.Tensor:
-        states, size = self._runner.requests, self._block_size
+        states = self._runner.requests
+        size = self._block_size
         blocks = [
             (states[holder].block_ids[0][i], states[name].block_ids[0][i])
             for holder, name, start, last in self._pairs
@@ -86,7 +125,9 @@ class SharedPrompts:
 
 
 def _key(request: Any) -> Any:
-    """What two requests have in common whose prompts have the same keys and values; None where all of a prompt has to be computed."""
+    """What two requests have in common whose prompts have the same keys and values; None where all
+    of a prompt has to be computed.
+    """
     if request.prompt_token_ids is None or request.mm_features or request.prompt_embeds is not None:
         return None
     if request.sampling_params is None or request.sampling_params.prompt_logprobs is not None:

@@ -1,8 +1,10 @@
-"""Which experts vLLM's tokens went through, inside its worker, where vLLM does not tell it by itself: its runner for CPUs.
+"""Which experts vLLM's tokens went through, inside its worker, where vLLM does not tell it by
+itself: its runner for CPUs.
 
-The experts of a token are kept beside its keys, by the slot of the cache, so that a prompt that is found in the cache has them too; and by
-request until they are taken.  Knows vLLM's first model runner.  Invariant: what is given for a position is what computed the keys that are
-in the cache for it.
+The experts of a token are kept beside its keys, by the slot of the cache, so that a prompt that is
+found in the cache has them too; and by request until they are taken.  Knows vLLM's first model
+runner.  Invariant: what is given for a position is what computed the keys that are in the cache for
+it.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ class Routing:
 
     def __init__(self, worker: Any, layers: Sequence[Any], sizes: Sizes) -> None:
         """`layers`: vLLM's expert layers in their order."""
-        self._runner, self._sizes = worker.model_runner, sizes
+        self._runner = worker.model_runner
+        self._sizes = sizes
         self._seen: dict[int, torch.Tensor] = {}
         self._slots: np.ndarray | None = None  # [slots of the cache, layers, chosen]
-        self._requests: OrderedDict[str, np.ndarray] = OrderedDict()  # by name: [positions, layers, chosen], with room behind
+        # by name: [positions, layers, chosen], with room behind
+        self._requests: OrderedDict[str, np.ndarray] = OrderedDict()
         self._known: dict[str, int] = {}  # how many positions of it
         self._limit = _KEPT * worker.vllm_config.scheduler_config.max_num_seqs
         self._layers = len(layers)
@@ -39,14 +43,18 @@ class Routing:
         self._runner.execute_model = partial(self._execute, execute)
 
     def take(self, names: Sequence[str]) -> list[np.ndarray]:
-        """Of requests that have ended, by vLLM's names without what it adds to them.  Raises KeyError."""
+        """Of requests that have ended, by vLLM's names without what it adds to them.  Raises
+        KeyError.
+        """
         found = []
         for name in names:
             known = self._known.pop(name)
             found.append(self._requests.pop(name)[:known])
         return found
 
-    def _execute(self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute(
+        self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         self._seen.clear()
         out = execute(scheduled, *args, **kwargs)
         if self._seen:
@@ -54,7 +62,11 @@ class Routing:
         return out
 
     def _keep(self, counts: dict[str, int]) -> None:
-        rows = torch.stack([self._seen[i] for i in range(self._layers)], 1).numpy().astype(self._sizes.dtype)
+        rows = (
+            torch.stack([self._seen[i] for i in range(self._layers)], 1)
+            .numpy()
+            .astype(self._sizes.dtype)
+        )
         at = 0
         for request in self._runner.input_batch.req_ids:
             count = counts.get(request, 0)
@@ -63,8 +75,10 @@ class Routing:
 
     def _add(self, request: str, rows: np.ndarray) -> None:
         state = self._runner.requests[request]
-        name, start = request[:-_SUFFIX], state.num_computed_tokens
-        end, kept = start + len(rows), self._cache()
+        name = request[:-_SUFFIX]
+        start = state.num_computed_tokens
+        end = start + len(rows)
+        kept = self._cache()
         if name not in self._requests:
             self._requests[name] = np.empty((max(64, 2 * end), *rows.shape[1:]), rows.dtype)
             self._requests[name][:start] = kept[self._slots_of(state.block_ids, 0, start)]
@@ -81,24 +95,37 @@ class Routing:
         size = self._runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
         first = start // size
         positions = np.arange(start, end)
-        found = np.asarray(blocks[group][first : -(-end // size)], np.int64)[positions // size - first]
+        found = np.asarray(blocks[group][first : -(-end // size)], np.int64)[
+            positions // size - first
+        ]
         slots: np.ndarray = found * size + positions % size
         return slots
 
     def _group(self) -> int:
         """The cache that keeps every position: that of full attention."""
         groups = self._runner.kv_cache_config.kv_cache_groups
-        return next((i for i, g in enumerate(groups) if type(g.kv_cache_spec).__name__ == "FullAttentionSpec"), 0)
+        return next(
+            (
+                i
+                for i, g in enumerate(groups)
+                if type(g.kv_cache_spec).__name__ == "FullAttentionSpec"
+            ),
+            0,
+        )
 
     def _cache(self) -> np.ndarray:
         if self._slots is None:
             config = self._runner.kv_cache_config
             size = config.kv_cache_groups[self._group()].kv_cache_spec.block_size
-            self._slots = np.zeros((config.num_blocks * size, self._layers, self._sizes.chosen), self._sizes.dtype)
+            self._slots = np.zeros(
+                (config.num_blocks * size, self._layers, self._sizes.chosen), self._sizes.dtype
+            )
         return self._slots
 
     def _forget(self) -> None:
         """Requests that were abandoned."""
         running = {request[:-_SUFFIX] for request in self._runner.requests}
-        for name in [n for n in self._requests if n not in running][: max(0, len(self._requests) - self._limit)]:
+        for name in [n for n in self._requests if n not in running][
+            : max(0, len(self._requests) - self._limit)
+        ]:
             del self._requests[name], self._known[name]

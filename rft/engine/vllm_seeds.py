@@ -1,6 +1,8 @@
-"""Seeded requests in vLLM's runner for CPUs, which ends the engine where the prompt of one is computed in pieces.
+"""Seeded requests in vLLM's runner for CPUs, which ends the engine where the prompt of one is
+computed in pieces.
 
-After each piece but the last the runner takes back the random number that it has drawn, in a way that generators on CPU do not offer.
+After each piece but the last the runner takes back the random number that it has drawn, in a way
+that generators on CPU do not offer.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import torch
 
 
 class Generator(torch.Generator):
-    """One that can be set back before a request's first token.  Later, where a request is computed again, the number is skipped."""
+    """One that can be set back before a request's first token.  Later, where a request is computed
+    again, the number is skipped.
+    """
 
     written: list[int]
 

@@ -12,16 +12,27 @@ RECENT = 64  # steps
 
 
 class Stats:
-    """A stat logger of vLLM.  Everything is counted from the engine's start; `..._steps` are sums over steps, to be divided by `steps`."""
+    """A stat logger of vLLM.  Everything is counted from the engine's start; `..._steps` are sums
+    over steps, to be divided by `steps`.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
         self._running = self._waiting = self._preempted = self._cache_asked = self._cache_hit = 0
         self._kv_cache = 0.0
-        self._written: deque[tuple[float, int]] = deque(maxlen=RECENT)  # when a step ended, and its tokens
+        # when a step ended, and its tokens
+        self._written: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
-        """Called by vLLM after every step.  One without scheduler_stats ends requests that were aborted."""
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Called by vLLM after every step.  One without scheduler_stats ends requests that were
+        aborted.
+        """
         if iteration_stats is not None:
             self._preempted += iteration_stats.num_preempted_reqs
             self._written.append((time.monotonic(), iteration_stats.num_generation_tokens))
@@ -66,7 +77,11 @@ class Stats:
 
 
 def without_prometheus(manager: Any) -> None:
-    """Takes vLLM's own exporter out, which works for every token and which nobody reads: nothing is served."""
+    """Takes vLLM's own exporter out, which works for every token and which nobody reads: nothing is
+    served.
+    """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    manager.stat_loggers = [logger for logger in manager.stat_loggers if not isinstance(logger, PrometheusStatLogger)]
+    manager.stat_loggers = [
+        logger for logger in manager.stat_loggers if not isinstance(logger, PrometheusStatLogger)
+    ]

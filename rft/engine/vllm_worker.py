@@ -1,4 +1,5 @@
-"""What a published weight version meets inside vLLM's own worker processes (`worker_extension_cls`).
+"""What a published weight version meets inside vLLM's own worker processes
+(`worker_extension_cls`).
 
 Loads through vLLM's reload path.  Does not know who published or what follows.
 """
@@ -24,7 +25,8 @@ from rft.plugins import import_library
 from rft.types.experts import sizes_of
 from rft.types.ports import LoadReport, WeightManifest
 
-import_library(os.environ.get(LIBRARY))  # vLLM imports this module in each process with a model, and before it builds it
+# vLLM imports this module in each process with a model, and before it builds it
+import_library(os.environ.get(LIBRARY))
 
 
 class WeightWorker:
@@ -38,7 +40,9 @@ class WeightWorker:
         """A WeightManifest in, this worker's LoadReport out, both msgpack."""
         if self._rft_loader is None:
             self._rft_loader = WorkerLoader(self)
-        return msgspec.msgpack.encode(self._rft_loader.load(msgspec.msgpack.decode(frame, type=WeightManifest)))
+        return msgspec.msgpack.encode(
+            self._rft_loader.load(msgspec.msgpack.decode(frame, type=WeightManifest))
+        )
 
     def rft_take_seeds(self) -> None:
         """Let requests with a seed be computed in pieces, from now on."""
@@ -55,7 +59,9 @@ class WeightWorker:
         sizes = sizes_of(worker.model_config.hf_config.to_dict())
         assert sizes is not None, "the engine's start has looked"
         worker.prompts = None  # experts are recorded where tokens are computed
-        self._rft_routing = Routing(worker, [layer for _, layer in expert_runners(worker.get_model())], sizes)
+        self._rft_routing = Routing(
+            worker, [layer for _, layer in expert_runners(worker.get_model())], sizes
+        )
 
     def rft_take_experts(self, names: list[str]) -> list[tuple[str, list[int], bytes]]:
         """The experts of requests that have ended: type, shape and bytes of each."""
@@ -70,11 +76,15 @@ class Placed(NamedTuple):
     tensors: dict[str, torch.Tensor]  # by their published names
 
 
-PROVEN = 0.1  # of a layer's output: what other rounding gives is far below, what another order of parts gives is far above
+# of a layer's output: what other rounding gives is far below, what another order of parts gives is
+# far above
+PROVEN = 0.1
 
 
 class WorkerLoader(Loader):
-    """Loads through vLLM's own reload path; once that is proven, straight into the layers where these are all there is."""
+    """Loads through vLLM's own reload path; once that is proven, straight into the layers where
+    these are all there is.
+    """
 
     def __init__(self, worker: Any) -> None:
         super().__init__(worker.rank)
@@ -86,7 +96,9 @@ class WorkerLoader(Loader):
         if layers := expert_layers(self._model):
             config = worker.model_config
             trust = bool(config.trust_remote_code)
-            self._experts = ExpertLayers(config.hf_config, self._model, layers, trust_remote_code=trust)
+            self._experts = ExpertLayers(
+                config.hf_config, self._model, layers, trust_remote_code=trust
+            )
 
     def load(self, manifest: WeightManifest) -> LoadReport:
         if (quantization := self._worker.model_config.quantization) is not None:
@@ -106,10 +118,13 @@ class WorkerLoader(Loader):
 
         return {n: t for n, t in tensors.items() if not is_pp_missing_parameter(n, self._model)}
 
-    def place(self, tensors: dict[str, torch.Tensor]) -> tuple[Placed, tuple[str, ...], tuple[str, ...]]:
+    def place(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> tuple[Placed, tuple[str, ...], tuple[str, ...]]:
         whole = tensors
         if self._experts is not None:
-            missing, unexpected = tuple(self._experts.names - set(tensors)), tuple(set(tensors) - self._experts.names)
+            missing = tuple(self._experts.names - set(tensors))
+            unexpected = tuple(set(tensors) - self._experts.names)
             if missing or unexpected:
                 return Placed({}, tensors), tuple(sorted(missing)), tuple(sorted(unexpected))
             tensors = self._experts.as_in_checkpoints(tensors)
@@ -130,7 +145,9 @@ class WorkerLoader(Loader):
             repack_tied_heads(self._model)
 
     def probe(self, placed: Placed, manifest: WeightManifest) -> tuple[int, float, str]:
-        device, dtype, seed = next(self._model.parameters()).device, self._worker.model_config.dtype, manifest.version.step
+        device = next(self._model.parameters()).device
+        dtype = self._worker.model_config.dtype
+        seed = manifest.version.step
         count, error, layer = probe(self._model, placed.layers, device, seed=seed)
         if self._experts is None:
             self._direct = self._straight(dtype) if error < PROVEN else None

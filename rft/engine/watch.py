@@ -1,7 +1,9 @@
-"""Whether a process that has work gets on with it.  Knows no engine: it is told of each finished step, and looks at processes itself.
+"""Whether a process that has work gets on with it.  Knows no engine: it is told of each finished
+step, and looks at processes itself.
 
-Signs of life are a finished step, processor time (a long step shows nothing else) and waiting for a disk.  Invariant: time in which the
-watcher itself did not run (a suspended machine, a blocked loop) does not count.
+Signs of life are a finished step, processor time (a long step shows nothing else) and waiting for a
+disk.  Invariant: time in which the watcher itself did not run (a suspended machine, a blocked loop)
+does not count.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 import psutil
 
 LOOKS = 5  # within the shorter of the two limits
-BUSY_SHARE = 0.02  # of one core, below which a process counts as doing nothing: threads that wait wake up now and then
+# of one core, below which a process counts as doing nothing: threads that wait wake up now and then
+BUSY_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,11 @@ class Usage:
 
 
 def usage(pids: Iterable[int], *, family: bool = True) -> Usage:
-    """Of the processes `pids` and (`family`) what they have started; one that has ended counts with nothing."""
-    cpu_s, states = 0.0, set()
+    """Of the processes `pids` and (`family`) what they have started; one that has ended counts with
+    nothing.
+    """
+    cpu_s = 0.0
+    states = set()
     for pid in pids:
         try:
             first = psutil.Process(pid)
@@ -43,15 +49,19 @@ def usage(pids: Iterable[int], *, family: bool = True) -> Usage:
                 continue
             cpu_s += times.user + times.system
     return Usage(
-        cpu_s, psutil.STATUS_STOPPED in states or psutil.STATUS_TRACING_STOP in states, psutil.STATUS_DISK_SLEEP in states
+        cpu_s,
+        psutil.STATUS_STOPPED in states or psutil.STATUS_TRACING_STOP in states,
+        psutil.STATUS_DISK_SLEEP in states,
     )
 
 
 class Watch:
-    """Two limits, in seconds, None = none: `stall_s` without any sign of life, `step_s` without a finished step.
+    """Two limits, in seconds, None = none: `stall_s` without any sign of life, `step_s` without a
+    finished step.
 
-    Call `progress` when a step is finished or there is nothing to do, else `look`, about every `interval_s`.
-    `usage()` None: nothing is known of the processes (they are on another machine), so only `step_s` can pass.
+    Call `progress` when a step is finished or there is nothing to do, else `look`, about every
+    `interval_s`. `usage()` None: nothing is known of the processes (they are on another machine),
+    so only `step_s` can pass.
     """
 
     def __init__(
@@ -61,7 +71,10 @@ class Watch:
         usage: Callable[[], Usage | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stall_s, self._step_s, self._usage, self._clock = stall_s, step_s, usage, clock
+        self._stall_s = stall_s
+        self._step_s = step_s
+        self._usage = usage
+        self._clock = clock
         self.interval_s = min(s for s in (stall_s, step_s, 60.0) if s is not None) / LOOKS
         self.progress()
 
@@ -81,7 +94,11 @@ class Watch:
             self._without_sign = 0.0
             self._cpu_s = None if found is None else found.cpu_s
         if self._stall_s is not None and self._without_sign >= self._stall_s:
-            why = "one of its processes is stopped" if found is not None and found.stopped else "its processes do nothing"
+            why = (
+                "one of its processes is stopped"
+                if found is not None and found.stopped
+                else "its processes do nothing"
+            )
             return f"no sign of life for {self._without_sign:.1f} s ({why})"
         if self._step_s is not None and self._without_step >= self._step_s:
             return f"no step was finished for {self._without_step:.0f} s"
@@ -90,6 +107,7 @@ class Watch:
     def _alive(self, found: Usage) -> bool:
         if found.stopped:
             return False
-        if self._cpu_s is None or found.cpu_s < self._cpu_s or found.on_disk:  # first look; one of several has ended
+        # first look; one of several has ended
+        if self._cpu_s is None or found.cpu_s < self._cpu_s or found.on_disk:
             return True
         return found.cpu_s - self._cpu_s >= BUSY_SHARE * (self._stall_s or 0.0)

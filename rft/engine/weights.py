@@ -1,7 +1,8 @@
-"""Reading published weights: raw little-endian bytes at the offsets a manifest gives.  Shared by all engines.
+"""Reading published weights: raw little-endian bytes at the offsets a manifest gives.  Shared by
+all engines.
 
-Does not know who wrote them.  A file is mapped, not read: views cost no copy, and what is changed through a view never reaches the file.
-What is broadcast is received into memory of this process.
+Does not know who wrote them.  A file is mapped, not read: views cost no copy, and what is changed
+through a view never reaches the file. What is broadcast is received into memory of this process.
 """
 
 from __future__ import annotations
@@ -33,13 +34,23 @@ if TYPE_CHECKING:
 
 THREADS = min(4, os.cpu_count() or 1)
 DTYPES = {  # name in a manifest: torch's name, bytes
-    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
-    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
-}  # fmt: skip
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
 
 
 class Weights:
-    """A manifest and its bytes in this process.  Views keep the bytes alive; there is nothing to close."""
+    """A manifest and its bytes in this process.  Views keep the bytes alive; there is nothing to
+    close.
+    """
 
     def __init__(self, manifest: WeightManifest, data: memoryview) -> None:
         self.manifest = manifest
@@ -54,7 +65,9 @@ class Weights:
         return self._bytes[spec.offset : spec.offset + spec.nbytes]
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A view of `spec.shape`, of one storage with all others; raises ValueError where the manifest does not fit the bytes."""
+        """A view of `spec.shape`, of one storage with all others; raises ValueError where the
+        manifest does not fit the bytes.
+        """
         if why := _misfit(spec, len(self)):
             raise ValueError(f"tensor {spec.name!r}: {why}")
         import torch
@@ -67,16 +80,22 @@ class Weights:
         return self._whole[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
 
     def bad(self, tensors: tuple[TensorSpec, ...] | None = None) -> tuple[str, ...]:
-        """Names of the tensors (all; or of these) whose bytes are not what the manifest says (xxh3-128, size, place)."""
+        """Names of the tensors (all; or of these) whose bytes are not what the manifest says
+        (xxh3-128, size, place).
+        """
         chosen = self.manifest.tensors if tensors is None else tensors
 
         def wrong(t: TensorSpec) -> bool:
-            return bool(_misfit(t, len(self))) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128
+            return (
+                bool(_misfit(t, len(self))) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128
+            )
 
         if len(chosen) == 1:
             return (chosen[0].name,) if wrong(chosen[0]) else ()
         with ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as pool:
-            return tuple(t.name for t, bad in zip(chosen, pool.map(wrong, chosen), strict=True) if bad)
+            return tuple(
+                t.name for t, bad in zip(chosen, pool.map(wrong, chosen), strict=True) if bad
+            )
 
 
 class MappedWeights(Weights):
@@ -84,7 +103,9 @@ class MappedWeights(Weights):
 
     def __init__(self, manifest: WeightManifest) -> None:
         with open(manifest.path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            mapped = mmap.mmap(
+                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
         super().__init__(manifest, memoryview(mapped))
 
 
@@ -102,11 +123,13 @@ class WeightIntake:
     def __init__(self, worker: int = 0) -> None:
         self._worker = worker
         self._member: Worker | None = None  # keeps its group from one broadcast to the next
-        self._kept: torch.Tensor | None = None  # what came with the last broadcast, where of the next one only changes come
+        # what came with the last broadcast, where of the next one only changes come
+        self._kept: torch.Tensor | None = None
         self._holds = ""  # the version that it is of, whole and compared
 
     def take(self, manifest: WeightManifest, *, damage: bool = False) -> TakenWeights:
-        """The bytes of `manifest`, every hash compared.  `damage`: one of them changes on the way (a fault of the tests).
+        """The bytes of `manifest`, every hash compared.  `damage`: one of them changes on the way
+        (a fault of the tests).
 
         Raises OSError where the path cannot be read.
         """
@@ -125,7 +148,9 @@ class WeightIntake:
             weights.raw(manifest.tensors[0])[0] ^= 1
         bad = weights.bad()
         times = {"transfer_s": there - began, "verify_s": time.monotonic() - there}
-        return TakenWeights(weights, replace(nothing, bad_hash=bad, moved_bytes=manifest.nbytes, **times))
+        return TakenWeights(
+            weights, replace(nothing, bad_hash=bad, moved_bytes=manifest.nbytes, **times)
+        )
 
     def _receive(self, manifest: WeightManifest, nothing: LoadReport, damage: bool) -> TakenWeights:
         from rft.collective.broadcast import NONE, Worker
@@ -133,7 +158,9 @@ class WeightIntake:
         assert manifest.broadcast is not None
         memory = _room(manifest, self._kept)
         holds = self._holds if memory is self._kept else ""
-        self._kept, self._holds = memory if manifest.broadcast.changes else None, ""  # of no version, until all is there
+        # of no version, until all is there
+        self._kept = memory if manifest.broadcast.changes else None
+        self._holds = ""
         weights = Weights(manifest, memoryview(memory.numpy().data))
         self._member = self._member or Worker()
         bad: list[str] = [t.name for t in manifest.tensors if not t.nbytes and weights.bad((t,))]
@@ -150,13 +177,21 @@ class WeightIntake:
             verify_s += time.monotonic() - began
 
         try:
-            meeting_s, rest_s, moved = self._member.receive(manifest, self._worker, memory, holds or NONE, arrived)
+            meeting_s, rest_s, moved = self._member.receive(
+                manifest, self._worker, memory, holds or NONE, arrived
+            )
         except WeightSyncFailed as e:
             return TakenWeights(weights, replace(nothing, failed=str(e)))
         if not bad:
             self._holds = str(manifest.version.published)
-        times = {"meeting_s": meeting_s, "transfer_s": max(0.0, rest_s - verify_s), "verify_s": verify_s}
-        return TakenWeights(weights, replace(nothing, bad_hash=tuple(bad), moved_bytes=moved, **times))
+        times = {
+            "meeting_s": meeting_s,
+            "transfer_s": max(0.0, rest_s - verify_s),
+            "verify_s": verify_s,
+        }
+        return TakenWeights(
+            weights, replace(nothing, bad_hash=tuple(bad), moved_bytes=moved, **times)
+        )
 
     def close(self) -> None:
         if self._member is not None:
@@ -181,7 +216,9 @@ class Loader(ABC):
         with torch.no_grad():
             report = self._load(manifest, active)
         if "sync.wrong_version" in active:
-            report = replace(report, version=Version(report.version.lineage, report.version.step + 1))
+            report = replace(
+                report, version=Version(report.version.lineage, report.version.step + 1)
+            )
         return replace(report, load_s=time.monotonic() - start)
 
     def _load(self, manifest: WeightManifest, active: set[str]) -> LoadReport:
@@ -203,15 +240,25 @@ class Loader(ABC):
         self.copy(tensors, placed, stale="sync.stale_head" in active)
         loaded = time.monotonic()
         count, error, where = self.probe(placed, manifest)
-        return replace(whole, probed_layers=count, probe_error=error, probe_worst=where, probe_s=time.monotonic() - loaded)
+        return replace(
+            whole,
+            probed_layers=count,
+            probe_error=error,
+            probe_worst=where,
+            probe_s=time.monotonic() - loaded,
+        )
 
     @abstractmethod
     def adapter(self) -> AdapterLoader[Any]:
         """The model's adapter, the same one at every load."""
 
     @abstractmethod
-    def place(self, tensors: dict[str, torch.Tensor]) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
-        """(the tensors as `probe` wants them, what the model has and they lack, what they have and it lacks)."""
+    def place(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+        """(the tensors as `probe` wants them, what the model has and they lack, what they have and
+        it lacks).
+        """
 
     @abstractmethod
     def copy(self, tensors: dict[str, torch.Tensor], placed: Any, *, stale: bool) -> None:
@@ -228,8 +275,11 @@ class Loader(ABC):
         self._intake.close()
 
 
-def in_checkpoints(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of transformers' `model` under the names of checkpoints: where one holds all experts of a layer, many of one each.
+def in_checkpoints(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of transformers' `model` under the names of checkpoints: where one holds all experts
+    of a layer, many of one each.
 
     Views of the same bytes; one tensor after the other.  Other programs know these names only.
     """
@@ -279,5 +329,8 @@ def _misfit(spec: TensorSpec, size: int) -> str:
     if spec.offset % DTYPES[spec.dtype][1]:
         return f"offset {spec.offset} is no multiple of the size of {spec.dtype}"
     if spec.offset < 0 or spec.offset + spec.nbytes > size:
-        return f"bytes [{spec.offset}, {spec.offset + spec.nbytes}) lie outside the {size} bytes of the file"
+        return (
+            f"bytes [{spec.offset}, {spec.offset + spec.nbytes}) lie outside the {size} bytes "
+            f"of the file"
+        )
     return ""

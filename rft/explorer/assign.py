@@ -1,7 +1,8 @@
-"""The one order of explore batches, assigned to explorers: who plays which, and what comes back from one that has gone.
+"""The one order of explore batches, assigned to explorers: who plays which, and what comes back
+from one that has gone.
 
-Knows no tasks and no clock.  Invariant: a batch is with one explorer at a time, the lowest that is free is assigned first, and which
-tasks it has does not depend on who plays it.
+Knows no tasks and no clock.  Invariant: a batch is with one explorer at a time, the lowest that is
+free is assigned first, and which tasks it has does not depend on who plays it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,12 @@ class Assignments:
         return min((self._next, *self._out, *self._back))
 
     def ready(self, lag: int | None) -> bool:
-        """May the candidate go to an explorer whose choice of tasks looks back so far (see `ExploreGate.next_batch`)?"""
-        if (batch := self.candidate) is None or (self._max_inflight is not None and len(self._out) >= self._max_inflight):
+        """May the candidate go to an explorer whose choice of tasks looks back so far (see
+        `ExploreGate.next_batch`)?
+        """
+        if (batch := self.candidate) is None or (
+            self._max_inflight is not None and len(self._out) >= self._max_inflight
+        ):
             return False
         return lag is None or self.first_open >= batch - lag
 
@@ -74,9 +79,11 @@ class Assignments:
 
 
 class BatchAssigner:
-    """Assigns batches once there is `room(batch)` in the buffer and the weights let them begin (`may_explore(batch)`).
+    """Assigns batches once there is `room(batch)` in the buffer and the weights let them begin
+    (`may_explore(batch)`).
 
-    Whoever asks first gets the next batch.  `waits` is told of every change and ends all waits with the run.
+    Whoever asks first gets the next batch.  `waits` is told of every change and ends all waits with
+    the run.
     """
 
     def __init__(
@@ -87,16 +94,24 @@ class BatchAssigner:
         waits: Waits,
     ) -> None:
         self.assignments = assignments
-        self._room, self._may_explore, self._waits = room, may_explore, waits
+        self._room = room
+        self._may_explore = may_explore
+        self._waits = waits
         self._turn = asyncio.Lock()  # the first to ask is the first to get one
         self.finished = False
 
-    async def next(self, owner: str, lag: int | None, check: Callable[[], object] = lambda: None) -> Assignment | str:
-        """See `ExploreGate.next_batch`.  `check` raises where `owner` does not belong to the run any more."""
+    async def next(
+        self, owner: str, lag: int | None, check: Callable[[], object] = lambda: None
+    ) -> Assignment | str:
+        """See `ExploreGate.next_batch`.  `check` raises where `owner` does not belong to the run
+        any more.
+        """
         of = self.assignments
         async with self._turn:
             while True:
-                await self._waits.without_deadline(lambda: self.finished or of.over or of.ready(lag))
+                await self._waits.without_deadline(
+                    lambda: self.finished or of.over or of.ready(lag)
+                )
                 if self.finished:
                     return FINISHED
                 if (candidate := of.candidate) is None:
@@ -108,7 +123,12 @@ class BatchAssigner:
                     return FINISHED
                 check()
                 batch, again = of.take(owner)
-                log.info("explore batch %d goes to explorer %s%s", batch, owner, ", again" if again else "")
+                log.info(
+                    "explore batch %d goes to explorer %s%s",
+                    batch,
+                    owner,
+                    ", again" if again else "",
+                )
                 return Assignment(batch=batch, version=version, again=again)
 
     async def close(self, batch: int) -> None:
@@ -122,7 +142,9 @@ class BatchAssigner:
         await self._waits.changed()
 
     async def _may_begin(self, batch: int) -> tuple[bool, Version | None]:
-        """Waits until the batch may begin (True, the version to expect) or another one is to be assigned first (False)."""
+        """Waits until the batch may begin (True, the version to expect) or another one is to be
+        assigned first (False).
+        """
 
         async def may() -> Version | None:
             await self._room(batch)

@@ -1,9 +1,11 @@
-"""Plays one explore batch: its groups, what replaces rejected ones, operators, the append.  Knows neither the order nor other batches.
+"""Plays one explore batch: its groups, what replaces rejected ones, operators, the append.  Knows
+neither the order nor other batches.
 
     group plays ─> version verified? ─> operators ─> append
                          └ rejected: the next candidate, until the refills are used up
 
-Invariant: each group is appended once, and only after every version that wrote it is verified or rejected.
+Invariant: each group is appended once, and only after every version that wrote it is verified or
+rejected.
 """
 
 from __future__ import annotations
@@ -51,8 +53,15 @@ class BatchRunner:
         sink: MetricSink,
         lineage: int,
     ) -> None:
-        self._settings, self._model, self._models, self._recipes = settings, model, models, recipes
-        self._pipeline, self._buffer, self._gate, self._slots, self._lineage = pipeline, buffer, gate, slots, lineage
+        self._settings = settings
+        self._model = model
+        self._models = models
+        self._recipes = recipes
+        self._pipeline = pipeline
+        self._buffer = buffer
+        self._gate = gate
+        self._slots = slots
+        self._lineage = lineage
         self._sink = sink
         self._limits = RunLimits(
             settings.max_timeout_s,
@@ -63,17 +72,25 @@ class BatchRunner:
             reproducible=settings.reproducible,
             drawn=settings.drawn,
         )
-        self.times = RunTimes(settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup)
+        self.times = RunTimes(
+            settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup
+        )
         self.breaker = Breaker(settings.breaker)
         self._verified: set[Version] = set()
         self._noted: set[str] = set()  # kinds of rejection that were told
 
     async def run(self, batch: Batch, order: TaskOrder) -> None:
-        """Fills every place of the batch.  Raises RunFailed (breaker) and what engine, gate and buffer raise."""
+        """Fills every place of the batch.  Raises RunFailed (breaker) and what engine, gate and
+        buffer raise.
+        """
         tasks = order.batch(batch.number)
 
         def task(number: int) -> Task:
-            return tasks[number] if number < batch.size else order.spare(batch.number, number - batch.size)
+            return (
+                tasks[number]
+                if number < batch.size
+                else order.spare(batch.number, number - batch.size)
+            )
 
         numbers = [n for place in range(batch.size) if (n := batch.first(place)) is not None]
         batch.expect(sum(task(n).num_runs for n in numbers))
@@ -86,24 +103,44 @@ class BatchRunner:
         """Plays candidates for one place until one is accepted or the refills are used up."""
         number: int | None = first
         while number is not None:
-            async with self._acquired(batch, number % batch.size if number == first else None) as acquired:
+            async with self._acquired(
+                batch, number % batch.size if number == first else None
+            ) as acquired:
                 if not acquired:
                     batch.unplayed = True
                     batch.begun(task(number).num_runs if number == first else 0)
                     return
                 played = await self._play(batch, task(number), number, number == first)
             if rejected := [v for v in played.versions if not await self._is_verified(v)]:
-                played = played.refused(f"weights {rejected[0]} failed their canary", reason=REJECTED_WEIGHTS)
-            processed = played if rejected else await after_operators(self._pipeline, played, batch.pipeline)
+                played = played.refused(
+                    f"weights {rejected[0]} failed their canary", reason=REJECTED_WEIGHTS
+                )
+            processed = (
+                played
+                if rejected
+                else await after_operators(self._pipeline, played, batch.pipeline)
+            )
             began = time.monotonic()
             group = await self._store(processed)
             if self._pipeline.active:
-                batch.pipeline += [Metric(f"time/{name}", time.monotonic() - began, "sum") for name in ("write", "total")]
+                batch.pipeline += [
+                    Metric(f"time/{name}", time.monotonic() - began, "sum")
+                    for name in ("write", "total")
+                ]
             batch.add(group, played if group is processed else group)
             if group.reason and group.reason not in self._noted:
                 self._noted.add(group.reason)
-                note = f"group {group.id} cannot be trained, {group.why}; all of its kind: `rft buffer stats`, rollout/groups/rejected"
-                record = MetricRecord(role="explorer", step=batch.number + 1, time=time.time(), values={}, notes=(note,))
+                note = (
+                    f"group {group.id} cannot be trained, {group.why}; all of its kind: `rft "
+                    f"buffer stats`, rollout/groups/rejected"
+                )
+                record = MetricRecord(
+                    role="explorer",
+                    step=batch.number + 1,
+                    time=time.time(),
+                    values={},
+                    notes=(note,),
+                )
                 await self._sink.log(record)
             self.breaker.see(group)
             number = None if group.accepted else batch.after(number)
@@ -115,7 +152,9 @@ class BatchRunner:
 
     @asynccontextmanager
     async def _acquired(self, batch: Batch, place: int | None) -> AsyncIterator[bool]:
-        """While a group plays, where groups are paced one by one.  `place` None: it replaces another.  False: nothing more is trained."""
+        """While a group plays, where groups are paced one by one.  `place` None: it replaces
+        another.  False: nothing more is trained.
+        """
         if not self._settings.by_group:
             yield True
         elif not await self._gate.acquire_group(batch.number, place):
@@ -147,7 +186,9 @@ class BatchRunner:
                 GroupId(self._lineage, s.index, batch.number, number),
                 limits=replace(self._limits, max_timeout_s=self.times.limit_s),
                 slot=slot,
-                seed=(lambda run: seed_for(s.seed, batch.number, number, run)) if s.deterministic else None,
+                seed=(lambda run: seed_for(s.seed, batch.number, number, run))
+                if s.deterministic
+                else None,
                 models=self._models,
                 ending=batch.ending,
                 baseline=self._slots.take if s.baseline else None,
@@ -156,7 +197,9 @@ class BatchRunner:
             batch.begun(left)  # a group that was ended early has runs that never began
 
     async def _store(self, group: PlayedGroup) -> PlayedGroup:
-        """Appends the group.  One that cannot be stored (values of its workflow, too large, no token) becomes failed runs instead."""
+        """Appends the group.  One that cannot be stored (values of its workflow, too large, no
+        token) becomes failed runs instead.
+        """
         try:
             await self._buffer.append(encoded(group), accepted=group.accepted, reason=group.reason)
         except FrameRejected as e:
@@ -166,8 +209,12 @@ class BatchRunner:
         return group
 
 
-async def after_operators(pipeline: ExperiencePipeline, played: PlayedGroup, metrics: list[Metric]) -> PlayedGroup:
-    """The group after the operators, which add to `metrics`.  One that they cannot handle becomes failed runs, with the traceback."""
+async def after_operators(
+    pipeline: ExperiencePipeline, played: PlayedGroup, metrics: list[Metric]
+) -> PlayedGroup:
+    """The group after the operators, which add to `metrics`.  One that they cannot handle becomes
+    failed runs, with the traceback.
+    """
     if not pipeline.active:
         return played
     try:
@@ -182,7 +229,9 @@ async def after_operators(pipeline: ExperiencePipeline, played: PlayedGroup, met
 
 
 def encoded(group: PlayedGroup) -> bytes:
-    """Raises FrameRejected for what a workflow put into messages, info or metrics and that is no JSON."""
+    """Raises FrameRejected for what a workflow put into messages, info or metrics and that is no
+    JSON.
+    """
     try:
         return encode(group.rows)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:

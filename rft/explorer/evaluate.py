@@ -1,7 +1,9 @@
-"""Evaluation: held-out tasks played with their own sampling arguments, scored, reported, and never stored for training.
+"""Evaluation: held-out tasks played with their own sampling arguments, scored, reported, and never
+stored for training.
 
-A run that fails has no score.  It is counted in eval/<taskset>/failed and left out of every mean, so a broken judge or workflow
-does not look like a worse model; if all runs of a taskset fail, the program stops.
+A run that fails has no score.  It is counted in eval/<taskset>/failed and left out of every mean,
+so a broken judge or workflow does not look like a worse model; if all runs of a taskset fail, the
+program stops.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ PASS = 1.0  # a run passes when its reward reaches this
 class Evaluator:
     """Plays the evaluation tasksets under whatever weights the model serves, and reports.
 
-    `verified` is awaited for every version that wrote a token, before its numbers are reported; where it says False, the taskset is
-    played again.
+    `verified` is awaited for every version that wrote a token, before its numbers are reported;
+    where it says False, the taskset is played again.
     """
 
     def __init__(
@@ -58,30 +60,43 @@ class Evaluator:
         verified: Callable[[Version], Awaitable[bool]] | None = None,
         models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
-        self.settings, self._recipes, self._model, self._sink, self._slots = settings, recipes, model, sink, slots
-        self._prefix, self._verified, self._models = prefix, verified, models
+        self.settings = settings
+        self._recipes = recipes
+        self._model = model
+        self._sink = sink
+        self._slots = slots
+        self._prefix = prefix
+        self._verified = verified
+        self._models = models
         self._limits = RunLimits(settings.max_timeout_s, settings.max_retry_times)
         self.tasksets = {t: evaluation_order(t) for t in map(open_taskset, settings.eval_tasksets)}
 
     async def announce(self, version: Version) -> None:
         """Says that `version` is to be evaluated: its checkpoint stays until that is over."""
         values = {f"{self._prefix}/{t.settings.name}/due": 1.0 for t in self.tasksets}
-        await self._sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=values))
+        await self._sink.log(
+            MetricRecord(role="eval", step=version.step, time=time.time(), values=values)
+        )
 
     async def run(self, version: Version) -> dict[str, float]:
         """Every taskset once, reported at the train step of `version`; what was reported."""
         told: dict[str, float] = {}
         for taskset, order in self.tasksets.items():
-            name, began = taskset.settings.name, time.monotonic()
+            name = taskset.settings.name
+            began = time.monotonic()
             groups = await self._play(taskset, order, version)
             while not await self._all_verified(groups):
                 log.warning("evaluation on %s is repeated: the canary of its weights failed", name)
                 groups = await self._play(taskset, order, version)
             played_s = time.monotonic() - began
-            values = eval_metrics(f"{self._prefix}/{name}", groups, taskset.settings.num_runs, played_s)
+            values = eval_metrics(
+                f"{self._prefix}/{name}", groups, taskset.settings.num_runs, played_s
+            )
             if self._verified is None:  # weights that stay as they are have no version
                 values = {k: v for k, v in values.items() if "/model_version/" not in k}
-            await self._sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=values))
+            await self._sink.log(
+                MetricRecord(role="eval", step=version.step, time=time.time(), values=values)
+            )
             if self.settings.eval_samples != 0:
                 rows = sample_rows(groups, self.settings.eval_samples)
                 await self._sink.samples(f"{self._prefix}/{name}", version.step, rows)
@@ -91,11 +106,18 @@ class Evaluator:
     async def _all_verified(self, groups: Sequence[PlayedGroup]) -> bool:
         if self._verified is None:
             return True
-        return all([await self._verified(used) for used in sorted({v for g in groups for v in g.versions})])
+        return all(
+            [await self._verified(used) for used in sorted({v for g in groups for v in g.versions})]
+        )
 
-    async def _play(self, taskset: Taskset, order: Sequence[int], version: Version) -> list[PlayedGroup]:
-        """The tasks in this order, each `num_runs` times; in a deterministic run each time with the same random numbers."""
-        s, name = self.settings, taskset.settings.name
+    async def _play(
+        self, taskset: Taskset, order: Sequence[int], version: Version
+    ) -> list[PlayedGroup]:
+        """The tasks in this order, each `num_runs` times; in a deterministic run each time with the
+        same random numbers.
+        """
+        s = self.settings
+        name = taskset.settings.name
         done = 0
 
         async def one(index: int) -> PlayedGroup:
@@ -108,7 +130,9 @@ class Evaluator:
                 GroupId(version.lineage, s.index, version.step, index),
                 limits=self._limits,
                 slot=lambda count: self._slots.take(count, behind=s.eval_in_background),
-                seed=(lambda run: seed_for(s.seed, "eval", name, index, run)) if s.deterministic else None,
+                seed=(lambda run: seed_for(s.seed, "eval", name, index, run))
+                if s.deterministic
+                else None,
                 request_prefix=f"{self._prefix}-{name}-",
                 models=self._models,
             )
@@ -127,20 +151,32 @@ async def bench(
     *,
     models: Mapping[str, ChatModel] = NO_MODELS,
 ) -> dict[str, float]:
-    """Plays every evaluation taskset once and reports it as bench/<taskset>/... at the train step of `version`; what was reported.
+    """Plays every evaluation taskset once and reports it as bench/<taskset>/... at the train step
+    of `version`; what was reported.
 
-    Raises ConfigError and PluginError for what tasksets name, RunFailed if all runs of one ended without a score.
+    Raises ConfigError and PluginError for what tasksets name, RunFailed if all runs of one ended
+    without a score.
     """
     load_all(settings.plugin_dirs)
     recipes = Recipes()
-    evaluator = Evaluator(settings, recipes, model, sink, Slots(settings.max_concurrent_runs), prefix="bench", models=models)
+    evaluator = Evaluator(
+        settings,
+        recipes,
+        model,
+        sink,
+        Slots(settings.max_concurrent_runs),
+        prefix="bench",
+        models=models,
+    )
     for taskset in evaluator.tasksets:
         recipes.of(taskset.task(0))
     try:
         await recipes.prepare(models)
         told = await evaluator.run(version)
         if judges := judge_metrics.counts():
-            await sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=judges))
+            await sink.log(
+                MetricRecord(role="eval", step=version.step, time=time.time(), values=judges)
+            )
         return told
     finally:
         await recipes.close()
@@ -148,10 +184,15 @@ async def bench(
 
 
 async def spent(server: ExternalSettings, model: Measured, sink: MetricSink) -> dict[str, float]:
-    """What the answers of a server have taken, by its own count of tokens; reported as bench/..., and returned."""
+    """What the answers of a server have taken, by its own count of tokens; reported as bench/...,
+    and returned.
+    """
     counted = reduce(await model.metrics())
-    asked, written = counted["engine/prompt_tokens"], counted["engine/generated_tokens"]
-    cost = (asked * server.price_per_1k_prompt_tokens + written * server.price_per_1k_completion_tokens) / 1000
+    asked = counted["engine/prompt_tokens"]
+    written = counted["engine/generated_tokens"]
+    cost = (
+        asked * server.price_per_1k_prompt_tokens + written * server.price_per_1k_completion_tokens
+    ) / 1000
     values = {"bench/prompt_tokens": asked, "bench/completion_tokens": written}
     if server.price_per_1k_prompt_tokens or server.price_per_1k_completion_tokens:
         values["bench/cost_usd"] = cost
@@ -159,12 +200,15 @@ async def spent(server: ExternalSettings, model: Measured, sink: MetricSink) -> 
     return values
 
 
-def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall_s: float) -> dict[str, float]:
-    """Means over tasks, n runs each: std@n is the population standard deviation inside a task, sem@n the standard error of
-    mean@n over tasks, as a sample of them.
+def eval_metrics(
+    prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall_s: float
+) -> dict[str, float]:
+    """Means over tasks, n runs each: std@n is the population standard deviation inside a task,
+    sem@n the standard error of mean@n over tasks, as a sample of them.
 
-    best@k, worst@k and pass@k (a run scored >= 1) are what k runs drawn from the n of a task give on average, exactly; k = 1, 2, 4, ...
-    and n.  A task of which fewer than k runs have a score is left out of these.  Raises RunFailed if no run was scored.
+    best@k, worst@k and pass@k (a run scored >= 1) are what k runs drawn from the n of a task give
+    on average, exactly; k = 1, 2, 4, ... and n.  A task of which fewer than k runs have a score is
+    left out of these.  Raises RunFailed if no run was scored.
     """
     n = num_runs
     rows = [r for g in groups for r in g.rows]
@@ -177,12 +221,19 @@ def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall
             if bad is not None
             else "none was scored; name a reward"
         )
-        raise RunFailed(f"evaluation on {prefix.partition('/')[2]!r}: all {len(runs)} runs ended without a score; {why}")
+        raise RunFailed(
+            f"evaluation on {prefix.partition('/')[2]!r}: all {len(runs)} runs ended without a "
+            f"score; {why}"
+        )
     versions = [v.step for g in groups for v in g.versions]
     out = {
         f"{prefix}/mean@{n}": fmean(fmean(r) for r in scored),
         f"{prefix}/std@{n}": fmean(pstdev(r) for r in scored),
-        **({f"{prefix}/sem@{n}": stdev(map(fmean, scored)) / math.sqrt(len(scored))} if len(scored) > 1 else {}),
+        **(
+            {f"{prefix}/sem@{n}": stdev(map(fmean, scored)) / math.sqrt(len(scored))}
+            if len(scored) > 1
+            else {}
+        ),
         **at_k(prefix, scored, n),
         f"{prefix}/tasks": float(len(groups)),
         f"{prefix}/runs": float(len(runs)),
@@ -190,14 +241,21 @@ def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall
         f"{prefix}/time": wall_s,
     }
     if versions:  # a server tells of none
-        out |= {f"{prefix}/model_version/min": float(min(versions)), f"{prefix}/model_version/max": float(max(versions))}
+        out |= {
+            f"{prefix}/model_version/min": float(min(versions)),
+            f"{prefix}/model_version/max": float(max(versions)),
+        }
     if all(g.task.sampling.temperature == 0 for g in groups):
         out[f"{prefix}/greedy"] = out[f"{prefix}/mean@{n}"]
-    return out | lengths(prefix, [r.experiences for r in runs if not r.failed and r.experiences[0].has_logprobs])
+    return out | lengths(
+        prefix, [r.experiences for r in runs if not r.failed and r.experiences[0].has_logprobs]
+    )
 
 
 def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, float]:
-    """best@k, worst@k and pass@k of tasks whose runs have these rewards, for k = 1, 2, 4, ... and n."""
+    """best@k, worst@k and pass@k of tasks whose runs have these rewards, for k = 1, 2, 4, ... and
+    n.
+    """
     out: dict[str, float] = {}
     for k in sorted({n, *(1 << i for i in range(n.bit_length()))}):
         tasks = [r for r in scored if len(r) >= k]
@@ -211,20 +269,28 @@ def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, fl
 
 
 def _best_at(rewards: Sequence[float], k: int) -> float:
-    """Mean of the maximum over all ways to draw k of the rewards: the i-th smallest is it in C(i - 1, k - 1) of them."""
+    """Mean of the maximum over all ways to draw k of the rewards: the i-th smallest is it in C(i -
+    1, k - 1) of them.
+    """
     ways = math.comb(len(rewards), k)
     return sum(math.comb(i, k - 1) / ways * r for i, r in enumerate(sorted(rewards)))
 
 
 def _pass_at(rewards: Sequence[float], k: int) -> float:
     """1 - C(n - c, k) / C(n, k) with c of n runs that pass (arXiv:2107.03374)."""
-    n, passed = len(rewards), sum(r >= PASS for r in rewards)
+    n = len(rewards)
+    passed = sum(r >= PASS for r in rewards)
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def sample_rows(groups: Sequence[PlayedGroup], limit: int | None = 64) -> list[dict[str, Any]]:
-    """A table for people of at most `limit` rows, first runs first: {task, run, prompt, answer, truth, reward, status}."""
-    pairs = sorted(((r.experiences[-1].id.run, g.task.index, r, g) for g in groups for r in g.runs), key=lambda p: p[:2])
+    """A table for people of at most `limit` rows, first runs first: {task, run, prompt, answer,
+    truth, reward, status}.
+    """
+    pairs = sorted(
+        ((r.experiences[-1].id.run, g.task.index, r, g) for g in groups for r in g.runs),
+        key=lambda p: p[:2],
+    )
     return [
         {
             "task": index,
@@ -233,7 +299,9 @@ def sample_rows(groups: Sequence[PlayedGroup], limit: int | None = 64) -> list[d
             "answer": run.experiences[-1].response_text,
             "truth": g.task.truth,
             "reward": run.value,
-            "status": f"failed: {run.experiences[0].reason}" if run.failed else run.experiences[-1].status,
+            "status": f"failed: {run.experiences[0].reason}"
+            if run.failed
+            else run.experiences[-1].status,
         }
         for number, index, run, g in pairs[:limit]
     ]

@@ -1,9 +1,11 @@
-"""The exploring loop: batches are assigned, handed to the batch runner, closed and reported; evaluation in between.
+"""The exploring loop: batches are assigned, handed to the batch runner, closed and reported;
+evaluation in between.
 
-    next batch ─> evaluate if due ─> tasks chosen ─> batch runner: groups play and are appended ─> close it ─> explored
+    next batch ─> evaluate if due ─> tasks chosen ─> batch runner: groups play and are appended ─>
+    close it ─> explored
 
-Knows neither trainer nor algorithm.  Invariant: a batch is closed after all its groups are appended, and after the batches that were
-assigned before it, except where it was assigned again.
+Knows neither trainer nor algorithm.  Invariant: a batch is closed after all its groups are
+appended, and after the batches that were assigned before it, except where it was assigned again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from rft.taskset.base import OTHER_ROWS, Taskset
 from rft.taskset.open_source import open_taskset
 from rft.taskset.task_order import TaskOrder, num_batches
 from rft.types.metrics import MetricRecord
-from rft.types.ports import Assignment, BufferWriter, ChatModel, ExploreGate, MetricSink, StoredGroup, TaskOutcome
+from rft.types.ports import (
+    Assignment,
+    BufferWriter,
+    ChatModel,
+    ExploreGate,
+    MetricSink,
+    StoredGroup,
+    TaskOutcome,
+)
 from rft.worker import job_pool
 from rft.worker.waiting import activities, sentence
 from rft.workflow.base import NO_MODELS
@@ -42,7 +52,9 @@ log = logging.getLogger(__name__)
 
 
 class Explorer:
-    """Plays the explore batches that the gate assigns to it, from `cursor` on, under weights of `lineage`."""
+    """Plays the explore batches that the gate assigns to it, from `cursor` on, under weights of
+    `lineage`.
+    """
 
     def __init__(
         self,
@@ -57,36 +69,64 @@ class Explorer:
         evaluates: bool = False,  # an earlier process of the run ended in an evaluation
         models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
-        """Opens the tasksets and finds every workflow and reward they name.  Raises ConfigError, PluginError."""
+        """Opens the tasksets and finds every workflow and reward they name.  Raises ConfigError,
+        PluginError.
+        """
         load_all(settings.plugin_dirs)
         self.settings = settings
-        self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
-        self._cursor, self._models, self._evaluates = cursor, models, evaluates and settings.eval_interval > 0
+        self._model = model
+        self._buffer = buffer
+        self._gate = gate
+        self._sink = sink
+        self._cursor = cursor
+        self._models = models
+        self._evaluates = evaluates and settings.eval_interval > 0
         self.order = self._order([open_taskset(t) for t in settings.tasksets])
         self._pipeline = ExperiencePipeline(settings.pipeline, judge, settings.max_timeout_s)
         self._recipes = Recipes()
         self._slots = Slots(settings.max_concurrent_runs)
-        self._evaluator = Evaluator(settings, self._recipes, model, sink, self._slots, verified=gate.wait_verified, models=models)
+        self._evaluator = Evaluator(
+            settings,
+            self._recipes,
+            model,
+            sink,
+            self._slots,
+            verified=gate.wait_verified,
+            models=models,
+        )
         for taskset in (*self.order.tasksets, *self._evaluator.tasksets):
             recipe = self._recipes.of(taskset.task(0))
             if settings.baseline and taskset in self.order.tasksets:
                 refuse_group_reward(recipe, taskset.task(0))
         self.num_batches = settings.total_batches
         if self.num_batches is None and settings.total_epochs is not None:
-            self.num_batches = num_batches([len(t) for t in self.order.tasksets], settings.batch_size, settings.total_epochs)
+            self.num_batches = num_batches(
+                [len(t) for t in self.order.tasksets], settings.batch_size, settings.total_epochs
+            )
         self._runner = BatchRunner(
-            settings, model=model, models=models, recipes=self._recipes, pipeline=self._pipeline, buffer=buffer, gate=gate,
-            slots=self._slots, sink=sink, lineage=lineage,
-        )  # fmt: skip
+            settings,
+            model=model,
+            models=models,
+            recipes=self._recipes,
+            pipeline=self._pipeline,
+            buffer=buffer,
+            gate=gate,
+            slots=self._slots,
+            sink=sink,
+            lineage=lineage,
+        )
         self._engines = engine_metrics(model, models)
-        self._earlier: dict[int, TaskOrder] = {}  # where a selector learns: of batches assigned again that are behind `order`
+        # where a selector learns: of batches assigned again that are behind `order`
+        self._earlier: dict[int, TaskOrder] = {}
         self._reported = cursor  # explore step
         self._main = StoppableWork()
 
     async def run(self) -> None:
-        """Explores until the tasks are used up or the trainer is finished, then evaluates the final weights.
+        """Explores until the tasks are used up or the trainer is finished, then evaluates the final
+        weights.
 
-        Raises RunFailed (breaker, short batch, all of an evaluation failed) and what engine, gate and buffer raise.
+        Raises RunFailed (breaker, short batch, all of an evaluation failed) and what engine, gate
+        and buffer raise.
         """
         try:
             await self._main.run(self._run)
@@ -94,7 +134,9 @@ class Explorer:
             await asyncio.to_thread(job_pool.close_all)
 
     async def stop(self) -> None:
-        """Ends `run` early.  Groups in flight are given up; they are not in the buffer, so a resumed run plays them again."""
+        """Ends `run` early.  Groups in flight are given up; they are not in the buffer, so a
+        resumed run plays them again.
+        """
         await self._main.stop()
 
     async def _run(self) -> None:
@@ -109,13 +151,22 @@ class Explorer:
                 await self._evaluator.run(version)
                 judges = judge_metrics.counts()  # with what this evaluation asked them
                 if judges and self._evaluator.tasksets:
-                    await self._sink.log(MetricRecord(role="explorer", step=self._reported + 1, time=time.time(), values=judges))
+                    await self._sink.log(
+                        MetricRecord(
+                            role="explorer",
+                            step=self._reported + 1,
+                            time=time.time(),
+                            values=judges,
+                        )
+                    )
             await self._recipes.close()
         except BaseException as error:
             for close in (self._pipeline.close, self._recipes.close):
                 try:
                     await close()
-                except Exception as e:  # of a plugin, perhaps; what went wrong before explains the end
+                except (
+                    Exception
+                ) as e:  # of a plugin, perhaps; what went wrong before explains the end
                     log.error("while closing: %s", e)
             if isinstance(error, BaseExceptionGroup):
                 raise _first(error) from None
@@ -130,14 +181,25 @@ class Explorer:
         rows |= {f"eval/{t.settings.name}": t.fingerprint for t in self._evaluator.tasksets}
         if others := await self._buffer.same_tasksets(rows):
             note = OTHER_ROWS.format(", ".join(others))
-            await self._sink.log(MetricRecord(role="explorer", step=self._cursor + 1, time=time.time(), values={}, notes=(note,)))
+            await self._sink.log(
+                MetricRecord(
+                    role="explorer",
+                    step=self._cursor + 1,
+                    time=time.time(),
+                    values={},
+                    notes=(note,),
+                )
+            )
         before: Batch | None = None
         evaluation: asyncio.Task[object] | None = None
         async with AsyncExitStack() as over, asyncio.TaskGroup() as tasks:
             if self.settings.report_interval_s > 0:
                 over.callback(asyncio.ensure_future(self._report_often()).cancel)
-            lag, fingerprint = self.order.lag if self.order.learns else None, self.order.fingerprint
-            next_batch = partial(self._gate.next_batch, lag=lag, fingerprint=fingerprint, total=self.num_batches)
+            lag = self.order.lag if self.order.learns else None
+            fingerprint = self.order.fingerprint
+            next_batch = partial(
+                self._gate.next_batch, lag=lag, fingerprint=fingerprint, total=self.num_batches
+            )
             while isinstance(given := await next_batch(), Assignment):
                 b = given.batch
                 if given.again:
@@ -153,17 +215,23 @@ class Explorer:
                 await self._learn(b)
                 batch = Batch(b, self.settings, held.pop(b, ()))
                 tasks.create_task(self._explore_batch(batch, None if given.again else before))
-                if not given.again:  # else those after it, which may be needed first, would wait for it
+                # else those after it, which may be needed first, would wait for it
+                if not given.again:
                     before = batch
                 await batch.submitted.wait()
             return given
 
     def _order(self, tasksets: Sequence[Taskset]) -> TaskOrder:
-        return TaskOrder(tasksets, self.settings.batch_size, self.settings.seed, lag=self.settings.feedback_lag)
+        return TaskOrder(
+            tasksets, self.settings.batch_size, self.settings.seed, lag=self.settings.feedback_lag
+        )
 
     async def _learn(self, b: int) -> None:
-        """Selectors that learn hear, from the buffer alone, of every batch that the choice of batch `b` depends on."""
-        order, end = self.order, self.order.horizon(b)
+        """Selectors that learn hear, from the buffer alone, of every batch that the choice of batch
+        `b` depends on.
+        """
+        order = self.order
+        end = self.order.horizon(b)
         if order.learned > end:  # a batch that is assigned again, chosen by what was known then
             order = self._earlier[b] = self._order(order.tasksets)
         first = order.learned
@@ -181,7 +249,12 @@ class Explorer:
         if before is not None:
             await before.closed.wait()
         if not batch.unplayed:
-            await self._buffer.close_batch(batch.number, accepted=batch.accepted, wanted=batch.size, reasons=dict(batch.reasons))
+            await self._buffer.close_batch(
+                batch.number,
+                accepted=batch.accepted,
+                wanted=batch.size,
+                reasons=dict(batch.reasons),
+            )
             if batch.accepted < batch.size and self.settings.on_short_batch == "stop":
                 raise ShortBatch(self._short(batch))
             await self._gate.explored(batch.number)
@@ -192,7 +265,9 @@ class Explorer:
     # ------------------------------------------------------------ reports
 
     async def _report(self, batch: Batch) -> None:
-        values = rollout_metrics(batch.played, batch.wall_s, self.settings.percentiles) | pipeline_metrics(batch.pipeline)
+        values = rollout_metrics(
+            batch.played, batch.wall_s, self.settings.percentiles
+        ) | pipeline_metrics(batch.pipeline)
         values |= {f"reward/{k}": float(v) for k, v in job_pool.counts().items()}
         values |= judge_metrics.counts()
         for engines in self._engines:
@@ -201,7 +276,9 @@ class Explorer:
             values["rollout/time/limit"] = self._runner.times.limit_s
         self._runner.times.see(batch.played)
         self._reported = batch.number + 1
-        await self._sink.log(MetricRecord(role="explorer", step=self._reported, time=time.time(), values=values))
+        await self._sink.log(
+            MetricRecord(role="explorer", step=self._reported, time=time.time(), values=values)
+        )
 
     async def _report_often(self) -> None:
         while True:
@@ -219,9 +296,12 @@ class Explorer:
         breaker = self._runner.breaker
         last = f"  The last failed run was {breaker.last}" if breaker.last else ""
         return (
-            f"explore batch {batch.number}: only {batch.accepted} of {batch.size} groups can be trained ({reasons}), and all "
-            f"{batch.max_refill} refills are used up.  Correct the workflow or reward, or make the tasks easier, and raise "
-            f"buffer.max_refill, as groups with a reward are not played again; or set buffer.on_short_batch to train or carry.{last}"
+            f"explore batch {batch.number}: only {batch.accepted} of {batch.size} groups can be "
+            f"trained ({reasons}), and all "
+            f"{batch.max_refill} refills are used up.  Correct the workflow or reward, or make the "
+            f"tasks easier, and raise "
+            f"buffer.max_refill, as groups with a reward are not played again; or set "
+            f"buffer.on_short_batch to train or carry.{last}"
         )
 
 

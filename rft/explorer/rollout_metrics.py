@@ -19,26 +19,58 @@ from rft.workflow.play_run import PlayedRun
 PERCENTILES = (10, 50, 90)
 _ENDED = ("group_timeout", "hopeless", "over_rollout")
 _COUNTED = (
-    "requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens", "tokenization_differs", "steps",
-    "preemptions", "lost", "stalled", "asked_again",
-)  # fmt: skip
-_OVER_STEPS = {"running": "running_steps", "waiting": "waiting_steps", "kv_cache_usage": "kv_cache_steps"}
+    "requests",
+    "prompt_tokens",
+    "prefilled_tokens",
+    "recomputed_tokens",
+    "generated_tokens",
+    "tokenization_differs",
+    "steps",
+    "preemptions",
+    "lost",
+    "stalled",
+    "asked_again",
+)
+_OVER_STEPS = {
+    "running": "running_steps",
+    "waiting": "waiting_steps",
+    "kv_cache_usage": "kv_cache_steps",
+}
 
 
 class EngineMetrics:
-    """What a model's engines did from one question to the next, whoever asked them (rollouts, evaluations, the canary)."""
+    """What a model's engines did from one question to the next, whoever asked them (rollouts,
+    evaluations, the canary).
+    """
 
-    def __init__(self, model: ChatModel, clock: Callable[[], float] = time.monotonic, *, prefix: str = "engine") -> None:
-        self._model, self._clock, self._prefix = model, clock, prefix
-        self._asked, self._before = clock(), dict[str, float]()
+    def __init__(
+        self,
+        model: ChatModel,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        prefix: str = "engine",
+    ) -> None:
+        self._model = model
+        self._clock = clock
+        self._prefix = prefix
+        self._asked = clock()
+        self._before = dict[str, float]()
 
     async def since(self) -> dict[str, float]:
-        """Names as in docs/reference/metrics.md; those that the engine knows, none for a model that does not count."""
+        """Names as in docs/reference/metrics.md; those that the engine knows, none for a model that
+        does not count.
+        """
         if not isinstance(self._model, Measured):
             return {}
         now, asked = reduce(await self._model.metrics()), self._clock()
-        more = {n.removeprefix("engine/"): v - self._before.get(n, 0.0) for n, v in now.items() if n.startswith("engine/")}
-        passed, self._asked, self._before = asked - self._asked, asked, now
+        more = {
+            n.removeprefix("engine/"): v - self._before.get(n, 0.0)
+            for n, v in now.items()
+            if n.startswith("engine/")
+        }
+        passed = asked - self._asked
+        self._asked = asked
+        self._before = now
         out = {name: more[name] for name in _COUNTED if name in more}
         if "generated_tokens" in more:
             out["tokens_per_s"] = more["generated_tokens"] / max(passed, 1e-9)
@@ -51,7 +83,8 @@ class EngineMetrics:
 
 def engine_metrics(policy: ChatModel, auxiliary: Mapping[str, ChatModel]) -> list[EngineMetrics]:
     """Of the policy, and of each auxiliary model under the first of its names."""
-    found, known = [EngineMetrics(policy)], {id(policy)}
+    found = [EngineMetrics(policy)]
+    known = {id(policy)}
     for name, model in auxiliary.items():
         if id(model) not in known:
             known.add(id(model))
@@ -59,10 +92,13 @@ def engine_metrics(policy: ChatModel, auxiliary: Mapping[str, ChatModel]) -> lis
     return found
 
 
-def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: bool = False) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[PlayedGroup], wall_s: float, percentiles: bool = False
+) -> dict[str, float]:
     """Names as in docs/reference/metrics.md, of groups as they were played.
 
-    Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence.  `percentiles`: NAME/p10, /p50 and /p90 too.
+    Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence.
+    `percentiles`: NAME/p10, /p50 and /p90 too.
     """
     runs = [run for g in groups for run in g.runs]
     played = [run.experiences for run in runs if not run.failed]
@@ -76,19 +112,31 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
         "rollout/retries": float(sum(run.attempts - 1 for run in runs)),
         "rollout/timeouts": float(sum(run.ended == "timeout" for run in runs)),
         **{f"rollout/ended/{why}": float(sum(run.ended == why for run in runs)) for why in _ENDED},
-        "rollout/groups/partial": float(sum(g.accepted and any(run.failed for run in g.runs) for g in groups)),
+        "rollout/groups/partial": float(
+            sum(g.accepted and any(run.failed for run in g.runs) for g in groups)
+        ),
         "rollout/time/batch": wall_s,
     }
-    if begun := [run for run in runs if run.run_s]:  # others were ended before there was room for them
+    # others were ended before there was room for them
+    if begun := [run for run in runs if run.run_s]:
         out["rollout/time/run"] = fmean(run.run_s for run in begun)
         out["rollout/time/reward"] = fmean(run.reward_s for run in begun)
     if rewards := [reward for g in groups for reward in g.rewards]:
-        spread = {"mean": fmean(rewards), "std": pstdev(rewards), "max": max(rewards), "min": min(rewards)}
+        spread = {
+            "mean": fmean(rewards),
+            "std": pstdev(rewards),
+            "max": max(rewards),
+            "min": min(rewards),
+        }
         out |= {f"rollout/reward/{name}": value for name, value in spread.items()}
     by_taskset: defaultdict[str, list[float]] = defaultdict(list)
     for g in groups:
         by_taskset[g.task.taskset] += g.rewards
-    out |= {f"rollout/{name}/reward/mean": fmean(rewards) for name, rewards in by_taskset.items() if rewards}
+    out |= {
+        f"rollout/{name}/reward/mean": fmean(rewards)
+        for name, rewards in by_taskset.items()
+        if rewards
+    }
     parts = {name for r in whole for name in r.reward_parts}
     named: dict[str, float] = {}
     for name, values in _named(runs).items():
@@ -96,7 +144,11 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
         if name in parts:
             named[f"rollout/{name}/std"] = pstdev(values)
     if whole:
-        out |= lengths("rollout", played) | {"rollout/rows": float(len(whole))} | collapse_metrics(groups)
+        out |= (
+            lengths("rollout", played)
+            | {"rollout/rows": float(len(whole))}
+            | collapse_metrics(groups)
+        )
         out["rollout/tokens_per_s"] = sum(r.num_response_tokens for r in whole) / max(wall_s, 1e-9)
         if steps := [r.oldest_version.step for r in whole if r.oldest_version is not None]:
             out["rollout/model_version"] = fmean(steps)
@@ -104,7 +156,9 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
     if percentiles:
         out |= _percentiles("rollout/reward", rewards)
         out |= _percentiles("rollout/response_length", list(map(response_tokens, played)))
-        out |= _percentiles("rollout/prompt_length", [r.num_tokens - r.num_response_tokens for r in whole])
+        out |= _percentiles(
+            "rollout/prompt_length", [r.num_tokens - r.num_response_tokens for r in whole]
+        )
         out |= _percentiles("rollout/time/run", [run.run_s for run in begun])
     if several := [g.rewards for g in groups if len(g.rewards) > 1]:
         out["frac_reward_zero_std"] = fmean(len(set(rewards)) == 1 for rewards in several)
@@ -124,8 +178,12 @@ def lengths(prefix: str, runs: Sequence[Sequence[Experience]]) -> dict[str, floa
     return {
         f"{prefix}/response_length/mean": fmean(responses),
         f"{prefix}/response_length/max": float(max(responses)),
-        f"{prefix}/prompt_length/mean": fmean(r.num_tokens - r.num_response_tokens for rows in runs for r in rows),
-        f"{prefix}/truncated_ratio": fmean(any(r.status == "truncated" for r in rows) for rows in runs),
+        f"{prefix}/prompt_length/mean": fmean(
+            r.num_tokens - r.num_response_tokens for rows in runs for r in rows
+        ),
+        f"{prefix}/truncated_ratio": fmean(
+            any(r.status == "truncated" for r in rows) for rows in runs
+        ),
     }
 
 
@@ -137,11 +195,16 @@ def response_tokens(rows: Sequence[Experience]) -> int:
 def _percentiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
-    return {f"{prefix}/p{p}": float(v) for p, v in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}
+    return {
+        f"{prefix}/p{p}": float(v)
+        for p, v in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
+    }
 
 
 def _named(runs: Sequence[PlayedRun]) -> dict[str, list[float]]:
-    """Reward parts and the workflows' own metrics by name: of each run that has it the mean over its rows."""
+    """Reward parts and the workflows' own metrics by name: of each run that has it the mean over
+    its rows.
+    """
     found: defaultdict[str, list[float]] = defaultdict(list)
     for rows in ([r.reward_parts | r.metrics for r in run.experiences] for run in runs):
         for name in {name for row in rows for name in row}:

@@ -25,10 +25,13 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8010
-    clients_file: Path | None = None  # lines "NAME SHA256-OF-THE-KEY"; None: the key in RFT_SERVE_KEY alone
-    clients: Mapping[str, str] | None = None  # names by the hashes of their keys, read by the command; None: read where it serves
+    # lines "NAME SHA256-OF-THE-KEY"; None: the key in RFT_SERVE_KEY alone
+    clients_file: Path | None = None
+    # names by the hashes of their keys, read by the command; None: read where it serves
+    clients: Mapping[str, str] | None = None
     session_ttl_s: float = 3600.0  # a session without a reward is given up then
-    group_deadline_s: float = 600.0  # a group closes so long after its first reward, with what it has
+    # a group closes so long after its first reward, with what it has
+    group_deadline_s: float = 600.0
     max_timeout_s: float = 1800.0  # that operators have for a group
     num_runs: int = 1  # rewarded runs of one task_id that make a group; 1: runs are not compared
     batch_size: int  # groups of an explore batch

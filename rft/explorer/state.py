@@ -1,7 +1,9 @@
-"""Where an explore batch stands: which groups it still needs, what was rejected, when it may be closed; what all share.  No IO.
+"""Where an explore batch stands: which groups it still needs, what was rejected, when it may be
+closed; what all share.  No IO.
 
-A batch has `size` places.  Place i is filled by task i; each time its group is rejected, the next candidate is the task numbered
-`size` higher.  So which row replaces which does not depend on timing, and a resumed batch goes on with the same candidates.
+A batch has `size` places.  Place i is filled by task i; each time its group is rejected, the next
+candidate is the task numbered `size` higher.  So which row replaces which does not depend on
+timing, and a resumed batch goes on with the same candidates.
 """
 
 from __future__ import annotations
@@ -25,14 +27,20 @@ from rft.workflow.group import REJECTED_WEIGHTS, Ending, PlayedGroup
 class Batch:
     """One explore batch in flight; the buffer has the groups `held` of it."""
 
-    def __init__(self, number: int, settings: ExplorerSettings, held: Iterable[StoredGroup] = ()) -> None:
+    def __init__(
+        self, number: int, settings: ExplorerSettings, held: Iterable[StoredGroup] = ()
+    ) -> None:
         s = settings
-        self.number, self.size = number, s.batch_size
+        self.number = number
+        self.size = s.batch_size
         self.ending = Ending(partial=s.keep_partial)
-        self._enough = math.ceil(s.batch_size * (1 - s.over_rollout)) if s.over_rollout > 0 else None
+        self._enough = (
+            math.ceil(s.batch_size * (1 - s.over_rollout)) if s.over_rollout > 0 else None
+        )
         self._wait_after_s = s.wait_after_s
         self._timer: asyncio.TimerHandle | None = None
-        self.played: list[PlayedGroup] = []  # by this process, with their rewards from before the operators
+        # by this process, with their rewards from before the operators
+        self.played: list[PlayedGroup] = []
         self.pipeline: list[Metric] = []  # what operators reported
         self.accepted = 0
         self.reasons: Counter[str] = Counter()
@@ -40,12 +48,16 @@ class Batch:
         self.submitted = asyncio.Event()  # every first run of every place has begun
         self.closed = asyncio.Event()
         self.began = time.monotonic()
-        self.max_refill = self._refills_left = 3 * s.batch_size if s.max_refill is None else s.max_refill
+        self.max_refill = self._refills_left = (
+            3 * s.batch_size if s.max_refill is None else s.max_refill
+        )
         self._held = {h.task: h.accepted for h in held}
         self._waiting = 0
 
     def first(self, place: int) -> int | None:
-        """The task number to play first at `place`: what the buffer holds is not played again.  None = nothing (more) to play."""
+        """The task number to play first at `place`: what the buffer holds is not played again.
+        None = nothing (more) to play.
+        """
         number: int | None = place
         while number is not None and number in self._held:
             if self._held[number]:
@@ -56,7 +68,9 @@ class Batch:
         return number
 
     def after(self, number: int) -> int | None:
-        """The task number that replaces the rejected `number`; None when the refills are used up or the batch has ended."""
+        """The task number that replaces the rejected `number`; None when the refills are used up or
+        the batch has ended.
+        """
         if self._refills_left == 0 or self.ending.why:
             return None
         self._refills_left -= 1
@@ -74,7 +88,9 @@ class Batch:
     def _accept(self) -> None:
         self.accepted += 1
         if self.accepted == self._enough and self.accepted < self.size:
-            self._timer = asyncio.get_running_loop().call_later(self._wait_after_s, self.ending.end, "over_rollout")
+            self._timer = asyncio.get_running_loop().call_later(
+                self._wait_after_s, self.ending.end, "over_rollout"
+            )
 
     def close(self) -> None:
         """It is complete: the next batch may be closed."""
@@ -104,7 +120,9 @@ class Batch:
 
 
 class Breaker:
-    """Stops a run in which nothing works: `limit` groups in a row whose runs all failed, or none of which got a reward."""
+    """Stops a run in which nothing works: `limit` groups in a row whose runs all failed, or none of
+    which got a reward.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -118,7 +136,9 @@ class Breaker:
         failures = [r for r in group.rows if r.status == "failed"]
         if group.reason == "unscored":
             self.last = f"{group.rows[0].id}: {group.why}"
-        elif failures:  # a run that was ended because others of its task had failed does not say why
+        elif (
+            failures
+        ):  # a run that was ended because others of its task had failed does not say why
             told = next((r for r in failures if not r.reason.startswith("ended: ")), failures[0])
             self.last = f"{told.id}: {told.reason}\n{told.info.get('traceback', '')}"
         if not group.wholly_failed and group.reason != "unscored":
@@ -127,17 +147,24 @@ class Breaker:
         self._row += 1
         if self._row >= self._limit:
             how = "failed completely" if group.wholly_failed else "got no reward"
-            raise RunFailed(f"{self._row} groups in a row {how}, so the run stops.  The last failed run was {self.last}")
+            raise RunFailed(
+                f"{self._row} groups in a row {how}, so the run stops.  The last failed run was "
+                f"{self.last}"
+            )
 
 
 class RunTimes:
-    """How long a run may take: `max_s`, or after `warmup` batches `ratio` times the mean of all runs so far, if that is less.
+    """How long a run may take: `max_s`, or after `warmup` batches `ratio` times the mean of all
+    runs so far, if that is less.
 
-    A run that passed its deadline counts with the time that it had; else the limit would sink from batch to batch.
+    A run that passed its deadline counts with the time that it had; else the limit would sink from
+    batch to batch.
     """
 
     def __init__(self, max_s: float, ratio: float | None, warmup: int) -> None:
-        self._max_s, self._ratio, self._warmup = max_s, ratio, warmup
+        self._max_s = max_s
+        self._ratio = ratio
+        self._warmup = warmup
         self._batches = self._runs = 0
         self._total_s = 0.0
 
@@ -157,7 +184,9 @@ class RunTimes:
 
 
 class Slots:
-    """Room for `limit` runs at a time.  Who came first goes first, except that those who ask with `behind` let all others pass."""
+    """Room for `limit` runs at a time.  Who came first goes first, except that those who ask with
+    `behind` let all others pass.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = self.free = limit
@@ -166,7 +195,9 @@ class Slots:
     @property
     def waiting(self) -> int:
         """Runs that wait for room."""
-        return sum(ticket.count for line in self._lines for ticket in line if not ticket.turn.done())
+        return sum(
+            ticket.count for line in self._lines for ticket in line if not ticket.turn.done()
+        )
 
     @asynccontextmanager
     async def take(self, count: int = 1, *, behind: bool = False) -> AsyncIterator[None]:
@@ -175,8 +206,12 @@ class Slots:
         if self.free >= count and not self._lines[0] and not (behind and self._lines[1]):
             self.free -= count
         else:
-            with idles(f"runs wait for room beside {self.limit} others (explorer.max_concurrent_runs)"):
-                await self._wait(_Ticket(count, asyncio.get_running_loop().create_future()), self._lines[behind])
+            with idles(
+                f"runs wait for room beside {self.limit} others (explorer.max_concurrent_runs)"
+            ):
+                await self._wait(
+                    _Ticket(count, asyncio.get_running_loop().create_future()), self._lines[behind]
+                )
         try:
             yield
         finally:

@@ -1,6 +1,7 @@
 """Work that another task may end early, as a service or an explorer is stopped.
 
-Invariant: `stop` makes `run` return; a cancelled caller of `run` is cancelled once the work has ended.
+Invariant: `stop` makes `run` return; a cancelled caller of `run` is cancelled once the work has
+ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class StoppableWork:
         except asyncio.CancelledError:
             if not self._stopping:
                 self._work.cancel()
-                await asyncio.gather(self._work, return_exceptions=True)  # nobody is there to hear what else went wrong
+                # nobody is there to hear what else went wrong
+                await asyncio.gather(self._work, return_exceptions=True)
                 raise
 
     async def stop(self) -> None:

@@ -1,6 +1,7 @@
 """Stored answers scored with a reward: what `rft bench --input` does.  Knows no engine.
 
-Invariant: an answer that cannot be scored is counted and left out of every mean; it never counts as 0.
+Invariant: an answer that cannot be scored is counted and left out of every mean; it never counts as
+0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from rft.workflow.recipes import Recipe, Recipes
 
 @dataclass(frozen=True)
 class Scored:
-    """One row: the rewards of its answers, None where one could not be scored, and the first reason why."""
+    """One row: the rewards of its answers, None where one could not be scored, and the first reason
+    why.
+    """
 
     source: str
     rewards: tuple[float | None, ...]
@@ -45,12 +48,16 @@ async def score_stored(
     max_concurrent: int,
     models: Mapping[str, ChatModel] = NO_MODELS,
 ) -> list[Scored]:
-    """Scores column `response_key` (a text, or a list of texts) of every row; `group_key` is the column that results are split by.
+    """Scores column `response_key` (a text, or a list of texts) of every row; `group_key` is the
+    column that results are split by.
 
     Raises ConfigError for a row without these answers and for a taskset that names no reward.
     """
-    recipes, room = Recipes(), asyncio.Semaphore(max_concurrent)
-    tasks = [(task, _answers(task, response_key)) for task in map(taskset.task, range(len(taskset)))]
+    recipes = Recipes()
+    room = asyncio.Semaphore(max_concurrent)
+    tasks = [
+        (task, _answers(task, response_key)) for task in map(taskset.task, range(len(taskset)))
+    ]
 
     async def one(task: Task, answers: Sequence[str]) -> Scored:
         found = lookup(task.row, group_key)
@@ -66,11 +73,14 @@ async def score_stored(
         await asyncio.to_thread(job_pool.close_all)
 
 
-async def _row(task: Task, recipe: Recipe, answers: Sequence[str], source: str, timeout_s: float) -> Scored:
+async def _row(
+    task: Task, recipe: Recipe, answers: Sequence[str], source: str, timeout_s: float
+) -> Scored:
     reward = recipe.reward
     if reward is None:
         raise ConfigError(
-            "names no reward; write default_reward_fn_type for it, or --reward-fn", key=f"taskset {task.taskset}.reward_fn"
+            "names no reward; write default_reward_fn_type for it, or --reward-fn",
+            key=f"taskset {task.taskset}.reward_fn",
         )
     results = await scored_or_not(reward, task, [transcript(task, a) for a in answers], timeout_s)
     first = next((r for r in results if isinstance(r, Exception)), None)
@@ -78,14 +88,22 @@ async def _row(task: Task, recipe: Recipe, answers: Sequence[str], source: str, 
     return Scored(source, tuple(r.value if isinstance(r, Score) else None for r in results), why)
 
 
-async def scored_or_not(reward: Reward, task: Task, said: Sequence[Transcript], timeout_s: float) -> list[Score | Exception]:
-    """For each run its score, or why it has none.  Raises RftError (a model is gone, a budget is used up)."""
+async def scored_or_not(
+    reward: Reward, task: Task, said: Sequence[Transcript], timeout_s: float
+) -> list[Score | Exception]:
+    """For each run its score, or why it has none.  Raises RftError (a model is gone, a budget is
+    used up).
+    """
     results: Sequence[Score | BaseException]
     if reward.whole_group:
-        (whole,) = await asyncio.gather(score_group(reward, task, said, timeout_s=timeout_s), return_exceptions=True)
+        (whole,) = await asyncio.gather(
+            score_group(reward, task, said, timeout_s=timeout_s), return_exceptions=True
+        )
         results = [whole] * len(said) if isinstance(whole, BaseException) else whole
     else:
-        results = await asyncio.gather(*(score(reward, task, t, timeout_s=timeout_s) for t in said), return_exceptions=True)
+        results = await asyncio.gather(
+            *(score(reward, task, t, timeout_s=timeout_s) for t in said), return_exceptions=True
+        )
     for result in results:
         if isinstance(result, RftError) or not isinstance(result, Exception | Score):
             raise result  # an error of rft, or this is being cancelled
@@ -95,11 +113,21 @@ async def scored_or_not(reward: Reward, task: Task, said: Sequence[Transcript], 
 def _answers(task: Task, key: str) -> list[str]:
     found = lookup(task.row, key)
     answers = [found] if isinstance(found, str) else found
-    if not isinstance(answers, list | tuple) or not answers or not all(isinstance(a, str) for a in answers):
+    if (
+        not isinstance(answers, list | tuple)
+        or not answers
+        or not all(isinstance(a, str) for a in answers)
+    ):
         given = (
-            f"has no column {key!r}; it has {', '.join(map(str, task.row))}" if found is ABSENT else f"{key!r} is {found!r:.80}"
+            f"has no column {key!r}; it has {', '.join(map(str, task.row))}"
+            if found is ABSENT
+            else f"{key!r} is {found!r:.80}"
         )
-        raise ConfigError(f"row {task.index} {given}; a text or a list of texts is needed", key="--response-key", given=key)
+        raise ConfigError(
+            f"row {task.index} {given}; a text or a list of texts is needed",
+            key="--response-key",
+            given=key,
+        )
     return list(answers)
 
 
@@ -120,9 +148,11 @@ def transcript(task: Task, text: str) -> Transcript:
 
 
 def summary(rows: Sequence[Scored]) -> dict[str, dict[str, float]]:
-    """By source, and for "all": {rows, answers, unscored, mean, pass_rate, best@k, worst@k, pass@k}.
+    """By source, and for "all": {rows, answers, unscored, mean, pass_rate, best@k, worst@k,
+    pass@k}.
 
-    `mean` is over rows of the mean over their scored answers; at-k numbers are given where every row has as many answers.
+    `mean` is over rows of the mean over their scored answers; at-k numbers are given where every
+    row has as many answers.
     """
     by_source: defaultdict[str, list[Scored]] = defaultdict(list)
     for row in rows:

@@ -1,6 +1,8 @@
-"""Small files read within a bound, written whole or not at all, and the one name of a disk that is full.
+"""Small files read within a bound, written whole or not at all, and the one name of a disk that is
+full.
 
-Knows nothing of what files mean.  Invariant: a reader never waits for a pipe or a device, and never sees half a file.
+Knows nothing of what files mean.  Invariant: a reader never waits for a pipe or a device, and never
+sees half a file.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from typing import BinaryIO
 
 from rft.errors import DiskFull
 
-REMEDY = "Free space (`df -h`; `df -i` for the number of files) or raise the quota; the same command then goes on from the last checkpoint"
+REMEDY = (
+    "Free space (`df -h`; `df -i` for the number of files) or raise the quota; the same "
+    "command then goes on from the last checkpoint"
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PIECE = 1 << 16  # bytes that are read at once in search of a line's end
-_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")  # of libraries that hide the number
+# of libraries that hide the number
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -33,11 +39,17 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The content of a plain file of at most `most` bytes.  Raises OSError saying what it is instead, or that it is larger."""
+    """The content of a plain file of at most `most` bytes.  Raises OSError saying what it is
+    instead, or that it is larger.
+    """
     with open_regular(path) as file:
         data = file.read(most + 1)  # files of /proc say that they have no bytes
     if len(data) > most:
-        raise OSError(errno.EINVAL, f"is too large; a file of this kind may have at most {most:,} bytes", str(path))
+        raise OSError(
+            errno.EINVAL,
+            f"is too large; a file of this kind may have at most {most:,} bytes",
+            str(path),
+        )
     return data
 
 
@@ -56,7 +68,9 @@ def write_whole(path: Path, data: str | bytes, *, mode: int = 0o600) -> None:
 
 
 def drop_cut_line(file: FileIO | BinaryIO) -> int:
-    """Truncates `file`, open for reading and writing, after its last end of a line; how many bytes a crash had left there."""
+    """Truncates `file`, open for reading and writing, after its last end of a line; how many bytes
+    a crash had left there.
+    """
     at = size = file.seek(0, os.SEEK_END)
     found = -1
     while at > 0 and found < 0:
@@ -90,19 +104,31 @@ def _fullness(error: BaseException) -> BaseException | None:
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
         seen.add(id(at))
-        if isinstance(at, DiskFull) or (isinstance(at, OSError) and at.errno in FULL) or any(t in str(at) for t in _FULL_TEXTS):
+        if (
+            isinstance(at, DiskFull)
+            or (isinstance(at, OSError) and at.errno in FULL)
+            or any(t in str(at) for t in _FULL_TEXTS)
+        ):
             return at
         at = at.__cause__ or at.__context__
     return None
 
 
 def full(error: BaseException, what: str = "") -> DiskFull:
-    """The same as the one error that a full disk is; `what` was being written, where the error does not name it."""
+    """The same as the one error that a full disk is; `what` was being written, where the error does
+    not name it.
+    """
     found = _fullness(error) or error
     if isinstance(found, DiskFull):
         return found
-    name = str(found.filename) if isinstance(found, OSError) and found.filename is not None else what
-    said = found.strerror if isinstance(found, OSError) and found.strerror else str(found).strip().splitlines()[0]
+    name = (
+        str(found.filename) if isinstance(found, OSError) and found.filename is not None else what
+    )
+    said = (
+        found.strerror
+        if isinstance(found, OSError) and found.strerror
+        else str(found).strip().splitlines()[0]
+    )
     return DiskFull(f"{name or 'a file of the run'} cannot be written: {said}.  {REMEDY}")
 
 

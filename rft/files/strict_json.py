@@ -1,6 +1,7 @@
 """JSON of files that others have written: read without surprises, or refused in one sentence.
 
-Knows nothing of what the values mean.  Invariant: what comes out can be nested, printed and written again; every key counted once.
+Knows nothing of what the values mean.  Invariant: what comes out can be nested, printed and written
+again; every key counted once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.  Raises ValueError (JSONDecodeError with its place, where the text is no JSON)."""
+    """The value of a JSON text.  Raises ValueError (JSONDecodeError with its place, where the text
+    is no JSON).
+    """
     try:
         value = json.loads(text, object_pairs_hook=no_key_twice)
     except RecursionError:
@@ -29,14 +32,21 @@ def parse_json(text: str) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as e:
-            raise ValueError(f"holds half of a character (\\u{ord(e.object[e.start]):04x})") from None
+            raise ValueError(
+                f"holds half of a character (\\u{ord(e.object[e.start]):04x})"
+            ) from None
     return value
 
 
 def _refuse_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [below for v in level if isinstance(v, dict | list) for below in (v.values() if isinstance(v, dict) else v)]
+        level = [
+            below
+            for v in level
+            if isinstance(v, dict | list)
+            for below in (v.values() if isinstance(v, dict) else v)
+        ]
         if not level:
             return
     raise ValueError(f"nested too deeply; at most {MAX_DEPTH} levels are allowed")

@@ -1,10 +1,12 @@
 """The Ray that a run uses, its own on this machine or one that is there, and who sits where on it.
 
-A local Ray listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
-when it ends.  Must be called before anything imports ray: the settings are read at import.
+A local Ray listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and
+takes everything with it when it ends.  Must be called before anything imports ray: the settings are
+read at import.
 
-Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then the trainer's ranks, neighbours on
-one node.  `rft check` judges the declared cluster with `placement`; `rft run` judges the real one and reserves exactly those places.
+Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then
+the trainer's ranks, neighbours on one node.  `rft check` judges the declared cluster with
+`placement`; `rft run` judges the real one and reserves exactly those places.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ from rft.trainer.settings import LearnerSettings
 log = logging.getLogger(__name__)
 
 _LOCAL = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # otherwise Ray replaces 127.0.0.1 by the routable address
+    # otherwise Ray replaces 127.0.0.1 by the routable address
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_worker_niceness": "0",  # engines and trainer are the work of this machine, not background jobs
+    # engines and trainer are the work of this machine, not background jobs
+    "RAY_worker_niceness": "0",
     "RAY_worker_register_timeout_seconds": "600",  # a worker may import an engine first
-    "RAY_enable_worker_prestart": "0",  # every actor has its own environment, so prestarted workers are never used
+    # every actor has its own environment, so prestarted workers are never used
+    "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",  # nothing reads them; the program has metrics of its own
     "RAY_event_stats": "0",
@@ -55,7 +60,8 @@ _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
 _STOPPED_S = 15.0  # of a process of a Ray that is starting
 _SHUTDOWN_S = 5.0
-_RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
+# Ray opens its folder and its sockets to everybody; the folder around it is the account's
+_RAYS = "ray"
 _ATTEMPT_S = 10.0  # before seats are dealt anew to the GPUs that are free by then
 _NODE_ID = "ray.io/node-id"  # the label that Ray gives every node
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
@@ -71,38 +77,53 @@ class Cluster:
 
     @classmethod
     def connect(
-        cls, address: str | None, *, num_cpus: int | None = None, num_gpus: int | None = None, timeline: bool = False
+        cls,
+        address: str | None,
+        *,
+        num_cpus: int | None = None,
+        num_gpus: int | None = None,
+        timeline: bool = False,
     ) -> Cluster:
         """Join the Ray at `address`, or start one here.
 
-        A local Ray is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
-        counting them (tests).  `timeline`: it keeps the events of each call, which `timeline` writes.
+        A local Ray is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus`
+        declares GPUs instead of counting them (tests).  `timeline`: it keeps the events of each
+        call, which `timeline` writes.
         """
         os.environ.update(_ALWAYS)
         if address is None:
-            os.environ.update(_LOCAL, RAY_task_events_report_interval_ms="1000" if timeline else "0")
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # kept: Ray reads it once in a process
+            os.environ.update(
+                _LOCAL, RAY_task_events_report_interval_ms="1000" if timeline else "0"
+            )
+            # kept: Ray reads it once in a process
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
             learn_secrets([os.environ["RAY_AUTH_TOKEN"]])
         try:
             import ray
         except ImportError as e:
             raise SetupError(
-                f"Ray cannot be imported ({e}). Install it (`pip install ray`), or run everything in one process with --in-process."
+                f"Ray cannot be imported ({e}). Install it (`pip install ray`), or run everything "
+                f"in one process with --in-process."
             ) from e
         if address is not None:
             try:
                 host, _, port = address.rpartition(":")
-                if port.isdecimal():  # where nothing listens, Ray's library would try for a quarter of an hour
+                # where nothing listens, Ray's library would try for a quarter of an hour
+                if port.isdecimal():
                     socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-                joined = in_daemon(ray.init, address=address, log_to_driver=False, logging_level=logging.ERROR)
+                joined = in_daemon(
+                    ray.init, address=address, log_to_driver=False, logging_level=logging.ERROR
+                )
                 if not wait([joined], ANSWER_S).done:
                     raise RayFailed(
-                        f"cluster.ray_address {address!r}: Ray does not let this process join within {ANSWER_S:.0f} s"
+                        f"cluster.ray_address {address!r}: Ray does not let this process join "
+                        f"within {ANSWER_S:.0f} s"
                     )
                 info = joined.result().address_info
             except (OSError, ValueError) as e:
                 raise SetupError(
-                    f"cluster.ray_address {address!r}: no Ray answers there ({e}). Start it (ray start --head), or remove the key."
+                    f"cluster.ray_address {address!r}: no Ray answers there ({e}). Start it (ray "
+                    f"start --head), or remove the key."
                 ) from e
             cluster = cls(None)
             cluster.watched.add(local_processes(info["raylet_socket_name"], info["session_dir"]))
@@ -113,14 +134,18 @@ class Cluster:
             folder = Path(tempfile.mkdtemp(prefix="rft-", dir="/tmp"))
         cluster = cls(folder)
         try:
-            cluster._start(folder / _RAYS, num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
+            cluster._start(
+                folder / _RAYS, num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus
+            )
         except BaseException:
             cluster.close()
             raise
         return cluster
 
     def _start(self, folder: Path, **resources: int | None) -> None:
-        """Ray waits only 30 s for its own processes, too short on a busy machine: it gets three attempts."""
+        """Ray waits only 30 s for its own processes, too short on a busy machine: it gets three
+        attempts.
+        """
         import ray
 
         before = psutil.Process().children(recursive=True)
@@ -151,15 +176,25 @@ class Cluster:
                     raise SetupError(f"Ray could not be started on this machine: {why}") from e
             finally:
                 over.set()
-                self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+                self._processes = [
+                    p for p in psutil.Process().children(recursive=True) if p not in before
+                ]
                 self.watched.add(self._processes)
-            why = failed[0] if failed else "Ray did not start within its limit of 30 s (is the machine busy?)"
+            why = (
+                failed[0]
+                if failed
+                else "Ray did not start within its limit of 30 s (is the machine busy?)"
+            )
             log.warning("%s; starting it again", why)
             _kill(self._processes)
             ray.shutdown()
 
-    def _end_failed(self, before: Sequence[psutil.Process], failed: list[str], over: threading.Event) -> None:
-        """Ends a Ray that starts once one of its processes has ended or hangs: `ray.init` could wait for it for ever."""
+    def _end_failed(
+        self, before: Sequence[psutil.Process], failed: list[str], over: threading.Event
+    ) -> None:
+        """Ends a Ray that starts once one of its processes has ended or hangs: `ray.init` could
+        wait for it for ever.
+        """
         me = psutil.Process()
         while not over.wait(LOOK_S):
             started = [p for p in me.children(recursive=True) if p not in before]
@@ -170,7 +205,9 @@ class Cluster:
                 return
 
     def timeline(self, path: Path) -> None:
-        """Write what every process of Ray did when, in the trace format of Chrome, whole or not at all."""
+        """Write what every process of Ray did when, in the trace format of Chrome, whole or not at
+        all.
+        """
         import ray
 
         aside = path.with_suffix(".tmp")
@@ -178,7 +215,9 @@ class Cluster:
         aside.replace(path)
 
     def close(self) -> None:
-        """Raises RayFailed where a Ray of others does not let go of this process, which cannot end in the usual way then."""
+        """Raises RayFailed where a Ray of others does not let go of this process, which cannot end
+        in the usual way then.
+        """
         import ray
 
         started = time.monotonic()
@@ -198,20 +237,26 @@ class Cluster:
         _end(self._processes)
         gone = self._folder.with_suffix(".gone")
         with suppress(FileNotFoundError):
-            self._folder.rename(gone)  # so that a worker that ends late cannot write a file into what is being removed
+            # so that a worker that ends late cannot write a file into what is being removed
+            self._folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
         log.info("Ray stopped in %.1f s", time.monotonic() - started)
 
 
 @contextmanager
 def _without_unused() -> Iterator[None]:
-    """Ray starts without the parts that nothing here uses: they scale a cluster, copy logs to a driver, and serve a dashboard.
+    """Ray starts without the parts that nothing here uses: they scale a cluster, copy logs to a
+    driver, and serve a dashboard.
 
     It has no option for that.  Each takes processor time, and `ray.init` waits for the last.
     """
     from ray._private.node import Node
 
-    unused = {"start_monitor": _nothing, "start_log_monitor": _nothing, "start_api_server": _no_dashboard}
+    unused = {
+        "start_monitor": _nothing,
+        "start_log_monitor": _nothing,
+        "start_api_server": _no_dashboard,
+    }
     methods = {name: vars(Node)[name] for name in unused if name in vars(Node)}
     try:
         for name in methods:
@@ -226,7 +271,9 @@ def _nothing(node: Any, **options: Any) -> None: ...
 
 
 def _no_dashboard(node: Any, **options: Any) -> None:
-    """Ray's agent asks for the address once a second until it gets one, and writes each failure down."""
+    """Ray's agent asks for the address once a second until it gets one, and writes each failure
+    down.
+    """
     node.get_gcs_client().internal_kv_put(b"dashboard", b"127.0.0.1:0", True, b"dashboard")
 
 
@@ -276,7 +323,8 @@ def placement(
 ) -> list[Seat]:
     """Seats for all engines, auxiliary models (GPUs of each of their engines) and trainer ranks.
 
-    `shared`: the ranks sit on the engines' GPUs, in their order, and on GPUs of their own when there are more of them.
+    `shared`: the ranks sit on the engines' GPUs, in their order, and on GPUs of their own when
+    there are more of them.
 
     Raises SetupError when the cluster is too small, naming role and numbers.
     """
@@ -287,9 +335,12 @@ def placement(
         ranks = learner.world_size if learner is not None and learner.device == "cuda" else 0
         wanted = sum(e.gpus for e in engines) + sum(auxiliary) + (0 if shared else ranks)
         return SetupError(
-            f"{role} {index} needs {gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
-            f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} auxiliary, {ranks} trainer rank(s)); "
-            "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
+            f"{role} {index} needs {gpus} GPU(s) on one node, but the nodes have {free} left of "
+            f"{gpus_per_node}. "
+            f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} "
+            f"auxiliary, {ranks} trainer rank(s)); "
+            "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or "
+            "use a larger cluster."
         )
 
     for role, sizes in (("engine", [e.gpus for e in engines]), ("auxiliary", auxiliary)):
@@ -317,7 +368,9 @@ def placement(
 
 
 def _neighbours(free: list[int], learner: LearnerSettings) -> list[int]:
-    """Return the node of each free GPU, ordered so that ranks of one FSDP or Ulysses group share it."""
+    """Return the node of each free GPU, ordered so that ranks of one FSDP or Ulysses group share
+    it.
+    """
     left = list(free)
     most_free_first = sorted(range(len(free)), key=lambda n: -free[n])
     sizes = {learner.world_size, learner.fsdp_size, learner.sequence_parallel, 1} - {-1}
@@ -333,11 +386,16 @@ def _neighbours(free: list[int], learner: LearnerSettings) -> list[int]:
 class Places:
     """Reserved seats of a connected Ray; gives actor options per seat.
 
-    `shown`: GPUs of the engines whose GPUs ranks share.  Ray counts those as the ranks', so the engine is told which they are.
+    `shown`: GPUs of the engines whose GPUs ranks share.  Ray counts those as the ranks', so the
+    engine is told which they are.
     """
 
-    def __init__(self, seats: list[Seat], group: Any, shown: Mapping[int, str] | None = None) -> None:
-        self.seats, self._group, self._shown = seats, group, shown or {}
+    def __init__(
+        self, seats: list[Seat], group: Any, shown: Mapping[int, str] | None = None
+    ) -> None:
+        self.seats = seats
+        self._group = group
+        self._shown = shown or {}
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Ray actor options that put the actor on its seat."""
@@ -346,23 +404,39 @@ class Places:
             return {"num_gpus": 0}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=_bundle(self.seats, seat))
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=_bundle(self.seats, seat)
+        )
         told = role == "engine" and index in self._shown
-        return {"num_cpus": 0, "num_gpus": 0 if told else seat.gpus, "scheduling_strategy": strategy}
+        return {
+            "num_cpus": 0,
+            "num_gpus": 0 if told else seat.gpus,
+            "scheduling_strategy": strategy,
+        }
 
     def env(self, role: str, index: int) -> dict[str, str]:
         """Environment of the actor on this seat."""
-        return {"CUDA_VISIBLE_DEVICES": self._shown[index]} if role == "engine" and index in self._shown else {}
+        return (
+            {"CUDA_VISIBLE_DEVICES": self._shown[index]}
+            if role == "engine" and index in self._shown
+            else {}
+        )
 
 
 def _bundle(seats: Sequence[Seat], seat: Seat) -> int:
     """Its number among the bundles of the placement group."""
-    holder = seat if seat.host is None else next(s for s in seats if (s.role, s.index) == ("engine", seat.host))
+    holder = (
+        seat
+        if seat.host is None
+        else next(s for s in seats if (s.role, s.index) == ("engine", seat.host))
+    )
     return [s for s in seats if s.gpus and s.host is None].index(holder)
 
 
 def here() -> dict[str, Any]:
-    """Ray actor options that put it beside the process that asks, on whose disks and in whose memory its work lies."""
+    """Ray actor options that put it beside the process that asks, on whose disks and in whose
+    memory its work lies.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -383,7 +457,8 @@ async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float 
         try:
             seats = seats_on([free for _, free in nodes.values()])
         except SetupError:
-            seats = seats_on([total for total, _ in nodes.values()])  # GPUs of other jobs may become free meanwhile
+            # GPUs of other jobs may become free meanwhile
+            seats = seats_on([total for total, _ in nodes.values()])
         wanted = [s for s in seats if s.gpus and s.host is None]
         if not wanted:
             return Places(seats, None)
@@ -395,14 +470,18 @@ async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float 
         )
         left_s = deadline - time.monotonic()
         try:
-            await asyncio.wait_for(await answer("ask for GPUs", group.ready), min(_ATTEMPT_S, left_s))
+            await asyncio.wait_for(
+                await answer("ask for GPUs", group.ready), min(_ATTEMPT_S, left_s)
+            )
             break
         except TimeoutError:
-            await answer("give GPUs back", remove_placement_group, group)  # other GPUs may be free by now
+            # other GPUs may be free by now
+            await answer("give GPUs back", remove_placement_group, group)
             if left_s <= _ATTEMPT_S:
                 gpus = sum(s.gpus for s in wanted)
                 raise SetupError(
-                    f"the cluster did not reserve {gpus} GPUs within {timeout_s:.0f} s; other jobs hold them"
+                    f"the cluster did not reserve {gpus} GPUs within {timeout_s:.0f} s; other jobs "
+                    f"hold them"
                 ) from None
     hosts = sorted({s.host for s in seats if s.host is not None})
     return Places(seats, group, {i: await _devices(seats, group, i, timeout_s) for i in hosts})
@@ -417,7 +496,12 @@ def _gpus_of_nodes() -> dict[str, tuple[int, ...]]:
     living = [n for n in ray.nodes() if n["Alive"]]
     living.sort(key=lambda n: (n["NodeID"] != this, n["NodeManagerAddress"], n["NodeID"]))
     free = available_resources_per_node()
-    return {n["NodeID"]: tuple(int(r.get("GPU", 0)) for r in (n["Resources"], free.get(n["NodeID"], {}))) for n in living}
+    return {
+        n["NodeID"]: tuple(
+            int(r.get("GPU", 0)) for r in (n["Resources"], free.get(n["NodeID"], {}))
+        )
+        for n in living
+    }
 
 
 async def _devices(seats: list[Seat], group: Any, engine: int, timeout_s: float) -> str:
@@ -426,10 +510,14 @@ async def _devices(seats: list[Seat], group: Any, engine: int, timeout_s: float)
 
     seat = next(s for s in seats if (s.role, s.index) == ("engine", engine))
     options = Places(seats, group).options("engine", engine)
-    look = ray.remote(max_retries=0)(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")).options(**options)
+    look = ray.remote(max_retries=0)(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")).options(
+        **options
+    )
     try:
         found: str = await asyncio.wait_for(await answer("start a task", look.remote), timeout_s)
     except TimeoutError:
-        raise RayFailed(f"Ray did not say within {timeout_s:.0f} s which GPUs engine {engine} has") from None
+        raise RayFailed(
+            f"Ray did not say within {timeout_s:.0f} s which GPUs engine {engine} has"
+        ) from None
     assert len(found.split(",")) == seat.gpus, found
     return found

@@ -1,7 +1,8 @@
-"""Models for playing one task by hand: `rft debug`.  One process, no Ray, no trainer; weights stay as they are.
+"""Models for playing one task by hand: `rft debug`.  One process, no Ray, no trainer; weights stay
+as they are.
 
-Knows a Plan and starts what it is asked for, auxiliary models only when they are first called.  Invariant: everything that was started
-is closed with `Models.close`.
+Knows a Plan and starts what it is asked for, auxiliary models only when they are first called.
+Invariant: everything that was started is closed with `Models.close`.
 """
 
 from __future__ import annotations
@@ -37,27 +38,39 @@ Tell = Callable[[str], None]
 
 
 def policy_settings(plan: Plan, engine_type: str) -> EngineSettings:
-    """The plan's first engine as one of type transformers or vllm, which serves the weights of its model."""
-    return dataclasses.replace(plan.engines[0], engine_type=engine_type, name="policy", fixed_weights=True, lora_rank=None)
+    """The plan's first engine as one of type transformers or vllm, which serves the weights of its
+    model.
+    """
+    return dataclasses.replace(
+        plan.engines[0], engine_type=engine_type, name="policy", fixed_weights=True, lora_rank=None
+    )
 
 
 def server_settings(model_name: str, base_url: str | None) -> EngineSettings:
     """A server as the policy; its key is in OPENAI_API_KEY."""
     external = ExternalSettings(model_name=model_name, base_url=base_url)
-    return EngineSettings(engine_type="external", name="policy", fixed_weights=True, external=external)
+    return EngineSettings(
+        engine_type="external", name="policy", fixed_weights=True, external=external
+    )
 
 
 class Models:
     """The policy and the auxiliary models of one session; belongs to one event loop."""
 
     def __init__(self, plan: Plan, tell: Tell) -> None:
-        self._plan, self._tell = plan, tell
+        self._plan = plan
+        self._tell = tell
         self._started = AsyncExitStack()
 
     async def policy(self, settings: EngineSettings) -> ChatModel:
-        """A started engine, with the adapter that a run begins with; one behind a server is given tokens (the bytes of its texts),
-        without which nothing could be recorded."""
-        if (lora := self._plan.learner.lora) is not None and lora.path is not None and settings.external is None:
+        """A started engine, with the adapter that a run begins with; one behind a server is given
+        tokens (the bytes of its texts), without which nothing could be recorded.
+        """
+        if (
+            (lora := self._plan.learner.lora) is not None
+            and lora.path is not None
+            and settings.external is None
+        ):
             from rft.trainer.hf_folder import assemble_first
 
             folder = Path(self._started.enter_context(TemporaryDirectory(prefix="rft-debug-")))
@@ -67,21 +80,28 @@ class Models:
         return TextModel(started) if settings.external is not None else started
 
     def auxiliary(self, replaced: Mapping[str, ChatModel]) -> dict[str, ChatModel]:
-        """All models beside the policy by name; those in `replaced` are given, any other is started at its first call."""
+        """All models beside the policy by name; those in `replaced` are given, any other is started
+        at its first call.
+        """
         found: dict[str, ChatModel] = {}
         for settings in self._plan.auxiliary:
             lazy = LazyModel(settings, self._start)
             found |= dict.fromkeys(settings.names, lazy)
         if unknown := [n for n in replaced if n not in found]:
             raise ConfigError(
-                f"explorer.auxiliary_models has {', '.join(found) or 'no model'}", key="--judge", given=", ".join(unknown)
+                f"explorer.auxiliary_models has {', '.join(found) or 'no model'}",
+                key="--judge",
+                given=", ".join(unknown),
             )
         return {**found, **replaced}
 
     async def _start(self, settings: EngineSettings) -> Engine:
         where = settings.model_path
         if settings.external is not None:
-            where = f"{settings.external.model_name} at {settings.external.base_url or '$' + settings.external.base_url_env}"
+            where = (
+                f"{settings.external.model_name} at "
+                f"{settings.external.base_url or '$' + settings.external.base_url_env}"
+            )
         self._tell(f"{settings.name}: {settings.engine_type} {where}")
         engine = await make(settings)
         self._started.push_async_callback(engine.close)
@@ -92,7 +112,9 @@ class Models:
 
 
 def in_vllms_environment(settings: EngineSettings, command: Sequence[str]) -> int:
-    """Runs `command` with the variables that vLLM reads when its process starts, and removes what its processes leave; the exit code."""
+    """Runs `command` with the variables that vLLM reads when its process starts, and removes what
+    its processes leave; the exit code.
+    """
     run_id = uuid.uuid4().hex[:12]
     env = {**os.environ, **cpu_environment(settings), leftovers.RUN_ID: run_id}
     try:
@@ -106,7 +128,8 @@ class LazyModel:
     """An auxiliary model that is started by its first call."""
 
     def __init__(self, settings: AuxiliarySettings, start: Any) -> None:
-        self._settings, self._start = settings, start
+        self._settings = settings
+        self._start = start
         self._engine: asyncio.Future[Engine] | None = None
         self.identity = parts.identity(settings)
 
@@ -154,7 +177,9 @@ class TextModel:
 
 
 def scripted(texts: Sequence[str], gold: Any, runs: int) -> ScriptedModel:
-    """Says `texts` in each run, the last one for ever; where there are none the gold answer; without one the last message again."""
+    """Says `texts` in each run, the last one for ever; where there are none the gold answer;
+    without one the last message again.
+    """
     if texts:
         return ScriptedModel(per_run=[texts] * runs, answer=lambda _: texts[-1])
     if isinstance(gold, str | int | float):

@@ -1,4 +1,6 @@
-"""Lets the sides of a run work until they are done; the first failure, Ctrl-C or SIGTERM ends the run."""
+"""Lets the sides of a run work until they are done; the first failure, Ctrl-C or SIGTERM ends the
+run.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +54,25 @@ async def work(
     watch: Awaitable[Any] | None = None,
     fail: Callable[[BaseException], Awaitable[None]] | None = None,
 ) -> None:
-    """Until explorer, if there is one, and trainer are done.  The first failure is told to everyone who waits, and raised.
+    """Until explorer, if there is one, and trainer are done.  The first failure is told to everyone
+    who waits, and raised.
 
-    `watch` ends only by raising: a part has died, or hangs.  `fail`: how a failure is told; None: to the coordinator.
+    `watch` ends only by raising: a part has died, or hangs.  `fail`: how a failure is told; None:
+    to the coordinator.
     """
-    both: tuple[asyncio.Future[None], ...] = tuple(asyncio.ensure_future(side) for side in (explore, train) if side is not None)
+    both: tuple[asyncio.Future[None], ...] = tuple(
+        asyncio.ensure_future(side) for side in (explore, train) if side is not None
+    )
     follower = _Follower(coordinator, on_record)
-    news, stop = asyncio.ensure_future(follower.run()), asyncio.ensure_future(signals.wait())
+    news = asyncio.ensure_future(follower.run())
+    stop = asyncio.ensure_future(signals.wait())
     watched = [] if watch is None else [asyncio.ensure_future(watch)]
     try:
         pending = set(both)
         while pending:
-            done, _ = await asyncio.wait({*pending, *watched, news, stop}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {*pending, *watched, news, stop}, return_when=asyncio.FIRST_COMPLETED
+            )
             if stop in done:
                 await _wind_down(pending, sides, signals)
                 raise Interrupted(INTERRUPTED)
@@ -73,7 +82,10 @@ async def work(
         await follower.rest()
     except BaseException as e:
         tell = fail or coordinator.fail
-        async with race(quietly(tell(e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}"))), signals.wait(2)):
+        async with race(
+            quietly(tell(e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}"))),
+            signals.wait(2),
+        ):
             raise
     finally:
         await cancel([*both, *watched, news, stop])
@@ -83,7 +95,9 @@ class _Follower:
     """Passes the coordinator's records on, once each."""
 
     def __init__(self, coordinator: Followed, on_record: OnRecord) -> None:
-        self._coordinator, self._on_record, self._seen = coordinator, on_record, 0
+        self._coordinator = coordinator
+        self._on_record = on_record
+        self._seen = 0
 
     async def run(self) -> None:
         while True:
@@ -98,18 +112,36 @@ class _Follower:
             self._on_record(record)
 
 
-async def _cause(sides: Sequence[asyncio.Future[None]], observers: Sequence[asyncio.Future[None]]) -> BaseException:
-    """The cause among failures that come together: a part that broke explains those who waited for it in vain.
+async def _cause(
+    sides: Sequence[asyncio.Future[None]], observers: Sequence[asyncio.Future[None]]
+) -> BaseException:
+    """The cause among failures that come together: a part that broke explains those who waited for
+    it in vain.
 
-    Where neither did, the first counts: the explorer's message about its runs explains more than the trainer's empty batch.
+    Where neither did, the first counts: the explorer's message about its runs explains more than
+    the trainer's empty batch.
     """
     await asyncio.wait(sides, timeout=2.0)  # observers never end by themselves
-    errors = [e for t in (*sides, *observers) if t.done() and not t.cancelled() and (e := t.exception()) is not None]
-    return min(errors, key=lambda e: (isinstance(e, DeadlineExceeded), isinstance(e, RunFailed) and type(e) is RunFailed))
+    errors = [
+        e
+        for t in (*sides, *observers)
+        if t.done() and not t.cancelled() and (e := t.exception()) is not None
+    ]
+    return min(
+        errors,
+        key=lambda e: (
+            isinstance(e, DeadlineExceeded),
+            isinstance(e, RunFailed) and type(e) is RunFailed,
+        ),
+    )
 
 
-async def _wind_down(pending: set[asyncio.Future[None]], sides: Iterable[Stoppable], signals: Signals) -> None:
-    """Ask both sides to end after what they are doing; a second signal or the deadline ends the wait."""
+async def _wind_down(
+    pending: set[asyncio.Future[None]], sides: Iterable[Stoppable], signals: Signals
+) -> None:
+    """Ask both sides to end after what they are doing; a second signal or the deadline ends the
+    wait.
+    """
     asked = [asyncio.ensure_future(quietly(side.stop())) for side in sides]
     ended = asyncio.ensure_future(asyncio.wait(pending))
     again = asyncio.ensure_future(signals.wait(2))
@@ -118,7 +150,9 @@ async def _wind_down(pending: set[asyncio.Future[None]], sides: Iterable[Stoppab
 
 
 async def quietly(call: Awaitable[Any], timeout_s: float = 10.0) -> None:
-    """For closing parts that may be dead already: what goes wrong is logged, because the run's own outcome counts."""
+    """For closing parts that may be dead already: what goes wrong is logged, because the run's own
+    outcome counts.
+    """
     try:
         await asyncio.wait_for(call, timeout_s)
     except (RftError, TimeoutError) as e:

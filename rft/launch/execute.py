@@ -1,4 +1,6 @@
-"""From a configuration file to a finished run: check, claim the folder, run, report.  Shared by `rft run` and `rft quickstart`."""
+"""From a configuration file to a finished run: check, claim the folder, run, report.  Shared by
+`rft run` and `rft quickstart`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ from rft.config.roles import apart, serves
 from rft.config.save import refuse_changes, save, start_command
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
-from rft.errors import BufferFailed, ConfigError, Interrupted, OutOfMemory, PluginStopped, RftError, RunFailed, is_out_of_memory
+from rft.errors import (
+    BufferFailed,
+    ConfigError,
+    Interrupted,
+    OutOfMemory,
+    PluginStopped,
+    RftError,
+    RunFailed,
+    is_out_of_memory,
+)
 from rft.files.disk import full, is_full
 from rft.launch import bench, leftovers, modes
 from rft.launch.drive import Outcome
@@ -41,8 +52,16 @@ from rft.workflow.endpoint import listening
 log = logging.getLogger(__name__)
 
 
-def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str] = (), in_process: bool = False) -> Outcome:
-    """Runs `config` to the end, with all its stages.  Raises RftError; nothing has been started if it is a ConfigError."""
+def execute(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    plugin_dirs: Sequence[str] = (),
+    in_process: bool = False,
+) -> Outcome:
+    """Runs `config` to the end, with all its stages.  Raises RftError; nothing has been started if
+    it is a ConfigError.
+    """
     try:
         return _execute(config, overrides, plugin_dirs, in_process)
     except Exception as e:
@@ -51,10 +70,14 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
         raise
 
 
-def _execute(config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str], in_process: bool) -> Outcome:
+def _execute(
+    config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str], in_process: bool
+) -> Outcome:
     logs.learn_environment()
     if stage_names(config, overrides):
-        return Program(config, overrides, plugin_dirs).run(lambda loaded, plan: _run(loaded, plan, in_process))
+        return Program(config, overrides, plugin_dirs).run(
+            lambda loaded, plan: _run(loaded, plan, in_process)
+        )
     loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs))
     if apart(loaded):
         refuse_program(plan.run_dir)
@@ -69,10 +92,13 @@ def _execute(config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str],
 def _half(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     """One of several processes of a run.  They meet by the run's name, so none of them changes it."""
     if plan.joins:
-        return _run(loaded, plan, in_process, folder=plan.run_dir / "explorers" / plan.explorer.name)
+        return _run(
+            loaded, plan, in_process, folder=plan.run_dir / "explorers" / plan.explorer.name
+        )
     if not plan.continue_from_checkpoint and (plan.run_dir / "state.json").exists():
         raise ConfigError(
-            f"is false, and {plan.run_dir} holds a run.  Processes that meet by a run's name do not change it: write another `name` in "
+            f"is false, and {plan.run_dir} holds a run.  Processes that meet by a run's name do "
+            f"not change it: write another `name` in "
             "the files of all of them, or true",
             key="continue_from_checkpoint",
             given=False,
@@ -88,14 +114,23 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
         # before anything starts; the service's process may not have this one's environment
         clients = extra_entry("service", "clients", key="mode")(plan.serve)
         plan = replace(plan, serve=replace(plan.serve, clients=clients))
-    # with an address, explorers may be on other machines; what is left of a run that was killed may still hold the ports
+    # with an address, explorers may be on other machines; what is left of a run that was killed may
+    # still hold the ports
     if plan.cluster.ray_address is None and not ((folder or plan.run_dir) / STATE).exists():
-        ports = [("127.0.0.1", api.port) for api in plan.explorer.apis if api.port and plan.mode != "train"]
-        for host, port in ports if plan.serve is None else [(plan.serve.host, plan.serve.port), *ports]:
+        ports = [
+            ("127.0.0.1", api.port)
+            for api in plan.explorer.apis
+            if api.port and plan.mode != "train"
+        ]
+        for host, port in (
+            ports if plan.serve is None else [(plan.serve.host, plan.serve.port), *ports]
+        ):
             listening(host, port).close()
     command = _command(loaded, plan, in_process)
-    loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})  # also those of the command line
-    runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
+    # also those of the command line
+    loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})
+    runtime = _runtime(plan, in_process)
+    mode = modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)
     changed = _changes(loaded, plan, rundir) if folder is None else []
     with _owned(rundir, plan, "launcher.log"), rundir.ending():
@@ -105,12 +140,18 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
                 log.info("%s", line)
             _clean_after_a_crash(rundir)
             if plan.task_pipeline is not None and plan.mode != "train":
-                print(f"task pipeline: {tasks.write(plan.task_pipeline)} → {plan.task_pipeline.output}", flush=True)
+                print(
+                    f"task pipeline: {tasks.write(plan.task_pipeline)} → "
+                    f"{plan.task_pipeline.output}",
+                    flush=True,
+                )
             notes = [*changed, *plan.notes, *plan.warnings]
             if "tensorboard" in plan.monitor.kinds:
                 notes.append(f"curves: tensorboard --logdir {rundir.path / 'tensorboard'}")
             steps = None if plan.trainer.total_steps == ENDLESS else plan.trainer.total_steps
-            with Progress(rundir.path, total_steps=steps, notes=notes, served=serves(loaded)) as progress:
+            with Progress(
+                rundir.path, total_steps=steps, notes=notes, served=serves(loaded)
+            ) as progress:
                 ended: list[str] = []
                 try:
                     with leftovers.collected() as ended:
@@ -119,9 +160,15 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
                 finally:  # a run that fails is the one that leaves things
                     for line in ended:
                         log.info("left by the run: %s", line)
-            if outcome.seconds == 0.0 and (phase := rundir.read_state().get("phase", "done")) != "done":
+            if (
+                outcome.seconds == 0.0
+                and (phase := rundir.read_state().get("phase", "done")) != "done"
+            ):
                 how = phase if phase in ("failed", "interrupted") else "killed"
-                text = f"note  its last process ended ({how}) after all steps; what was to come, such as the final evaluation, is not there"
+                text = (
+                    f"note  its last process ended ({how}) after all steps; what was to come, "
+                    f"such as the final evaluation, is not there"
+                )
                 print(f"{text}: mode=bench evaluates the checkpoints", flush=True)
             rundir.state("done", version=str(outcome.version))
             return outcome
@@ -140,7 +187,11 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
 
 
 async def _followed(
-    mode: modes.Mode, rundir: RunDir, progress: Progress, runtime: Runtime, begins: Callable[[], None]
+    mode: modes.Mode,
+    rundir: RunDir,
+    progress: Progress,
+    runtime: Runtime,
+    begins: Callable[[], None],
 ) -> Outcome:
     async with progress.telling(runtime.activities):
         return await modes.run(mode, rundir, progress.update, runtime, begins)
@@ -148,17 +199,27 @@ async def _followed(
 
 def _command(loaded: RunConfig, plan: Plan, in_process: bool) -> str:
     """What starts this run again, for people."""
-    source, folders = loaded.source, plan.plugin_dirs[len(loaded.plugin_dirs) :]  # of the command line
-    again = () if plan.continue_from_checkpoint else (f"name={plan.run_dir.name}", "continue_from_checkpoint=true")
+    source = loaded.source  # of the command line
+    folders = plan.plugin_dirs[len(loaded.plugin_dirs) :]
+    again = (
+        ()
+        if plan.continue_from_checkpoint
+        else (f"name={plan.run_dir.name}", "continue_from_checkpoint=true")
+    )
     assert source.path is not None, "runs are started from files"
-    return start_command(loaded.mode, source.path, (*source.overrides, *again), folders, in_process=in_process)
+    return start_command(
+        loaded.mode, source.path, (*source.overrides, *again), folders, in_process=in_process
+    )
 
 
 def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
-    """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state, stays as it is."""
+    """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state,
+    stays as it is.
+    """
     runtime = _runtime(plan, in_process)
     rundir = RunDir.claim(plan.run_dir)
-    began, alone = time.time(), not (plan.run_dir / STATE).exists()  # else there is a run
+    began = time.time()  # else there is a run
+    alone = not (plan.run_dir / STATE).exists()
     with _owned(rundir, plan, "bench.log"), rundir.ending() if alone else nullcontext():
         if alone:
             save(loaded, rundir.path)
@@ -183,12 +244,15 @@ def _bench(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
 def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
     """While the folder is ours: what is logged goes into its file `name`."""
     try:
-        handler = logs.to_file(logs.node_folder(rundir.logs, plan.log_by_node) / name, plan.log_level)
+        handler = logs.to_file(
+            logs.node_folder(rundir.logs, plan.log_by_node) / name, plan.log_level
+        )
     except OSError:
         rundir.release()
         raise
     told = logs.ErrorTeller(lambda line: print(line, file=sys.stderr, flush=True))
-    told.addFilter(lambda record: record.name != __name__)  # what ends the run is told by who called
+    # what ends the run is told by who called
+    told.addFilter(lambda record: record.name != __name__)
     logging.getLogger().addHandler(told)
     try:
         yield
@@ -201,10 +265,11 @@ def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
 
 
 def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
-    """What is new since the run began, in words.  Until there is a checkpoint anything may change: nothing learnt would be thrown away,
-    and rows are set aside, unless some are to be kept.
+    """What is new since the run began, in words.  Until there is a checkpoint anything may change:
+    nothing learnt would be thrown away, and rows are set aside, unless some are to be kept.
 
-    Raises ConfigError for those that would make it another run, and where its checkpoints or its state are not as it left them.
+    Raises ConfigError for those that would make it another run, and where its checkpoints or its
+    state are not as it left them.
     """
     try:
         rundir.read_state()
@@ -217,7 +282,10 @@ def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[str]:
         rundir.release()
         raise
     own = {"resume_from_path": ", without effect: the run goes on from its own checkpoint"}
-    said = ((c.key, textwrap.shorten(f"{c.key} {c.old!r} -> {c.new!r}", 300, placeholder=" ...")) for c in found)
+    said = (
+        (c.key, textwrap.shorten(f"{c.key} {c.old!r} -> {c.new!r}", 300, placeholder=" ..."))
+        for c in found
+    )
     return [f"changed since the run began: {text}{own.get(key, '')}" for key, text in said]
 
 
@@ -232,7 +300,9 @@ def _keeps_rows(plan: Plan, rundir: RunDir) -> bool:
 
 
 def _clean_after_a_crash(rundir: RunDir) -> None:
-    """A run that was killed could not clean up; whatever of it is still on this machine goes now.  A copy of one that lives is not that."""
+    """A run that was killed could not clean up; whatever of it is still on this machine goes now.
+    A copy of one that lives is not that.
+    """
     state = rundir.read_state()
     if (run_id := state.get("run_id")) and not rundir.copied_from_one_that_lives(state):
         for line in leftovers.clean(run_id):

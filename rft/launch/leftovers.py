@@ -1,10 +1,13 @@
-"""What a run left on the machine: processes, shared memory, temporary folders, listeners that others can reach.
+"""What a run left on the machine: processes, shared memory, temporary folders, listeners that
+others can reach.
 
-Needs the standard library, psutil and a file of rft that needs nothing, so scripts, tests and `rft doctor` can all use it.  The one
-invariant: what another living process still uses is never reported and never removed.
+Needs the standard library, psutil and a file of rft that needs nothing, so scripts, tests and `rft
+doctor` can all use it.  The one invariant: what another living process still uses is never reported
+and never removed.
 
-Whose a process is, is told by the environment it was started with: `RFT_RUN_ID` (set by a run for its parts) and `RFT_LEFTOVER_MARK`
-(set by a test session).  Where this process has a mark, only things of that mark count; without one, everything that looks like ours.
+Whose a process is, is told by the environment it was started with: `RFT_RUN_ID` (set by a run for
+its parts) and `RFT_LEFTOVER_MARK` (set by a test session).  Where this process has a mark, only
+things of that mark count; without one, everything that looks like ours.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ _SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|vllm_dist_|rft-|sem\.mp-|pl
 _OWNER_IN_NAME = re.compile(r"(?:__KMP_REGISTERED_LIB_|rft-weights-|rft-vllm-|rft-pg-)(\d+)[_-]")
 _TEMP_NAMES = re.compile(r"rft-|ray(_|$|-)|ray\.")
 _PROCESS_NAMES = re.compile(r"raylet|gcs_server|ray::|VLLM::|vllm|rft\b")
-_AGENTS = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)\b")  # their titles take the place of their environments
-_HELPERS = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")  # live as long as the process they serve
+# their titles take the place of their environments
+_AGENTS = re.compile(r"ray::(DashboardAgent|RuntimeEnvAgent)\b")
+# live as long as the process they serve
+_HELPERS = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,17 @@ def snapshot() -> Snapshot:
     """What of ours exists now."""
     ours = _our_processes()
     paths = map(str, (*_shm(), *_temp_folders()))
-    return Snapshot(frozenset(map(_key, ours)), frozenset(paths), frozenset(_open_listeners({p.pid for p in ours})))
+    return Snapshot(
+        frozenset(map(_key, ours)),
+        frozenset(paths),
+        frozenset(_open_listeners({p.pid for p in ours})),
+    )
 
 
 def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
-    """What is left of everything that came after `before`, one line each; empty = clean.  Waits up to `grace_s` for ending processes."""
+    """What is left of everything that came after `before`, one line each; empty = clean.  Waits up
+    to `grace_s` for ending processes.
+    """
 
     def new() -> list[psutil.Process]:
         return [p for p in _our_processes() if _key(p) not in before.processes]
@@ -67,19 +78,30 @@ def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     ours = new()
     mine = {p.pid for p in ours}
     found = [f"process {_describe(p)}" for p in ours]
-    there = [*(("shared memory", p) for p in _shm()), *(("temporary folder", p) for p in _temp_folders())]
+    there = [
+        *(("shared memory", p) for p in _shm()),
+        *(("temporary folder", p) for p in _temp_folders()),
+    ]
     others = _Others(exclude=mine)  # after the lists
-    found += [f"{what} {p}" for what, p in there if str(p) not in before.paths and not others.use(p) and p.exists()]
+    found += [
+        f"{what} {p}"
+        for what, p in there
+        if str(p) not in before.paths and not others.use(p) and p.exists()
+    ]
     listeners = set(_open_listeners({*mine, os.getpid()})) - before.listeners
     return [*found, *(f"listener {line}" for line in sorted(listeners))]
 
 
 def orphans() -> list[str]:
-    """Parts of runs whose launcher is gone: processes with a RFT_RUN_ID below no living process without one, except init."""
+    """Parts of runs whose launcher is gone: processes with a RFT_RUN_ID below no living process
+    without one, except init.
+    """
     found = []
     for process in psutil.process_iter():
         if RUN_ID in _environment(process):
-            above = next((p for p in _quietly(process.parents) or [] if RUN_ID not in _environment(p)), None)
+            above = next(
+                (p for p in _quietly(process.parents) or [] if RUN_ID not in _environment(p)), None
+            )
             if above is None or above.pid == 1:
                 found.append(_describe(process))
     return found
@@ -87,30 +109,50 @@ def orphans() -> list[str]:
 
 def unused_shm() -> list[str]:
     """Names in /dev/shm that look like ours and that no living process has open."""
-    there, others = _shm(), _Others()
+    there = _shm()
+    others = _Others()
     return [p.name for p in there if not others.use(p) and p.exists()]
 
 
 def clean(run_id: str) -> list[str]:
-    """End and remove what the run `run_id`, and killed processes of this user, left; says what it did, one line each.
+    """End and remove what the run `run_id`, and killed processes of this user, left; says what it
+    did, one line each.
 
-    Ends processes started with RFT_RUN_ID=run_id, and Ray's agents here whose raylet is gone; removes shared memory whose owner is dead, or
-    that no process has open and that is not quite new; removes folders of a Ray that nobody uses, of vLLM's sockets whose owner is dead.
+    Ends processes started with RFT_RUN_ID=run_id, and Ray's agents here whose raylet is gone;
+    removes shared memory whose owner is dead, or that no process has open and that is not quite
+    new; removes folders of a Ray that nobody uses, of vLLM's sockets whose owner is dead.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    ended = _end([p for p in psutil.process_iter() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id])
-    agents = [p for p in psutil.process_iter() if _AGENTS.match(_command(p)) and _may_be_ours(p) and any(_open_paths(p.pid))]
+    ended = _end(
+        [
+            p
+            for p in psutil.process_iter()
+            if p.pid not in protected and _environment(p).get(RUN_ID) == run_id
+        ]
+    )
+    agents = [
+        p
+        for p in psutil.process_iter()
+        if _AGENTS.match(_command(p)) and _may_be_ours(p) and any(_open_paths(p.pid))
+    ]
     ended += _end([p for p in agents if _name(_quietly(p.parent) or p) != "raylet"])
     return [*ended, *_remove_files()]
 
 
 def _remove_files() -> list[str]:
-    """Removes shared memory and folders of processes of this user that are dead; says what, one line each."""
-    files, folders = _shm(), _temp_folders()
-    done, others = [], _Others()  # after the lists: what they make meanwhile is not in them
+    """Removes shared memory and folders of processes of this user that are dead; says what, one
+    line each.
+    """
+    files = _shm()
+    folders = _temp_folders()
+    done = []  # after the lists: what they make meanwhile is not in them
+    others = _Others()
     for path in files:
-        # a file without its owner's name that is only just made may belong to a process that has not opened it yet
-        dead = not others.own(path) if _OWNER_IN_NAME.match(path.name) else _age_s(path) >= SETTLED_S
+        # a file without its owner's name that is only just made may belong to a process that has
+        # not opened it yet
+        dead = (
+            not others.own(path) if _OWNER_IN_NAME.match(path.name) else _age_s(path) >= SETTLED_S
+        )
         if dead and path.is_file() and _is_mine(path) and not others.use(path):
             path.unlink(missing_ok=True)
             done.append(f"removed shared memory {path}")
@@ -124,9 +166,11 @@ def _remove_files() -> list[str]:
 
 
 def end_former() -> list[str]:
-    """Ends what the process that was this part before left: memory of its engine, for example.  Says what it did, one line each.
+    """Ends what the process that was this part before left: memory of its engine, for example.
+    Says what it did, one line each.
 
-    These have this process's RFT_RUN_ID and RFT_PART and stand no longer below its parent, as it and those beside it do.
+    These have this process's RFT_RUN_ID and RFT_PART and stand no longer below its parent, as it
+    and those beside it do.
     """
     mine = {name: os.environ.get(name) for name in (RUN_ID, PART)}
     parent = psutil.Process().parent()
@@ -134,7 +178,11 @@ def end_former() -> list[str]:
         return []
     placed = {parent.pid, *(p.pid for p in (*parent.parents(), *parent.children(recursive=True)))}
     return _end(
-        [p for p in psutil.process_iter() if p.pid not in placed and mine.items() <= _environment(p).items() and not _ending(p)]
+        [
+            p
+            for p in psutil.process_iter()
+            if p.pid not in placed and mine.items() <= _environment(p).items() and not _ending(p)
+        ]
     )
 
 
@@ -148,24 +196,35 @@ def _end(processes: list[psutil.Process]) -> list[str]:
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[str]]:
-    """What is started in the block and below it is ended behind it, daemons too; the list then says what that was, one line each.
+    """What is started in the block and below it is ended behind it, daemons too; the list then says
+    what that was, one line each.
 
-    The kernel gives orphans to this process (PR_SET_CHILD_SUBREAPER) instead of init, so none of them gets lost.
+    The kernel gives orphans to this process (PR_SET_CHILD_SUBREAPER) instead of init, so none of
+    them gets lost.
     """
     ended: list[str] = []
-    me, before = psutil.Process(), {_key(p) for p in psutil.Process().children()}
+    me = psutil.Process()
+    before = {_key(p) for p in psutil.Process().children()}
     adopt_orphans(True)
     try:
         yield ended
     finally:
         until = time.monotonic() + GRACE_S
-        while found := [p for p in me.children() if _key(p) not in before and not _HELPERS.search(_command(p))]:
-            ended += [f"ended process {_describe(p)}" for p in found if _quietly(p.status) != psutil.STATUS_ZOMBIE]
+        while found := [
+            p for p in me.children() if _key(p) not in before and not _HELPERS.search(_command(p))
+        ]:
+            ended += [
+                f"ended process {_describe(p)}"
+                for p in found
+                if _quietly(p.status) != psutil.STATUS_ZOMBIE
+            ]
             for process in found:
                 _quietly(process.kill)
             psutil.wait_procs(found, timeout=max(0.0, until - time.monotonic()))
             if time.monotonic() > until:
-                ended.append(f"{len(found)} processes could not be ended: {', '.join(map(_describe, found))}")
+                ended.append(
+                    f"{len(found)} processes could not be ended: {', '.join(map(_describe, found))}"
+                )
                 break
         adopt_orphans(False)
         ended += _remove_files()
@@ -175,17 +234,28 @@ def collected() -> Iterator[list[str]]:
 
 
 def _our_processes() -> list[psutil.Process]:
-    """Descendants of this process; with a mark everything that carries it, without one everything that looks like ours."""
-    me, mark = psutil.Process(), os.environ.get(MARK)
+    """Descendants of this process; with a mark everything that carries it, without one everything
+    that looks like ours.
+    """
+    me = psutil.Process()
+    mark = os.environ.get(MARK)
     family = {me.pid, *(p.pid for p in me.parents())}
     found = {p.pid: p for p in me.children(recursive=True)}
     for process in psutil.process_iter():
         if process.pid in found:
             continue
         environment = _environment(process)
-        if environment.get(MARK) == mark if mark else RUN_ID in environment or _PROCESS_NAMES.match(_name(process)):
+        if (
+            environment.get(MARK) == mark
+            if mark
+            else RUN_ID in environment or _PROCESS_NAMES.match(_name(process))
+        ):
             found[process.pid] = process
-    return [p for pid, p in sorted(found.items()) if pid not in family and not _ending(p) and not _HELPERS.search(_command(p))]
+    return [
+        p
+        for pid, p in sorted(found.items())
+        if pid not in family and not _ending(p) and not _HELPERS.search(_command(p))
+    ]
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -202,17 +272,24 @@ def _command(process: psutil.Process) -> str:
 
 def _ending(process: psutil.Process) -> bool:
     status = _quietly(process.status)
-    return status in (None, psutil.STATUS_DEAD) or (status == psutil.STATUS_ZOMBIE and _quietly(process.ppid) != os.getpid())
+    return status in (None, psutil.STATUS_DEAD) or (
+        status == psutil.STATUS_ZOMBIE and _quietly(process.ppid) != os.getpid()
+    )
 
 
 def began(pid: int | str) -> int | None:
-    """When a process began, in ticks since the machine did, which no change of the clock alters; None for one that is gone, or a zombie.
+    """When a process began, in ticks since the machine did, which no change of the clock alters;
+    None for one that is gone, or a zombie.
 
     On systems other than Linux in seconds since the epoch.
     """
     if sys.platform != "linux":
         process = _quietly(lambda: psutil.Process(int(pid)))
-        ended = process is None or _quietly(process.status) in (None, psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+        ended = process is None or _quietly(process.status) in (
+            None,
+            psutil.STATUS_DEAD,
+            psutil.STATUS_ZOMBIE,
+        )
         return None if process is None or ended else int(process.create_time())
     stat = (_quietly(Path(f"/proc/{pid}/stat").read_bytes) or b") X").rpartition(b")")[2].split()
     return None if stat[0] in (b"Z", b"X") else int(stat[19])
@@ -238,7 +315,9 @@ def _quietly(ask: Callable[[], T]) -> T | None:
 
 
 class _Others:
-    """The files that living processes, except `exclude`, have open, mapped, or name in their command line."""
+    """The files that living processes, except `exclude`, have open, mapped, or name in their
+    command line.
+    """
 
     def __init__(self, exclude: Collection[int] = ()) -> None:
         self._exclude = exclude
@@ -254,10 +333,19 @@ class _Others:
                     self._hidden.append(process)
 
     def use(self, path: Path) -> bool:
-        inside, stat = f"{path}/", _quietly(path.lstat)
+        inside = f"{path}/"
+        stat = _quietly(path.lstat)
         return (
-            (path.parent == SHM and not _OWNER_IN_NAME.match(path.name) and any(not _ending(p) for p in self._hidden))
-            or (stat is not None and f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino}" in self._paths)
+            (
+                path.parent == SHM
+                and not _OWNER_IN_NAME.match(path.name)
+                and any(not _ending(p) for p in self._hidden)
+            )
+            or (
+                stat is not None
+                and f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino}"
+                in self._paths
+            )
             or self.own(path)
             or any(f"{p}/".startswith(inside) for p in self._paths)
             or any(inside in c or c.endswith(str(path)) for c in self._commands)
@@ -266,14 +354,18 @@ class _Others:
     def own(self, path: Path) -> bool:
         """Whether the process that the name of a file or folder tells is alive and one of these."""
         owner = _OWNER_IN_NAME.match(path.name)
-        return owner is not None and int(owner[1]) not in self._exclude and began(owner[1]) is not None
+        return (
+            owner is not None and int(owner[1]) not in self._exclude and began(owner[1]) is not None
+        )
 
 
 def _open_paths(pid: int) -> Iterable[str]:
-    """Paths below /dev/shm and the temporary folder that process `pid` has open or mapped; device and inode of what is mapped, too, since
-    a semaphore is mapped under a name that it had only while it was made.
+    """Paths below /dev/shm and the temporary folder that process `pid` has open or mapped; device
+    and inode of what is mapped, too, since a semaphore is mapped under a name that it had only
+    while it was made.
 
-    Raises PermissionError for a process of another user, and for one that hides its memory, as rft does where it runs programs.
+    Raises PermissionError for a process of another user, and for one that hides its memory, as rft
+    does where it runs programs.
     """
     wanted = (str(SHM), tempfile.gettempdir())
     folder = Path(f"/proc/{pid}/fd")
@@ -291,7 +383,9 @@ def _open_paths(pid: int) -> Iterable[str]:
 
 
 def _may_be_ours(process: psutil.Process) -> bool:
-    """Whether it is a Python, Ray or vLLM of this account (it may use any of our files), and not just any program that hides its memory."""
+    """Whether it is a Python, Ray or vLLM of this account (it may use any of our files), and not
+    just any program that hides its memory.
+    """
     account = _quietly(process.uids)
     named = "python" in _command(process) or _PROCESS_NAMES.match(_name(process)) is not None
     return account is not None and account.real == os.getuid() and named
@@ -306,7 +400,11 @@ def _entries(folder: Path, names: re.Pattern[str]) -> list[Path]:
 
 
 def _temp_folders() -> list[Path]:
-    return [p for p in _entries(Path(tempfile.gettempdir()), _TEMP_NAMES) if p.is_dir() and not p.is_symlink()]
+    return [
+        p
+        for p in _entries(Path(tempfile.gettempdir()), _TEMP_NAMES)
+        if p.is_dir() and not p.is_symlink()
+    ]
 
 
 def _is_mine(path: Path) -> bool:
@@ -326,5 +424,7 @@ def _open_listeners(pids: set[int]) -> list[str]:
     return [
         f"{c.laddr.ip} port {c.laddr.port} of process {c.pid}"
         for c in _quietly(lambda: psutil.net_connections(kind="tcp")) or []
-        if c.status == psutil.CONN_LISTEN and c.pid in pids and not ipaddress.ip_address(c.laddr.ip).is_loopback
+        if c.status == psutil.CONN_LISTEN
+        and c.pid in pids
+        and not ipaddress.ip_address(c.laddr.ip).is_loopback
     ]

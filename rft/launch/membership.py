@@ -1,6 +1,8 @@
-"""Which explorers belong to a run: a name, a number, a process that lives or does not, and a configuration that agrees with the run's.
+"""Which explorers belong to a run: a name, a number, a process that lives or does not, and a
+configuration that agrees with the run's.
 
-Knows neither engines nor batches.  Invariant: one living explorer of a name; it counts as gone only when its process is.
+Knows neither engines nor batches.  Invariant: one living explorer of a name; it counts as gone only
+when its process is.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Member:
 
     name: str
     number: int
-    process: Any  # proxy of its explorer; None: the launcher watches it, and its end is that of the run
+    # proxy of its explorer; None: the launcher watches it, and its end is that of the run
+    process: Any
     groups: int = 0  # that it generates, where they are counted
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
@@ -48,7 +51,9 @@ class Member:
 
 
 class Membership:
-    """`on_gone(member, why)` is awaited when one is gone, `on_failure` when watching them fails; `waits` hears of every change."""
+    """`on_gone(member, why)` is awaited when one is gone, `on_failure` when watching them fails;
+    `waits` hears of every change.
+    """
 
     def __init__(
         self,
@@ -57,11 +62,15 @@ class Membership:
         on_gone: Callable[[Member, str], Awaitable[None]],
         on_failure: Callable[[BaseException], Awaitable[None]],
     ) -> None:
-        self._waits, self._stall_timeout_s, self._on_gone, self._on_failure = waits, stall_timeout_s, on_gone, on_failure
+        self._waits = waits
+        self._stall_timeout_s = stall_timeout_s
+        self._on_gone = on_gone
+        self._on_failure = on_failure
         self._members: dict[str, Member] = {}
         self._joining: set[str] = set()
         self._last_number = 0
-        self._failing: asyncio.Future[None] | None = None  # kept, or it might be collected before it ends
+        # kept, or it might be collected before it ends
+        self._failing: asyncio.Future[None] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -135,7 +144,10 @@ class Membership:
 
     async def _watch(self, member: Member) -> None:
         """Until its process is gone."""
-        async with race(member.process.lives(self._stall_timeout_s), member.gone.wait()) as (lives, _):
+        async with race(member.process.lives(self._stall_timeout_s), member.gone.wait()) as (
+            lives,
+            _,
+        ):
             if not lives.done():  # it was told to end
                 await asyncio.wait({lives}, timeout=END_S)
             why = member.why or (str(lives.exception()) if lives.done() else "")
@@ -160,10 +172,13 @@ class Membership:
 
 
 def _taken(name: str) -> SetupError:
-    return SetupError(f"an explorer named {name} has joined this run already; give this one another explorer.name")
+    return SetupError(
+        f"an explorer named {name} has joined this run already; give this one another explorer.name"
+    )
 
 
-# ------------------------------------------------------------ what the processes of a run must agree on
+# ------------------------------------------------------------ what the processes of a run must
+# agree on
 
 SHARED = (  # sections and keys that both processes read
     "project",
@@ -199,7 +214,14 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tupl
     for key in SHARED if named else [k for k in SHARED if k != _TASKS]:
         for at, a, b in compare(_at(ours, key), _at(theirs, key), undotted(key)):
             if not (name := dotted(at)).startswith(_OWN):
-                found.append((name, b, f"is {b!r} here and {a!r} in the process that trains; both halves of a run need the same"))
+                found.append(
+                    (
+                        name,
+                        b,
+                        f"is {b!r} here and {a!r} in the process that trains; both halves of a run "
+                        f"need the same",
+                    )
+                )
     return found
 
 

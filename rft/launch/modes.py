@@ -1,4 +1,5 @@
-"""What each mode of a run starts and lets work.  Knows no Ray: a runtime creates the parts and calls them.
+"""What each mode of a run starts and lets work.  Knows no Ray: a runtime creates the parts and
+calls them.
 
     both       buffer, trainer, coordinator, engines, explorer                       ExploreAndTrain
     serve      the same, with a service for sessions of clients instead of tasks     ExploreAndTrain
@@ -7,9 +8,10 @@
     serve      joins such a trainer, where explorer.serve.trainer_apart              Explore
     train      on a data set: trainer and monitor                                    TrainOffline
 
-Who waits for whom: the explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for either to
-end.  The first part that fails ends the run; its error becomes the program's exit code.  The processes of `train` and `explore` find
-each other at a rendezvous, in any order; neither ends, cleans up or renames anything of the other's.
+Who waits for whom: the explorer waits for the coordinator's gate, the trainer for the buffer's
+lease, the launcher for either to end.  The first part that fails ends the run; its error becomes
+the program's exit code.  The processes of `train` and `explore` find each other at a rendezvous, in
+any order; neither ends, cleans up or renames anything of the other's.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ from rft.launch.coordinator import Joined
 from rft.launch.drive import OnRecord, Outcome
 from rft.launch.remote import ANSWER_S
 from rft.launch.rundir import RunDir
-from rft.launch.runtime import Bound, Parts, PartSpec, Runtime, engine_specs, explorer_specs, trainer_specs
+from rft.launch.runtime import (
+    Bound,
+    Parts,
+    PartSpec,
+    Runtime,
+    engine_specs,
+    explorer_specs,
+    trainer_specs,
+)
 from rft.launch.signals import Signals
 from rft.launch.start import Start, begin, begin_offline, origin, windows
 from rft.sync.waits import all_of
@@ -60,15 +70,21 @@ class Mode(ABC):
 
     @abstractmethod
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
-        """Let them work until they are done.  Raises the error of the part that failed first, or Interrupted."""
+        """Let them work until they are done.  Raises the error of the part that failed first, or
+        Interrupted.
+        """
 
     @abstractmethod
     def outcome(self) -> tuple[Version, Version | None]:
         """The last version, and the one that the run went on from."""
 
 
-async def run(mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime, begins: Callable[[], None]) -> Outcome:
-    """Runs to the end; `begins` is called first where anything is left to do.  Raises the first RftError, or Interrupted."""
+async def run(
+    mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime, begins: Callable[[], None]
+) -> Outcome:
+    """Runs to the end; `begins` is called first where anything is left to do.  Raises the first
+    RftError, or Interrupted.
+    """
     began = time.monotonic()
     with Signals() as signals:
         if (version := mode.done(rundir)) is not None:
@@ -110,13 +126,21 @@ class _Training(Mode):
 
     def done(self, rundir: RunDir) -> Version | None:
         total = self.plan.trainer.total_steps
-        self._found = manifests.latest(rundir.checkpoints) if self.plan.continue_from_checkpoint else None
+        self._found = (
+            manifests.latest(rundir.checkpoints) if self.plan.continue_from_checkpoint else None
+        )
         if self._found is not None:
             return self._found.version if self._found.version.step >= total else None
         self._other = other = origin(self.plan.resume_from_path)
         if other is not None and other.version.step >= total:
-            why = f"is {total}, and steps count on from {other.folder}, which resume_from_path names: write more than "
-            why += f"{other.version.step}, or begin with the model alone (model.model_path: what rft export gives)"
+            why = (
+                f"is {total}, and steps count on from {other.folder}, which resume_from_path "
+                f"names: write more than "
+            )
+            why += (
+                f"{other.version.step}, or begin with the model alone (model.model_path: what "
+                f"rft export gives)"
+            )
             raise ConfigError(why, key="trainer.total_steps", given=total)
         return None
 
@@ -142,18 +166,34 @@ class ExploreAndTrain(_Training):
             await parts.start(exploring)
             await self._start_training(parts)
         else:
-            await parts.together(partial(parts.start, exploring), partial(self._start_training, parts))
+            await parts.together(
+                partial(parts.start, exploring), partial(self._start_training, parts)
+            )
         if self._explores:
-            nodes = [parts.nodes[f"engine-{i}"] for i in range(len(plan.engines)) if f"engine-{i}" in parts.nodes]
+            nodes = [
+                parts.nodes[f"engine-{i}"]
+                for i in range(len(plan.engines))
+                if f"engine-{i}" in parts.nodes
+            ]
             coordinator = parts.made["coordinator"]
-            self._joined = await coordinator.join(plan.explorer.name, nodes, parts.engines, None, plan.sync)
+            self._joined = await coordinator.join(
+                plan.explorer.name, nodes, parts.engines, None, plan.sync
+            )
         return True
 
     async def _start_training(self, parts: Parts) -> None:
         plan = self.plan
-        await parts.start([PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)])
-        self.begun = await begin(parts.made["buffer"], self._found, self._other, (plan.sync.batch_units, plan.sync.step_units))
-        buffer, node = Bound(parts.made["buffer"], self.begun.lineage), parts.nodes.get("trainer-0", "")
+        await parts.start(
+            [PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)]
+        )
+        self.begun = await begin(
+            parts.made["buffer"],
+            self._found,
+            self._other,
+            (plan.sync.batch_units, plan.sync.step_units),
+        )
+        buffer = Bound(parts.made["buffer"], self.begun.lineage)
+        node = parts.nodes.get("trainer-0", "")
         wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
         await parts.start([PartSpec("coordinator", "coordinator", wiring)])
 
@@ -162,13 +202,34 @@ class ExploreAndTrain(_Training):
         buffer = Bound(parts.made["buffer"], self.begun.lineage)
         training = trainer.run(others, buffer, coordinator, coordinator, self.begun)
         if self._joined is not None:
-            explorer, name = parts.made["explorer"], self.plan.explorer.name
-            exploring = explorer.run(parts.engines, parts.auxiliary, buffer, coordinator, name, self._joined)
-            await drive.work(training, exploring, (trainer, explorer), coordinator, on_record, signals, parts.watch())
+            explorer = parts.made["explorer"]
+            name = self.plan.explorer.name
+            exploring = explorer.run(
+                parts.engines, parts.auxiliary, buffer, coordinator, name, self._joined
+            )
+            await drive.work(
+                training,
+                exploring,
+                (trainer, explorer),
+                coordinator,
+                on_record,
+                signals,
+                parts.watch(),
+            )
             return
-        open_to_all = rendezvous.keep(self.plan, parts.rundir.run_id, {"coordinator": coordinator, "buffer": buffer})
+        open_to_all = rendezvous.keep(
+            self.plan, parts.rundir.run_id, {"coordinator": coordinator, "buffer": buffer}
+        )
         watch = all_of(parts.watch(), open_to_all)
-        await drive.work(training, coordinator.serve_explorers(), (trainer,), coordinator, on_record, signals, watch)
+        await drive.work(
+            training,
+            coordinator.serve_explorers(),
+            (trainer,),
+            coordinator,
+            on_record,
+            signals,
+            watch,
+        )
 
 
 class TrainOffline(_Training):
@@ -178,7 +239,12 @@ class TrainOffline(_Training):
         if self._found is not None and not (begins := windows(self.plan))(self._found.version.step):
             self._found = manifests.latest(self.plan.run_dir / "checkpoints", begins)
         await parts.reserve(engines=False, trainer=True)
-        await parts.start([*trainer_specs(self.plan, parts.rundir), PartSpec("coordinator", "monitor", (self.plan,))])
+        await parts.start(
+            [
+                *trainer_specs(self.plan, parts.rundir),
+                PartSpec("coordinator", "monitor", (self.plan,)),
+            ]
+        )
         self.begun = begin_offline(self._found, self._other)
         return True
 
@@ -190,7 +256,9 @@ class TrainOffline(_Training):
 
 
 class Explore(Mode):
-    """One explorer of a run whose trainer is another process.  What fails here ends this explorer alone."""
+    """One explorer of a run whose trainer is another process.  What fails here ends this explorer
+    alone.
+    """
 
     phase = "waiting for the trainer"
 
@@ -202,7 +270,11 @@ class Explore(Mode):
         self._last: Version | None = None
 
     def done(self, rundir: RunDir) -> Version | None:
-        return self._finished() if RunDir(self.plan.run_dir).read_state().get("phase") == "done" else None
+        return (
+            self._finished()
+            if RunDir(self.plan.run_dir).read_state().get("phase") == "done"
+            else None
+        )
 
     async def start(self, parts: Parts) -> bool:
         try:
@@ -217,28 +289,38 @@ class Explore(Mode):
 
     async def _join(self, parts: Parts) -> None:
         """Find the trainer's process, and join with engines."""
-        plan, name = self.plan, self.plan.explorer.name
+        plan = self.plan
+        name = self.plan.explorer.name
         _, found = await rendezvous.find(plan, {"name": name, "config": plan.monitor.config})
-        self._coordinator, self._buffer = found["coordinator"], found["buffer"]
+        self._coordinator = found["coordinator"]
+        self._buffer = found["buffer"]
         parts.rundir.state("starting")
         parts.plan = replace(plan, run_dir=parts.rundir.path)
         await parts.reserve(engines=True, trainer=False)
         await parts.start([*engine_specs(parts.plan), *explorer_specs(parts.plan)])
         nodes = [parts.nodes[f"engine-{i}"] for i in range(len(plan.engines))]
-        self._joined = await self._coordinator.join(name, nodes, parts.engines, parts.made["explorer"], plan.sync)
+        self._joined = await self._coordinator.join(
+            name, nodes, parts.engines, parts.made["explorer"], plan.sync
+        )
         self.begun = self._joined.start
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         assert self._joined is not None
-        coordinator, explorer, me = self._coordinator, parts.made["explorer"], (self.plan.explorer.name, self._joined.member)
-        exploring = explorer.run(parts.engines, parts.auxiliary, self._buffer, coordinator, me[0], self._joined)
+        coordinator = self._coordinator
+        explorer = parts.made["explorer"]
+        me = (self.plan.explorer.name, self._joined.member)
+        exploring = explorer.run(
+            parts.engines, parts.auxiliary, self._buffer, coordinator, me[0], self._joined
+        )
         watch = all_of(parts.watch(), coordinator.stays(*me))
 
         async def fail(reason: BaseException) -> None:
             await coordinator.leave(*me, f"{type(reason).__name__}: {reason}")
 
         try:
-            await drive.work(exploring, None, (explorer,), coordinator, on_record, signals, watch, fail)
+            await drive.work(
+                exploring, None, (explorer,), coordinator, on_record, signals, watch, fail
+            )
             self._last = await coordinator.wait_final()
             await coordinator.leave(*me, "")
         except RunFailed as e:
@@ -249,9 +331,15 @@ class Explore(Mode):
         return self._last, None if self._joined is not None else self._last
 
     def _finished(self) -> Version | None:
-        """The end of a run that needs no explorer any more, as far as its folder can be seen from here."""
+        """The end of a run that needs no explorer any more, as far as its folder can be seen from
+        here.
+        """
         last = manifests.latest(self.plan.run_dir / "checkpoints")
-        return None if last is None or last.version.step < self.plan.trainer.total_steps else last.version
+        return (
+            None
+            if last is None or last.version.step < self.plan.trainer.total_steps
+            else last.version
+        )
 
     async def _trainer_ended(self) -> bool:
         """Whether a coordinator was found and does not answer any more."""
@@ -264,6 +352,7 @@ class Explore(Mode):
 
     def _explained(self, error: RunFailed) -> RunFailed:
         return RunFailed(
-            f"the process that trains run {self.plan.buffer.run} has ended ({error}).  Start it again, and this one: both resume from "
+            f"the process that trains run {self.plan.buffer.run} has ended ({error}).  Start it "
+            f"again, and this one: both resume from "
             "the last checkpoint"
         )

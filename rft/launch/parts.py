@@ -1,7 +1,8 @@
 """Builds the parts of a run from its Plan, in whatever process they live.
 
-Each factory is awaited in the process that will own the part.  A local runtime calls them one after the other; with Ray every part
-sits in an actor (`remote.Host`) and the others see it through a proxy.
+Each factory is awaited in the process that will own the part.  A local runtime calls them one after
+the other; with Ray every part sits in an actor (`remote.Host`) and the others see it through a
+proxy.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ async def buffer(plan: Plan) -> Any:
         data = await asyncio.to_thread(open_offline_data, plan.expert)
         rows = [r for r in data.records if isinstance(r, Demonstration)]
         mix = Mix(plan.mix, demonstrations(rows, taskset=plan.mix.name))
-    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(Path(plan.learner.model_path))), mix=mix)
+    made = Buffer(
+        dataclasses.replace(plan.buffer, vocab_size=vocab_size(Path(plan.learner.model_path))),
+        mix=mix,
+    )
     await made.open()
     return made
 
@@ -96,7 +100,9 @@ async def monitor(plan: Plan) -> MonitorPart:
     return MonitorPart(plan)
 
 
-async def coordinator(plan: Plan, scorer: Any, buffer: Any, start: Start, node: str, restarts: bool) -> Coordinator:
+async def coordinator(
+    plan: Plan, scorer: Any, buffer: Any, start: Start, node: str, restarts: bool
+) -> Coordinator:
     from rft.launch.coordinator import Coordinator
 
     return Coordinator(plan, cast(Scorer, scorer), buffer, start, node, restarts=restarts)
@@ -114,9 +120,17 @@ class ExplorerPart:
         self._explorer: Any = None
 
     async def run(
-        self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], writer: Any, coordinator: Any, name: str, joined: Joined
+        self,
+        engines: Sequence[Any],
+        auxiliary: Sequence[Sequence[Any]],
+        writer: Any,
+        coordinator: Any,
+        name: str,
+        joined: Joined,
     ) -> None:
-        """Explores as `name`, which has joined.  `auxiliary`: of every auxiliary model its engines, none for one behind a server."""
+        """Explores as `name`, which has joined.  `auxiliary`: of every auxiliary model its engines,
+        none for one behind a server.
+        """
         from rft.engine.pool import EnginePool
         from rft.explorer.explorer import Explorer
         from rft.launch.coordinator import ExplorerClient
@@ -126,21 +140,38 @@ class ExplorerPart:
         run_folder.set(self.plan.run_dir)
         client = ExplorerClient(coordinator, name, joined)
         async with AsyncExitStack() as clients:
-            policy = cast(ChatModel, EnginePool(engines, revive=client.revive if _reviver(engines) else None))
+            policy = cast(
+                ChatModel, EnginePool(engines, revive=client.revive if _reviver(engines) else None)
+            )
             models = await _models(self.plan, auxiliary, clients)
             await _observers(self.plan, policy, models, clients)
-            sides: dict[str, Any] = {"model": policy, "buffer": writer, "gate": client, "sink": coordinator, "models": models}
+            sides: dict[str, Any] = {
+                "model": policy,
+                "buffer": writer,
+                "gate": client,
+                "sink": coordinator,
+                "models": models,
+            }
             sides["lineage"] = joined.start.lineage
             if self.plan.serve is not None:
                 service = extra_entry("service", "explorer", key="mode")
                 sides["folder"] = self.plan.run_dir
                 self._explorer = service(self.plan.serve, self.plan.explorer.pipeline, **sides)
             else:
-                self._explorer = Explorer(self.plan.explorer, cursor=joined.start.cursor, evaluates=joined.evaluates, **sides)
+                self._explorer = Explorer(
+                    self.plan.explorer,
+                    cursor=joined.start.cursor,
+                    evaluates=joined.evaluates,
+                    **sides,
+                )
             await self._explorer.run()
 
     async def bench(
-        self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], sink: Any, version: Version
+        self,
+        engines: Sequence[Any],
+        auxiliary: Sequence[Sequence[Any]],
+        sink: Any,
+        version: Version,
     ) -> dict[str, float]:
         """Evaluates the weights that the engines serve; what was reported."""
         from rft.engine.pool import EnginePool
@@ -152,7 +183,9 @@ class ExplorerPart:
             server = self.plan.engines[0].external
             policy = EnginePool([*engines, *await _servers(self.plan.engines, clients)])
             models, reports = await _models(self.plan, auxiliary, clients), cast(MetricSink, sink)
-            told = await bench(self.plan.explorer, cast(ChatModel, policy), reports, version, models=models)
+            told = await bench(
+                self.plan.explorer, cast(ChatModel, policy), reports, version, models=models
+            )
             return told if server is None else told | await spent(server, policy, reports)
 
     async def stop(self) -> None:
@@ -163,7 +196,9 @@ class ExplorerPart:
         """`run` closes what it opens."""
 
 
-async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: AsyncExitStack) -> dict[str, ChatModel]:
+async def _models(
+    plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: AsyncExitStack
+) -> dict[str, ChatModel]:
     """The auxiliary models by name."""
     from rft.engine.pool import EnginePool
 
@@ -171,13 +206,17 @@ async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: Async
     for settings, given in zip(plan.auxiliary, auxiliary, strict=True):
         engines = [*given, *await _servers(settings.engines, clients)]
         how: dict[str, Any] = {"max_concurrent": settings.max_concurrent, "revive": _reviver(given)}
-        pool = EnginePool(engines, identity=identity(settings), name=f"model {settings.names[0]}", **how)
+        pool = EnginePool(
+            engines, identity=identity(settings), name=f"model {settings.names[0]}", **how
+        )
         models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
     return models
 
 
 async def _servers(engines: Sequence[EngineSettings], clients: AsyncExitStack) -> list[Any]:
-    """Clients of those that are behind servers; they live in this process and are closed with `clients`."""
+    """Clients of those that are behind servers; they live in this process and are closed with
+    `clients`.
+    """
     from rft.engine.named import make
 
     made = [await make(e) for e in engines if e.external is not None]
@@ -194,14 +233,21 @@ def identity(settings: AuxiliarySettings) -> str:
     return f"{server.model_name} at {server.base_url or server.base_url_env}"
 
 
-async def _observers(plan: Plan, policy: ChatModel, models: dict[str, ChatModel], servers: AsyncExitStack) -> None:
-    """Servers for people outside the run; their addresses and keys stand in a file that only its owner can read."""
+async def _observers(
+    plan: Plan, policy: ChatModel, models: dict[str, ChatModel], servers: AsyncExitStack
+) -> None:
+    """Servers for people outside the run; their addresses and keys stand in a file that only its
+    owner can read.
+    """
     from rft.workflow.endpoint import public
 
     found = {}
     for api in plan.explorer.apis:
-        name, model = api.model or "policy", policy if api.model is None else models[api.model]
-        found[name] = await servers.enter_async_context(public(model, name, port=api.port, key=api.key))
+        name = api.model or "policy"
+        model = policy if api.model is None else models[api.model]
+        found[name] = await servers.enter_async_context(
+            public(model, name, port=api.port, key=api.key)
+        )
         log.info("%s is served at %s; the key is in openai_api.json", name, found[name]["base_url"])
     if found:
         file = plan.run_dir / "openai_api.json"
@@ -221,12 +267,16 @@ class TrainerPart:
     """One rank of the trainer.  Rank 0 also runs the training loop and calls the other ranks."""
 
     def __init__(self, plan: Plan, learner: Any, rank: int) -> None:
-        self.plan, self.learner, self.rank = plan, learner, rank
+        self.plan = plan
+        self.learner = learner
+        self.rank = rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._trainer: Any = None
         self._transport: Any = None
 
-    async def run(self, others: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start) -> None:
+    async def run(
+        self, others: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start
+    ) -> None:
         from rft.sync.transport.choose import make
 
         self._transport = make(self.plan.sync, self.plan.run_dir / "sync", _address(self.plan))
@@ -246,8 +296,12 @@ class TrainerPart:
         finally:
             self._transport.close()
 
-    async def run_offline(self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None) -> None:
-        """Train on a data set, with no engines to sample from or publish to.  `consumption`: what the checkpoint of `start` says."""
+    async def run_offline(
+        self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None
+    ) -> None:
+        """Train on a data set, with no engines to sample from or publish to.  `consumption`: what
+        the checkpoint of `start` says.
+        """
         from rft.taskset.base import OTHER_ROWS
         from rft.taskset.offline_data import open_offline_data
         from rft.trainer.offline_reader import HeldOut, OfflineReader
@@ -261,27 +315,58 @@ class TrainerPart:
         held_out = None
         if s.held_out is not None:
             rows = await asyncio.to_thread(open_offline_data, s.held_out)
-            held_out, noted = HeldOut(rows), self.plan.run_dir / "held_out.txt"
+            held_out = HeldOut(rows)
+            noted = self.plan.run_dir / "held_out.txt"
             if consumption is not None and noted.exists() and noted.read_text() != rows.fingerprint:
                 note = OTHER_ROWS.format(held_out.name)
-                await sink.log(MetricRecord(role="eval", step=start.step, time=time.time(), values={}, notes=(note,)))
+                await sink.log(
+                    MetricRecord(
+                        role="eval", step=start.step, time=time.time(), values={}, notes=(note,)
+                    )
+                )
             write_whole(noted, rows.fingerprint)
-        reader = OfflineReader(data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps)
+        reader = OfflineReader(
+            data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps
+        )
         if consumption is not None:
             reader.go_on(start.step, consumption)
-        await self._train(others, reader, None, sink, start, transport=None, must_publish=lambda step: False, held_out=held_out)
+        await self._train(
+            others,
+            reader,
+            None,
+            sink,
+            start,
+            transport=None,
+            must_publish=lambda step: False,
+            held_out=held_out,
+        )
 
-    async def _replay(self, others: Sequence[Any], run: Path, sink: Any, start: Start, consumption: Consumption | None) -> None:
+    async def _replay(
+        self,
+        others: Sequence[Any],
+        run: Path,
+        sink: Any,
+        start: Start,
+        consumption: Consumption | None,
+    ) -> None:
         """The steps of another run, on the rows that each of them used."""
         from rft.buffer.replay_reader import ReplayReader
 
         with ReplayReader(run) as reader:
             if consumption is not None:
                 reader.go_on(start.step, consumption)
-            await self._train(others, reader, None, sink, start, transport=None, must_publish=windows(self.plan))
+            await self._train(
+                others, reader, None, sink, start, transport=None, must_publish=windows(self.plan)
+            )
 
     async def _train(
-        self, others: Sequence[Any], reader: Any, sync: WeightSync | None, sink: Any, start: Start, **how: Any
+        self,
+        others: Sequence[Any],
+        reader: Any,
+        sync: WeightSync | None,
+        sink: Any,
+        start: Start,
+        **how: Any,
     ) -> None:
         from rft.trainer.ranks import Ranks
         from rft.trainer.trainer import Trainer
@@ -290,7 +375,14 @@ class TrainerPart:
         if start.checkpoint is not None:
             await ranks.load(start.checkpoint)
         how |= {"lineage": start.lineage, "start_step": start.step, "parent": start.parent}
-        self._trainer = Trainer(self.plan.trainer, ranks, cast(BufferReader, reader), sync, cast(MetricSink, sink), **how)
+        self._trainer = Trainer(
+            self.plan.trainer,
+            ranks,
+            cast(BufferReader, reader),
+            sync,
+            cast(MetricSink, sink),
+            **how,
+        )
         await self._trainer.run()
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
@@ -308,7 +400,9 @@ class TrainerPart:
 
     async def call(self, method: str, *args: Any) -> Any:
         """One collective call on this rank's learner (ranks above 0)."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self.learner, method), *args)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, getattr(self.learner, method), *args
+        )
 
     async def aside(self, method: str, *args: Any) -> Any:
         """A call that is not collective, while one that is may be at work."""
@@ -328,17 +422,24 @@ def _address(plan: Plan) -> str:
 
 
 def ready_to_meet(plan: Plan, rank: int, rendezvous: str) -> None:
-    """Where ranks are on several machines: they see one folder, and gloo takes the network between them.  Raises SetupError."""
-    host, name = os.uname().nodename, "GLOO_SOCKET_IFNAME"
+    """Where ranks are on several machines: they see one folder, and gloo takes the network between
+    them.  Raises SetupError.
+    """
+    host = os.uname().nodename
+    name = "GLOO_SOCKET_IFNAME"
     if not Path(rendezvous).exists():
-        why = "ranks on several machines need checkpoint_root_dir on a file system that all of them mount"
+        why = (
+            "ranks on several machines need checkpoint_root_dir on a file system that all of "
+            "them mount"
+        )
         raise SetupError(f"trainer rank {rank} on {host} does not see {rendezvous}: {why}")
     if plan.cluster.node_num > 1 and name not in os.environ:
         address = _address(plan)
         found = [n for n, at in psutil.net_if_addrs().items() if address in (a.address for a in at)]
         if not found:
             raise SetupError(
-                f"no network interface of {host} has Ray's address {address}; set {name} to that which ranks can use"
+                f"no network interface of {host} has Ray's address {address}; set {name} to that "
+                f"which ranks can use"
             )
         os.environ[name] = found[0]
 

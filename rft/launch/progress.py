@@ -1,7 +1,8 @@
 """What a person sees while a run trains: a bar on a terminal, one line per step elsewhere.
 
-Knows metric records, and what is logged with `extra=STARTING`; no Ray and no part of the run.  The one invariant: it never changes or
-delays anything; all it knows is in metrics.jsonl and the logs too.
+Knows metric records, and what is logged with `extra=STARTING`; no Ray and no part of the run.  The
+one invariant: it never changes or delays anything; all it knows is in metrics.jsonl and the logs
+too.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 STARTING = {"starting": True}  # marks what is logged for those who wait for the first step
 QUIET_S = 15.0  # without any line, at most
-SERVICE_QUIET_S = 600.0  # of a service, which may wait for hours: each further line about waiting comes twice as late
+# of a service, which may wait for hours: each further line about waiting comes twice as late
+SERVICE_QUIET_S = 600.0
 _WINDOW = 10  # steps over which the time per step is averaged
 
 
 class Progress:
     """`update` takes every record of the run, in any order; steps are those of the trainer.
 
-    `total_steps` None means "until it is stopped".  A context manager: the bar is there while it is open.
-    `what`: the run is, where it makes no steps.  `served`: clients bring its rows, whose pace foretells nothing.
+    `total_steps` None means "until it is stopped".  A context manager: the bar is there while it is
+    open. `what`: the run is, where it makes no steps.  `served`: clients bring its rows, whose pace
+    foretells nothing.
     """
 
     def __init__(
@@ -59,7 +62,10 @@ class Progress:
 
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._total = total_steps
-        self._run_dir, self._notes, self._what, self._served = run_dir, notes, what, served
+        self._run_dir = run_dir
+        self._notes = notes
+        self._what = what
+        self._served = served
         self._bar: Bar | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
         self._began = 0.0
@@ -82,7 +88,12 @@ class Progress:
         logging.getLogger("rft.launch").addHandler(self._starting)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         logging.getLogger("rft.launch").removeHandler(self._starting)
         if self._bar is not None:
             self._bar.stop()
@@ -93,8 +104,12 @@ class Progress:
             self._say(f"start {record.getMessage()}, {duration(time.monotonic() - self._began)}")
 
     @asynccontextmanager
-    async def telling(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> AsyncIterator[None]:
-        """While open, whom the run waits for is said whenever nothing else was for QUIET_S; `look` finds out within ACTIVITY_S."""
+    async def telling(
+        self, look: Callable[[], Awaitable[Sequence[Activity]]]
+    ) -> AsyncIterator[None]:
+        """While open, whom the run waits for is said whenever nothing else was for QUIET_S; `look`
+        finds out within ACTIVITY_S.
+        """
         timer = asyncio.ensure_future(self._tell(look))
         try:
             yield
@@ -104,7 +119,8 @@ class Progress:
     async def _tell(self, look: Callable[[], Awaitable[Sequence[Activity]]]) -> None:
         while True:
             if (left := self._said + self._quiet_s - ACTIVITY_S - clock()) > 0:
-                await asyncio.sleep(min(left, QUIET_S - ACTIVITY_S))  # a line in between makes the next one due earlier
+                # a line in between makes the next one due earlier
+                await asyncio.sleep(min(left, QUIET_S - ACTIVITY_S))
                 continue
             before, text = self._said, sentence(await look())
             if self._said == before:
@@ -114,7 +130,9 @@ class Progress:
         """Show what `record` adds."""
         for name, value in record.values.items():
             if name.startswith("eval/") and is_evaluation(name):
-                self._say(f"eval  step {record.step}: {' '.join(name[5:].rsplit('/', 1))} {value:.3f}")
+                self._say(
+                    f"eval  step {record.step}: {' '.join(name[5:].rsplit('/', 1))} {value:.3f}"
+                )
         for note in record.notes:
             self._say(f"note  {record.role} {record.step}: {note}")
         if "perf/step_s" in record.values:  # else an alarm
@@ -143,7 +161,12 @@ class Progress:
         )
         eta = "" if left is None else f"  ETA {duration(left)}"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=record.step, description="training", facts=facts + eta)
+            self._bar.update(
+                self._bar.task_ids[0],
+                completed=record.step,
+                description="training",
+                facts=facts + eta,
+            )
         else:
             of = "" if self._total is None else f"/{self._total}"
             self._say(f"step {record.step}{of}  {facts}{eta}")
@@ -168,13 +191,18 @@ def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Versi
     """The last lines of a run that went well."""
     if seconds == 0.0 and resumed_from is not None:
         print(
-            f"nothing to do: {run_dir} is trained to step {version.step} already.  To continue, raise trainer.total_steps, "
+            f"nothing to do: {run_dir} is trained to step {version.step} already.  To continue, "
+            f"raise trainer.total_steps, "
             "and buffer.total_steps or buffer.total_epochs where one is written"
         )
         return
     rundir = RunDir(run_dir)
     worked_s = rundir.worked_s(rundir.read_state()) or seconds
-    since = f", {duration(seconds)} of them from step {resumed_from.step} on" if resumed_from is not None else ""
+    since = (
+        f", {duration(seconds)} of them from step {resumed_from.step} on"
+        if resumed_from is not None
+        else ""
+    )
     print(f"done  step {version.step} in {duration(worked_s)}{since}")
     model = run_dir / "checkpoints" / f"global_step_{version.step}" / "huggingface"
     if model.is_dir():
@@ -189,13 +217,20 @@ def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Versi
 def next_steps(run_dir: Path | str) -> list[str]:
     """Commands that show more of a run."""
     folder = shlex.quote(str(run_dir))
-    return [f"rft view {folder}", f"rft report {folder} -o report.html", f"rft compare {folder} OTHER_RUN"]
+    return [
+        f"rft view {folder}",
+        f"rft report {folder} -o report.html",
+        f"rft compare {folder} OTHER_RUN",
+    ]
 
 
 def curve_lines(measured: AllSeries) -> list[str]:
     """The reward and every evaluation as one line each: from, a line of blocks, to."""
     found = main_values(measured)
-    return [f"{values[0]:.3f} {sparkline(values, 32)} {values[-1]:.3f}  {name}" for name, values in found.items()]
+    return [
+        f"{values[0]:.3f} {sparkline(values, 32)} {values[-1]:.3f}  {name}"
+        for name, values in found.items()
+    ]
 
 
 def step_facts(values: dict[str, float], seconds: float) -> str:
@@ -203,14 +238,20 @@ def step_facts(values: dict[str, float], seconds: float) -> str:
     tokens = values.get("experience/response_tokens")
     shown = (
         ("reward", values.get("experience/reward/mean"), ".3f"),
-        ("loss", values.get("actor/loss") if "experience/reward/mean" not in values else None, ".3f"),
+        (
+            "loss",
+            values.get("actor/loss") if "experience/reward/mean" not in values else None,
+            ".3f",
+        ),
         ("length", values.get("experience/response_length/mean"), ".0f"),
         ("staleness", values.get("experience/staleness/max"), ".0f"),
         ("tok/s", tokens / seconds if tokens is not None and seconds > 0 else None, ".0f"),
         ("s/step", seconds, ".1f"),
     )
     text = "  ".join(f"{name} {value:{form}}" for name, value, form in shown if value is not None)
-    return text + ("  SKIPPED: the gradient is not finite" if values.get("train/finite", 1.0) == 0.0 else "")
+    return text + (
+        "  SKIPPED: the gradient is not finite" if values.get("train/finite", 1.0) == 0.0 else ""
+    )
 
 
 def duration(seconds: float) -> str:
@@ -223,7 +264,13 @@ def duration(seconds: float) -> str:
 
 
 def _bar(console: Console) -> Bar:
-    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
     from rich.progress import Progress as Bar
 
     return Bar(

@@ -1,6 +1,8 @@
-"""Calls into Ray that may wait, each with a name and a deadline; and Ray's processes on this machine, which are named when they fail.
+"""Calls into Ray that may wait, each with a name and a deadline; and Ray's processes on this
+machine, which are named when they fail.
 
-Knows no part of a run.  Invariant: no call holds up the event loop or the end of the interpreter: it waits in a daemon thread.
+Knows no part of a run.  Invariant: no call holds up the event loop or the end of the interpreter:
+it waits in a daemon thread.
 """
 
 from __future__ import annotations
@@ -17,19 +19,27 @@ import psutil
 from rft.errors import RayFailed
 
 T = TypeVar("T")
-ANSWER_S = 45.0  # for an answer of Ray, whose library ends any process that does not reach the GCS for 60 s
+# for an answer of Ray, whose library ends any process that does not reach the GCS for 60 s
+ANSWER_S = 45.0
 LOOK_S = 0.5  # between two looks at Ray's processes
 _TITLES = (
     ("raylet", re.compile(r"\S*/raylet ")),
     ("gcs_server", re.compile(r"\S*/gcs_server ")),
     ("Ray's dashboard agent", re.compile(r"ray::DashboardAgent\b|\S+ .*dashboard/agent\.py ")),
-    ("Ray's runtime-env agent", re.compile(r"ray::RuntimeEnvAgent\b|\S+ .*runtime_env/agent/main\.py ")),
+    (
+        "Ray's runtime-env agent",
+        re.compile(r"ray::RuntimeEnvAgent\b|\S+ .*runtime_env/agent/main\.py "),
+    ),
 )
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 
-def in_daemon(ask: Callable[..., T], *args: Any, until: threading.Event | None = None, **options: Any) -> Future[T]:
-    """What `ask` gives, from a daemon thread of its own, which lasts until the event `until` is set."""
+def in_daemon(
+    ask: Callable[..., T], *args: Any, until: threading.Event | None = None, **options: Any
+) -> Future[T]:
+    """What `ask` gives, from a daemon thread of its own, which lasts until the event `until` is
+    set.
+    """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on a waiter that gives up cannot cancel it
 
@@ -45,8 +55,12 @@ def in_daemon(ask: Callable[..., T], *args: Any, until: threading.Event | None =
     return future
 
 
-async def answer(what: str, ask: Callable[..., T], *args: Any, timeout_s: float = ANSWER_S, **options: Any) -> T:
-    """What the call into Ray gives.  `what` completes "Ray did not ...".  Raises RayFailed past the deadline."""
+async def answer(
+    what: str, ask: Callable[..., T], *args: Any, timeout_s: float = ANSWER_S, **options: Any
+) -> T:
+    """What the call into Ray gives.  `what` completes "Ray did not ...".  Raises RayFailed past the
+    deadline.
+    """
     future = asyncio.wrap_future(in_daemon(ask, *args, **options))
     done, _ = await asyncio.wait([future], timeout=timeout_s)
     if not done:
@@ -75,7 +89,8 @@ class RayProcesses:
         return self._named(self.stopped())
 
     def failed(self, stopped_s: float | None) -> str:
-        """Which of them have ended, or were stopped for `stopped_s` (None: for ever); to be asked every LOOK_S.
+        """Which of them have ended, or were stopped for `stopped_s` (None: for ever); to be asked
+        every LOOK_S.
 
         Looks are counted, not seconds: while this process is suspended as well, nothing is wrong.
         """
@@ -89,7 +104,9 @@ class RayProcesses:
 
 
 def local_processes(raylet_socket: str, session: str) -> list[psutil.Process]:
-    """Of a Ray that is there: the raylet of this socket, its agents, and the GCS where it is on this machine."""
+    """Of a Ray that is there: the raylet of this socket, its agents, and the GCS where it is on
+    this machine.
+    """
     found = []
     for process in psutil.process_iter():
         title = _title(process)

@@ -1,4 +1,6 @@
-"""Parts in Ray actors: start the cluster, place and build the parts, watch them, leave nothing behind.  The other runtime is local."""
+"""Parts in Ray actors: start the cluster, place and build the parts, watch them, leave nothing
+behind.  The other runtime is local.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,14 @@ class RayRuntime(Runtime):
             signals.take()
             log.info("Ray is up", extra=STARTING)
         except BaseException as e:
-            if isinstance(e, Interrupted) and plan.cluster.ray_address is None and not await _let_up(connecting, signals):
-                raise  # asked twice: this process ends at once, Ray's processes with it, and the next start cleans up
+            if (
+                isinstance(e, Interrupted)
+                and plan.cluster.ray_address is None
+                and not await _let_up(connecting, signals)
+            ):
+                # asked twice: this process ends at once, Ray's processes with it, and the next
+                # start cleans up
+                raise
             ended.set()
             _clean(rundir.run_id)
             raise
@@ -72,9 +80,11 @@ class RayRuntime(Runtime):
 
 
 async def _let_up(connecting: asyncio.Future[Cluster], signals: Signals) -> bool:
-    """Closes a Ray that is still starting once it is up; False if a second signal comes first, or it takes longer than LET_UP_S.
+    """Closes a Ray that is still starting once it is up; False if a second signal comes first, or
+    it takes longer than LET_UP_S.
 
-    If its processes were killed while it starts, Ray's library would hold the interpreter for a minute and end it in its own way.
+    If its processes were killed while it starts, Ray's library would hold the interpreter for a
+    minute and end it in its own way.
     """
     async with race(asyncio.wait([connecting], timeout=LET_UP_S), signals.wait(2)):
         if connecting.done() and connecting.exception() is None:
@@ -83,12 +93,16 @@ async def _let_up(connecting: asyncio.Future[Cluster], signals: Signals) -> bool
 
 
 async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster:
-    """Connects in a daemon thread: starting Ray cannot be interrupted, and a person who presses Ctrl-C twice must not wait for it.
+    """Connects in a daemon thread: starting Ray cannot be interrupted, and a person who presses
+    Ctrl-C twice must not wait for it.
 
-    The thread stays until `ended`, because Ray's processes ask the kernel to die with the thread that started them.
+    The thread stays until `ended`, because Ray's processes ask the kernel to die with the thread
+    that started them.
     """
     how = {"num_cpus": settings.num_cpus, "timeline": settings.timeline}
-    return await asyncio.wrap_future(in_daemon(Cluster.connect, settings.ray_address, until=ended, **how))
+    return await asyncio.wrap_future(
+        in_daemon(Cluster.connect, settings.ray_address, until=ended, **how)
+    )
 
 
 def _clean(run_id: str) -> None:
@@ -104,7 +118,8 @@ class RayParts(Parts):
 
     def __init__(self, plan: Plan, rundir: RunDir, cluster: Cluster, signals: Signals) -> None:
         super().__init__(plan, rundir)
-        self.cluster, self._signals = cluster, signals
+        self.cluster = cluster
+        self._signals = signals
         self._handles: dict[str, Any] = {}
         self._places = Places([], None)
         self._listening: list[asyncio.Future[None]] = []
@@ -112,15 +127,24 @@ class RayParts(Parts):
 
     async def reserve(self, *, engines: bool, trainer: bool) -> None:
         plan = self.plan
-        gpus = [e.gpus for model in plan.auxiliary for e in model.engines if e.external is None and e.gpus and engines]
+        gpus = [
+            e.gpus
+            for model in plan.auxiliary
+            for e in model.engines
+            if e.external is None and e.gpus and engines
+        ]
         roles = (plan.engines if engines else (), plan.learner if trainer else None)
-        self._places = await reserve(lambda free: placement(*roles, free, gpus, shared=plan.cluster.shared))
+        self._places = await reserve(
+            lambda free: placement(*roles, free, gpus, shared=plan.cluster.shared)
+        )
 
     async def start(self, specs: Sequence[PartSpec]) -> None:
         await all_of(*map(self._start, specs))
 
     async def activities(self) -> list[Activity]:
-        found = await asyncio.gather(*(_activities(name, self._handles[name]) for name in self.made))
+        found = await asyncio.gather(
+            *(_activities(name, self._handles[name]) for name in self.made)
+        )
         return [*activities(), *chain.from_iterable(found)]
 
     async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
@@ -129,31 +153,54 @@ class RayParts(Parts):
     async def _start(self, spec: PartSpec) -> None:
         import ray
 
-        name, plan, engine = spec.name, self.plan, spec.engine
+        name = spec.name
+        plan = self.plan
+        engine = spec.engine
         options = {**here(), "max_restarts": 0, "max_concurrency": 10000}
         options |= {} if spec.seat is None else self._places.options(*spec.seat)
-        env, error = {**spec.env, **({} if spec.seat is None else self._places.env(*spec.seat))}, RunFailed
+        env = {**spec.env, **({} if spec.seat is None else self._places.env(*spec.seat))}
+        error = RunFailed
         limits: tuple[float | None, float | None] = (None, None)
         if engine is not None:
             env |= {**cpu_environment(engine), leftovers.PART: name}
-            error, limits = EngineFailed, (engine.stall_timeout_s, engine.step_timeout_s)
+            error = EngineFailed
+            limits = (engine.stall_timeout_s, engine.step_timeout_s)
             options["max_restarts"] = RESTARTS
             self._restarted.add(name)
-        if plan.cluster.ray_address is not None:  # a Ray of others does not hand this process's environment on
+        # a Ray of others does not hand this process's environment on
+        if plan.cluster.ray_address is not None:
             env = {leftovers.RUN_ID: self.rundir.run_id, **env}
         runtime_env: dict[str, Any] = {"env_vars": env} if env else {}
-        if engine is not None and plan.cluster.ray_address is None and (program := host_program(engine)):
+        if (
+            engine is not None
+            and plan.cluster.ray_address is None
+            and (program := host_program(engine))
+        ):
             runtime_env["py_executable"] = shlex.join(program)
         if runtime_env:
             options["runtime_env"] = runtime_env
-        again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
-        titled = type(re.sub(r"\W", "_", name), (Host,), again)  # `ps` shows the class: ray::engine_0
-        made = (name, str(self.rundir.logs), plan.log_by_node, plan.log_level, learnt_secrets(), spec.factory, spec.args)
+        # wait for a restart
+        again = {
+            n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")
+        }
+        # `ps` shows the class: ray::engine_0
+        titled = type(re.sub(r"\W", "_", name), (Host,), again)
+        made = (
+            name,
+            str(self.rundir.logs),
+            plan.log_by_node,
+            plan.log_level,
+            learnt_secrets(),
+            spec.factory,
+            spec.args,
+        )
         create = ray.remote(titled).options(**options).remote
         handle = self._handles[name] = await answer(f"create {name}", create, *made)
         deadline_s = plan.cluster.actor_start_timeout_s
         with works(f"starting {name}"):
-            self.nodes[name], self.pids[name] = await guarded(handle.beat.remote(), name, error, deadline_s)
+            self.nodes[name], self.pids[name] = await guarded(
+                handle.beat.remote(), name, error, deadline_s
+            )
             await guarded(handle.start.remote(), name, error, deadline_s)
         self.made[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
         self._listening.append(asyncio.ensure_future(_tell(name, handle)))
@@ -167,31 +214,51 @@ class RayParts(Parts):
         import ray
 
         handles = [(name, self._handles.pop(name)) for name in names]
-        await asyncio.gather(*(drive.quietly(answer(f"end {n}", ray.kill, h, no_restart=True), KILL_S) for n, h in handles))
+        await asyncio.gather(
+            *(
+                drive.quietly(answer(f"end {n}", ray.kill, h, no_restart=True), KILL_S)
+                for n, h in handles
+            )
+        )
 
     async def watch_ray(self) -> None:
-        await all_of(self._processes_live(), *([] if self.plan.cluster.ray_address is None else [self._gcs_answers()]))
+        await all_of(
+            self._processes_live(),
+            *([] if self.plan.cluster.ray_address is None else [self._gcs_answers()]),
+        )
 
     async def _processes_live(self) -> None:
         while True:
             if why := self.cluster.watched.failed(self.plan.cluster.stall_timeout_s):
-                raise RayFailed(f"{why}; run the same command again to resume from the last checkpoint")
+                raise RayFailed(
+                    f"{why}; run the same command again to resume from the last checkpoint"
+                )
             await asyncio.sleep(LOOK_S)
 
     async def _gcs_answers(self) -> None:
         """Of a Ray of others, whose GCS may be on another machine."""
         while True:
-            await answer(f"list its nodes (GCS of {self.plan.cluster.ray_address})", self.cluster.gpus_per_node)
+            await answer(
+                f"list its nodes (GCS of {self.plan.cluster.ray_address})",
+                self.cluster.gpus_per_node,
+            )
             await asyncio.sleep(ASK_GCS_S)
 
     async def watch(self) -> None:
-        """Raises RunFailed that names the first part which died or hangs, of those that are not restarted."""
+        """Raises RunFailed that names the first part which died or hangs, of those that are not
+        restarted.
+        """
         lasting = [proxy for name, proxy in self.made.items() if name not in self._restarted]
-        await all_of(self.watch_ray(), *(proxy.lives(self.plan.cluster.stall_timeout_s) for proxy in lasting))
+        await all_of(
+            self.watch_ray(), *(proxy.lives(self.plan.cluster.stall_timeout_s) for proxy in lasting)
+        )
 
     async def end(self, *, graceful: bool) -> None:
         if graceful:  # a second signal, or a Ray that fails, ends the wait
-            async with race(self._close(), self._signals.wait(2), self.watch_ray()) as (closing, *_):
+            async with race(self._close(), self._signals.wait(2), self.watch_ray()) as (
+                closing,
+                *_,
+            ):
                 if closing.done():
                     closing.result()
         await cancel(self._listening)
@@ -232,4 +299,10 @@ async def _tell(name: str, handle: Any) -> None:
 def _copy(method: Callable[..., Any]) -> Callable[..., Any]:
     """The same function as another object, which may be marked without marking it for every part."""
     assert isinstance(method, types.FunctionType)
-    return types.FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+    return types.FunctionType(
+        method.__code__,
+        method.__globals__,
+        method.__name__,
+        method.__defaults__,
+        method.__closure__,
+    )

@@ -1,7 +1,8 @@
-"""Parts in other processes: one generic actor that hosts a part, one proxy that calls it like a local object.
+"""Parts in other processes: one generic actor that hosts a part, one proxy that calls it like a
+local object.
 
-The only place where Ray's errors become ours: an exception raised by the part comes back as itself, a dead process becomes
-RunFailed (or OutOfMemory) that names it.
+The only place where Ray's errors become ours: an exception raised by the part comes back as itself,
+a dead process becomes RunFailed (or OutOfMemory) that names it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from typing import Any, TypeVar
 import psutil
 
 from rft.engine.watch import Usage, Watch, usage
-from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemory, RftError, RunFailed, is_out_of_memory
+from rft.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineStalled,
+    OutOfMemory,
+    RftError,
+    RunFailed,
+    is_out_of_memory,
+)
 from rft.launch import leftovers
 from rft.launch.ray_calls import answer
 from rft.launch.rundir import PRIVATE
@@ -33,17 +42,25 @@ from rft.worker.threads import contained
 from rft.worker.waiting import Activity, activities
 
 log = logging.getLogger(__name__)
-_WAITS = ".  Where it does no more than wait (a plugin that blocks the event loop), raise cluster.stall_timeout"
+_WAITS = (
+    ".  Where it does no more than wait (a plugin that blocks the event loop), raise "
+    "cluster.stall_timeout"
+)
 MOST_LINES = 20  # errors of one part that are told on the terminal
-ANSWER_S = 60.0  # for a process to say whether its part is well; one that Ray is making anew is waited for
+# for a process to say whether its part is well; one that Ray is making anew is waited for
+ANSWER_S = 60.0
 T = TypeVar("T")
-Beat = Callable[[], Awaitable[tuple[str, int]]]  # the machine's name and the process's number, from the process itself
+# the machine's name and the process's number, from the process itself
+Beat = Callable[[], Awaitable[tuple[str, int]]]
 
 
 class Pulse:
-    """Whether a process still answers; it is asked only while a call is under way, by one watcher however many calls there are.
+    """Whether a process still answers; it is asked only while a call is under way, by one watcher
+    however many calls there are.
 
-    Limits as in `rft.engine.watch`: a step is an answer.  `error`, ending with `remedy`, says that it hangs."""
+    Limits as in `rft.engine.watch`: a step is an answer.  `error`, ending with `remedy`, says that
+    it hangs.
+    """
 
     def __init__(
         self,
@@ -55,7 +72,11 @@ class Pulse:
         error: type[RunFailed] = EngineStalled,
         remedy: str = "",
     ) -> None:
-        self._name, self._beat, self._limits, self._error, self._remedy = name, beat, (stall_s, step_s), error, remedy
+        self._name = name
+        self._beat = beat
+        self._limits = (stall_s, step_s)
+        self._error = error
+        self._remedy = remedy
         self._place: tuple[str, int] | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls under way
         self._watching: asyncio.Task[None] | None = None
@@ -78,7 +99,9 @@ class Pulse:
             raise self._error(f"{self._name} hangs: {self.hung}{self._remedy}") from None
 
     async def _watch(self) -> None:
-        """Until nothing is under way, the process has died (the calls say so themselves), or it hangs."""
+        """Until nothing is under way, the process has died (the calls say so themselves), or it
+        hangs.
+        """
         watch = Watch(*self._limits, self._usage)
         beat: asyncio.Future[tuple[str, int]] | None = None
         while self._deadlines:
@@ -87,36 +110,56 @@ class Pulse:
             if done:
                 if beat.cancelled() or beat.exception() is not None:
                     return
-                self._place, beat, self.hung = beat.result(), None, ""
+                self._place = beat.result()
+                beat = None
+                self.hung = ""
                 await asyncio.sleep(watch.interval_s)
                 watch.progress()
             elif why := await asyncio.to_thread(watch.look):
                 self.hung = f"its process answers nothing, {why}"
                 log.error("%s hangs: %s", self._name, self.hung)
-                beat.add_done_callback(lambda b: b.cancelled() or b.exception())  # nobody waits for it any more
+                # nobody waits for it any more
+                beat.add_done_callback(lambda b: b.cancelled() or b.exception())
                 for deadline in self._deadlines:
                     if not deadline.expired():
                         deadline.reschedule(0)
                 return
 
     def _usage(self) -> Usage | None:
-        """Of the process alone, not of those that it has started: they may be well.  None: not known, gone, or on another machine."""
-        if self._place is None or self._place[0] != os.uname().nodename or not psutil.pid_exists(self._place[1]):
+        """Of the process alone, not of those that it has started: they may be well.  None: not
+        known, gone, or on another machine.
+        """
+        if (
+            self._place is None
+            or self._place[0] != os.uname().nodename
+            or not psutil.pid_exists(self._place[1])
+        ):
             return None
         return usage([self._place[1]], family=False)
 
 
 class Host:
-    """Body of every actor: builds one part with a factory of `rft.launch.parts` and passes calls on to it.
+    """Body of every actor: builds one part with a factory of `rft.launch.parts` and passes calls on
+    to it.
 
-    What it is made of comes with its construction, so that Ray can make it anew in another process.  `secrets` are what the launcher has
-    learnt from the configuration, so that this process keeps them out of its files too.
+    What it is made of comes with its construction, so that Ray can make it anew in another process.
+     `secrets` are what the launcher has learnt from the configuration, so that this process keeps
+     them out of its files too.
     """
 
     def __init__(
-        self, name: str, logs: str, by_node: bool, level: str, secrets: Sequence[str], factory: str, args: tuple[Any, ...]
+        self,
+        name: str,
+        logs: str,
+        by_node: bool,
+        level: str,
+        secrets: Sequence[str],
+        factory: str,
+        args: tuple[Any, ...],
     ) -> None:
-        self._name, self._factory, self._args = name, factory, args
+        self._name = name
+        self._factory = factory
+        self._args = args
         learn_secrets(secrets)
         own_output(node_folder(Path(logs), by_node), name, level)
         self._errors = ErrorLines()
@@ -125,16 +168,22 @@ class Host:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Builds the part, where there is none yet.  What a process that was it before has left is ended first."""
+        """Builds the part, where there is none yet.  What a process that was it before has left is
+        ended first.
+        """
         async with self._starting:
             if self._part is None:
                 for line in await asyncio.to_thread(leftovers.end_former):
                     log.warning("%s: %s", self._name, line)
                 with contained(f"a plugin in {self._name}"), _kept():
-                    self._part = await getattr(importlib.import_module("rft.launch.parts"), self._factory)(*self._args)
+                    self._part = await getattr(
+                        importlib.import_module("rft.launch.parts"), self._factory
+                    )(*self._args)
 
     async def broken(self) -> str:
-        """Why the part cannot answer any more although this process lives; empty where it can, or is not built."""
+        """Why the part cannot answer any more although this process lives; empty where it can, or
+        is not built.
+        """
         try:
             if self._part is not None:
                 await self._part.health()
@@ -167,7 +216,9 @@ class Host:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """What is imported and built in the block stays: looking for garbage in it takes a fifth of the time."""
+    """What is imported and built in the block stays: looking for garbage in it takes a fifth of the
+    time.
+    """
     gc.disable()
     try:
         yield
@@ -186,7 +237,9 @@ class ErrorLines:
     def add(self, line: str) -> None:
         with self._lock:
             if len(self._lines) < MOST_LINES:
-                self._lines.append(line if len(self._lines) < MOST_LINES - 1 else "further errors are in its log")
+                self._lines.append(
+                    line if len(self._lines) < MOST_LINES - 1 else "further errors are in its log"
+                )
             if self._waiting is not None and not self._waiting[0].is_closed():
                 self._waiting[0].call_soon_threadsafe(self._waiting[1].set)
 
@@ -202,7 +255,9 @@ class ErrorLines:
 
 
 def own_output(logs: Path, name: str, level: str) -> None:
-    """This process writes its log to `logs/name.log` and everything it or its children print to `logs/name.out`."""
+    """This process writes its log to `logs/name.log` and everything it or its children print to
+    `logs/name.out`.
+    """
     os.umask(PRIVATE)
     to_file(logs / f"{name}.log", level)
     out = os.open(logs / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -228,8 +283,8 @@ class _RedactingStream(io.TextIOWrapper):
 class Proxy:
     """Calls a part in another process: `await proxy.method(...)`.  Can be sent to other actors.
 
-    With `limits` (`stall_s`, `step_s` of `rft.engine.watch`) calls of a process that hangs raise EngineStalled.  `start_s`: how long
-    building the part anew may take.
+    With `limits` (`stall_s`, `step_s` of `rft.engine.watch`) calls of a process that hangs raise
+    EngineStalled.  `start_s`: how long building the part anew may take.
     """
 
     def __init__(
@@ -240,25 +295,34 @@ class Proxy:
         limits: tuple[float | None, float | None] = (None, None),
         start_s: float | None = None,
     ) -> None:
-        self._handle, self._name, self._error = handle, name, error
-        self._limits, self._start_s = limits, start_s
+        self._handle = handle
+        self._name = name
+        self._error = error
+        self._limits = limits
+        self._start_s = start_s
         self._pulse = Pulse(name, self._beat, *limits) if limits != (None, None) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Proxy, (self._handle, self._name, self._error, self._limits, self._start_s))
 
     async def restart(self) -> None:
-        """The part anew, in a new process.  Raises when it cannot be built, or has died more often than Ray was told to allow."""
+        """The part anew, in a new process.  Raises when it cannot be built, or has died more often
+        than Ray was told to allow.
+        """
         if why := await self._broken():
             log.warning("%s: %s; its process is ended", self._name, why)
             await self._end()
         await self._guarded(self._handle.start.remote(), self._start_s)
 
     async def lives(self, stall_s: float | None) -> None:
-        """As long as its process lives.  Raises when it has died, or answers nothing and shows no sign of life for `stall_s`."""
+        """As long as its process lives.  Raises when it has died, or answers nothing and shows no
+        sign of life for `stall_s`.
+        """
         last = self._guarded(self._handle.last.remote())
         if stall_s is not None:
-            last = Pulse(self._name, self._beat, stall_s, None, error=self._error, remedy=_WAITS).during(last)
+            last = Pulse(
+                self._name, self._beat, stall_s, None, error=self._error, remedy=_WAITS
+            ).during(last)
         await last
 
     async def kill(self) -> None:
@@ -309,7 +373,9 @@ class Proxy:
         return call
 
 
-async def guarded(ref: Any, name: str, error: type[RunFailed] = RunFailed, timeout_s: float | None = None) -> Any:
+async def guarded(
+    ref: Any, name: str, error: type[RunFailed] = RunFailed, timeout_s: float | None = None
+) -> Any:
     """The value of a Ray reference, with Ray's errors translated."""
     from ray.exceptions import (
         ActorDiedError,
@@ -321,11 +387,14 @@ async def guarded(ref: Any, name: str, error: type[RunFailed] = RunFailed, timeo
     )
 
     value = asyncio.ensure_future(ref)
-    value.add_done_callback(lambda a: a.cancelled() or a.exception())  # a caller that was cancelled never looks at it
+    # a caller that was cancelled never looks at it
+    value.add_done_callback(lambda a: a.cancelled() or a.exception())
     try:
         return await asyncio.wait_for(asyncio.shield(value), timeout_s)
     except TimeoutError:
-        raise DeadlineExceeded(f"{name} did not answer within {timeout_s:.0f} s; see its log in the run folder") from None
+        raise DeadlineExceeded(
+            f"{name} did not answer within {timeout_s:.0f} s; see its log in the run folder"
+        ) from None
     except OutOfMemoryError as e:
         raise OutOfMemory(memory_remedy(name)) from e
     except RayTaskError as e:
@@ -335,16 +404,22 @@ async def guarded(ref: Any, name: str, error: type[RunFailed] = RunFailed, timeo
     except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as e:
         if _oom_kills() > _OOM_KILLS_AT_START:
             raise OutOfMemory(memory_remedy(name)) from None
-        raise error(f"{name} died: {_why(e)}; see {name}.log and {name}.out in the run folder's logs") from None
+        raise error(
+            f"{name} died: {_why(e)}; see {name}.log and {name}.out in the run folder's logs"
+        ) from None
 
 
 def _oom_kills() -> int:
-    """How many processes the kernel has killed for memory since it started (0 where it does not say)."""
+    """How many processes the kernel has killed for memory since it started (0 where it does not
+    say).
+    """
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+    return next(
+        (int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0
+    )
 
 
 _OOM_KILLS_AT_START = _oom_kills()
@@ -360,6 +435,7 @@ def _why(error: Exception) -> str:
 
 def memory_remedy(name: str) -> str:
     return (
-        f"{name} ran out of memory.  Lower trainer.max_token_len_per_gpu, buffer.batch_size or the model's lengths, "
+        f"{name} ran out of memory.  Lower trainer.max_token_len_per_gpu, buffer.batch_size or the "
+        f"model's lengths, "
         "or give the machine more memory."
     )

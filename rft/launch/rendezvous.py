@@ -1,7 +1,9 @@
-"""Where a process that trains and those that explore find each other on one Ray: an actor whose name both know.
+"""Where a process that trains and those that explore find each other on one Ray: an actor whose
+name both know.
 
-Whoever comes first makes it, and it ends with whoever made it; the others then make another.  So any order of starting will do, nothing
-outlives the run, and every wait is for an answer.  Invariant: of one run at most one coordinator is offered at a time.
+Whoever comes first makes it, and it ends with whoever made it; the others then make another.  So
+any order of starting will do, nothing outlives the run, and every wait is for an answer.
+Invariant: of one run at most one coordinator is offered at a time.
 """
 
 from __future__ import annotations
@@ -31,13 +33,20 @@ class Rendezvous:
         """Raises SetupError while the coordinator of another process lives."""
         if self._offer is not None and self._offer[0] != run_id:
             try:
-                await asyncio.wait_for(self._offer[1]["coordinator"].records(1 << 40, wait=False), ANSWER_S)
+                await asyncio.wait_for(
+                    self._offer[1]["coordinator"].records(1 << 40, wait=False), ANSWER_S
+                )
             except RftError:
                 pass  # it has ended
             except TimeoutError:
-                raise SetupError("another process trains this run already and does not answer; end it first") from None
+                raise SetupError(
+                    "another process trains this run already and does not answer; end it first"
+                ) from None
             else:
-                raise SetupError("another process trains this run already; stop it, or give this run another `name`")
+                raise SetupError(
+                    "another process trains this run already; stop it, or give this run another "
+                    "`name`"
+                )
         async with self._changed:
             self._offer = (run_id, parts)
             self._changed.notify_all()
@@ -45,7 +54,9 @@ class Rendezvous:
     async def find(self, ended: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
         """Waits for an offer that is not by one of `ended`."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._offer is not None and self._offer[0] not in ended)
+            await self._changed.wait_for(
+                lambda: self._offer is not None and self._offer[0] not in ended
+            )
         assert self._offer is not None
         return self._offer
 
@@ -63,12 +74,20 @@ async def _rendezvous(plan: Plan) -> Any:
     import ray
 
     namespace, name = address(plan)
-    options = {**here(), "name": name, "namespace": namespace, "get_if_exists": True, "max_concurrency": 10000}
+    options = {
+        **here(),
+        "name": name,
+        "namespace": namespace,
+        "get_if_exists": True,
+        "max_concurrency": 10000,
+    }
     return await answer("create the rendezvous", ray.remote(Rendezvous).options(**options).remote)
 
 
 async def keep(plan: Plan, run_id: str, parts: dict[str, Any]) -> None:
-    """Offers the coordinator of this process as long as that is awaited, also after the process that made the rendezvous has ended."""
+    """Offers the coordinator of this process as long as that is awaited, also after the process
+    that made the rendezvous has ended.
+    """
     while True:
         rendezvous = await _rendezvous(plan)
         try:
@@ -86,7 +105,8 @@ async def _anew() -> None:
 async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The parts of the process that trains, once it lets this one join (`Coordinator.welcome`).
 
-    Raises DeadlineExceeded when there is none within synchronizer.sync_timeout, and what the coordinator says against joining.
+    Raises DeadlineExceeded when there is none within synchronizer.sync_timeout, and what the
+    coordinator says against joining.
     """
     limit = plan.sync.timeout_s
     ended: tuple[str, ...] = ()
@@ -96,7 +116,9 @@ async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Any]
         async with asyncio.timeout(limit):
             while True:
                 try:
-                    run_id, parts = await guarded((await _rendezvous(plan)).find.remote(ended), "the rendezvous")
+                    run_id, parts = await guarded(
+                        (await _rendezvous(plan)).find.remote(ended), "the rendezvous"
+                    )
                 except RunFailed:
                     await _anew()
                     continue
@@ -109,6 +131,8 @@ async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Any]
                 return run_id, parts
     except TimeoutError:
         raise DeadlineExceeded(
-            f"no trainer of run {plan.buffer.run} in namespace {namespace} on this cluster within {limit:g} s; start it (the same "
-            "project, group, name and checkpoint_root_dir, mode: train), or raise synchronizer.sync_timeout"
+            f"no trainer of run {plan.buffer.run} in namespace {namespace} on this cluster within "
+            f"{limit:g} s; start it (the same "
+            "project, group, name and checkpoint_root_dir, mode: train), or raise "
+            "synchronizer.sync_timeout"
         ) from None

@@ -1,7 +1,7 @@
 """The folder of a run: who owns it, what it holds, where it can go on from.
 
-Invariants: one process at a time owns a run folder; everything in it is written aside and renamed, so a reader never sees half a file;
-only the account of the run may read it.
+Invariants: one process at a time owns a run folder; everything in it is written aside and renamed,
+so a reader never sees half a file; only the account of the run may read it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class RunDir:
 
     @classmethod
     def claim(cls, path: Path) -> Self:
-        """Create the folder if need be and lock it.  Raises SetupError naming the process that holds it, or why it cannot be written."""
+        """Create the folder if need be and lock it.  Raises SetupError naming the process that
+        holds it, or why it cannot be written.
+        """
         run = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -61,13 +63,17 @@ class RunDir:
             run._let_go()
             holder, *_ = run.lock_file.read_text().split() or ["unknown"]
             raise SetupError(
-                f"run folder {path} is in use by process {holder}. Wait for it, stop it, or give this run another `name`."
+                f"run folder {path} is in use by process {holder}. Wait for it, stop it, or give "
+                f"this run another `name`."
             ) from None
         except OSError as e:
             run._let_go()
             if is_full(e):
                 raise full(e, str(run.lock_file)) from e
-            raise SetupError(f"run folder {path} cannot be written: {e.strerror}. Choose another checkpoint_root_dir.") from e
+            raise SetupError(
+                f"run folder {path} cannot be written: {e.strerror}. Choose another "
+                f"checkpoint_root_dir."
+            ) from e
         return run
 
     def release(self) -> None:
@@ -99,25 +105,41 @@ class RunDir:
 
     def state(self, phase: str, **facts: Any) -> None:
         """What the run is doing, for `rft status`."""
-        me = {"pid": os.getpid(), "began": began(os.getpid()), "node": os.uname().nodename, "folder": self.path.stat().st_ino}
+        me = {
+            "pid": os.getpid(),
+            "began": began(os.getpid()),
+            "node": os.uname().nodename,
+            "folder": self.path.stat().st_ino,
+        }
         start = {"started": self._started, "before_s": self._before_s, **self._how}
-        write_json(self.path / STATE, {"phase": phase, **me, **start, "time": time.time(), "run_id": self.run_id, **facts})
+        write_json(
+            self.path / STATE,
+            {"phase": phase, **me, **start, "time": time.time(), "run_id": self.run_id, **facts},
+        )
 
     def goes_on(self, command: str) -> None:
-        """This process, started by `command`, continues what the folder holds.  Raises as `read_state` does."""
+        """This process, started by `command`, continues what the folder holds.  Raises as
+        `read_state` does.
+        """
         before = self.read_state()
         self._how = {"command": command, "cwd": str(Path.cwd())}
-        self._before_s = float(before.get("before_s", 0.0)) + max(0.0, self.last_sign(before) - before.get("started", math.inf))
+        self._before_s = float(before.get("before_s", 0.0)) + max(
+            0.0, self.last_sign(before) - before.get("started", math.inf)
+        )
 
     def last_sign(self, state: Mapping[str, Any]) -> float:
-        """When the process that wrote `state` was at work last, in seconds since the epoch; by its files, where it did not say its end."""
+        """When the process that wrote `state` was at work last, in seconds since the epoch; by its
+        files, where it did not say its end.
+        """
         if state.get("phase") in ENDED:
             return float(state.get("time", 0.0))
         files = (self.path / STATE, self.path / "metrics.jsonl", *self.logs.rglob("*.log"))
         return max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
 
     def worked_s(self, state: Mapping[str, Any]) -> float | None:
-        """How long the run's processes worked, without the time between them; None where that is not known."""
+        """How long the run's processes worked, without the time between them; None where that is
+        not known.
+        """
         if "started" not in state:
             return None
         ends = time.time() if self.phase(state)[1] is not None else self.last_sign(state)
@@ -125,7 +147,9 @@ class RunDir:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """The run, which says itself that it is done; how else it ends is kept here, and the folder is let go."""
+        """The run, which says itself that it is done; how else it ends is kept here, and the folder
+        is let go.
+        """
         try:
             yield
         except (Interrupted, KeyboardInterrupt):
@@ -142,42 +166,63 @@ class RunDir:
         try:
             self.state(phase, reason=reason)
         except OSError as e:
-            print(f"{self.path / STATE} does not say how the run ended: {e.strerror}", file=sys.stderr)
+            print(
+                f"{self.path / STATE} does not say how the run ended: {e.strerror}", file=sys.stderr
+            )
 
     def read_state(self) -> dict[str, Any]:
-        """What `state` wrote last; empty where there is none.  Raises ConfigError for a file that is damaged."""
+        """What `state` wrote last; empty where there is none.  Raises ConfigError for a file that
+        is damaged.
+        """
         file = self.path / STATE
         try:
             state = parse_json(read_regular(file, MAX_STATE).decode("utf-8"))
-            if not isinstance(state, dict) or not all(isinstance(state.get(n, 0.0), int | float) for n in _TIMES):
+            if not isinstance(state, dict) or not all(
+                isinstance(state.get(n, 0.0), int | float) for n in _TIMES
+            ):
                 raise ValueError("it is not what a run has written")
-            if not isinstance(parts := state.get("parts", {}), dict) or not all(type(pid) is int for pid in parts.values()):
+            if not isinstance(parts := state.get("parts", {}), dict) or not all(
+                type(pid) is int for pid in parts.values()
+            ):
                 raise ValueError("its parts are not what a run has written")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as e:
-            raise ConfigError(f"{file} is damaged: {e}; remove it: a run resumes from its checkpoints without it") from None
+            raise ConfigError(
+                f"{file} is damaged: {e}; remove it: a run resumes from its checkpoints without it"
+            ) from None
         return state
 
     def phase(self, state: Mapping[str, Any]) -> tuple[str, int | None]:
-        """What the run is doing by `state`, "died" where its process has gone without saying so; and the process here that holds it."""
-        me, phase = os.uname().nodename, str(state.get("phase", "unknown"))
+        """What the run is doing by `state`, "died" where its process has gone without saying so;
+        and the process here that holds it.
+        """
+        me = os.uname().nodename
+        phase = str(state.get("phase", "unknown"))
         here = state.get("node", me) == me
         holder = self._holder() if here else None
         gone = holder is None if here else not self._locked()
-        return "died" if gone and phase in ("starting", "waiting for the trainer", "running", "stopping") else phase, holder
+        return "died" if gone and phase in (
+            "starting",
+            "waiting for the trainer",
+            "running",
+            "stopping",
+        ) else phase, holder
 
     def copied_from_one_that_lives(self, state: Mapping[str, Any]) -> bool:
-        """Whether what wrote `state`, which was in this folder before it was ours, may be at work in another one."""
+        """Whether what wrote `state`, which was in this folder before it was ours, may be at work
+        in another one.
+        """
         if state.get("node", os.uname().nodename) != os.uname().nodename:
             return state.get("folder") != self.path.stat().st_ino
         return state.get("pid") != os.getpid() and lives(state.get("pid"), state.get("began"))
 
     def _holder(self) -> int | None:
-        """The process that holds the run's lock now; None when it is free, or its holder was killed.
+        """The process that holds the run's lock now; None when it is free, or its holder was
+        killed.
 
-        The holder stands in the file from the moment it took the lock.  The lock itself is left alone: trying it could make a run that
-        starts at this moment fail.
+        The holder stands in the file from the moment it took the lock.  The lock itself is left
+        alone: trying it could make a run that starts at this moment fail.
         """
         try:
             pid, since = (*map(int, self.lock_file.read_text().split()), None, None)[:2]
@@ -186,7 +231,9 @@ class RunDir:
         return pid if lives(pid, since) else None
 
     def _locked(self) -> bool:
-        """Whether a process of another machine, which cannot be asked, has the lock; also where that cannot be found out."""
+        """Whether a process of another machine, which cannot be asked, has the lock; also where
+        that cannot be found out.
+        """
         try:
             with self.lock_file.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -196,7 +243,9 @@ class RunDir:
 
 
 def lives(pid: object, since: int | None) -> bool:
-    """Whether the process that had this number and had `began` at `since` is still there; earlier versions did not note that (None)."""
+    """Whether the process that had this number and had `began` at `since` is still there; earlier
+    versions did not note that (None).
+    """
     return isinstance(pid, int) and (found := began(pid)) is not None and since in (None, found)
 
 

@@ -1,7 +1,9 @@
-"""The seam between a run and where its parts live: it creates parts, calls them, watches them and ends them.
+"""The seam between a run and where its parts live: it creates parts, calls them, watches them and
+ends them.
 
-A mode (`rft.launch.modes`) knows only this.  Here is the local runtime: all parts in this process, one rank, `transformers` or scripted
-engines, no Ray import.  `rft.launch.ray_runtime` has one actor for each part.
+A mode (`rft.launch.modes`) knows only this.  Here is the local runtime: all parts in this process,
+one rank, `transformers` or scripted engines, no Ray import.  `rft.launch.ray_runtime` has one actor
+for each part.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Parts(ABC):
     restarts: bool  # engines that died can be given a new process
 
     def __init__(self, plan: Plan, rundir: RunDir) -> None:
-        self.plan, self.rundir = plan, rundir
+        self.plan = plan
+        self.rundir = rundir
         self.made: dict[str, Any] = {}
         self.pids: dict[str, int] = {}
         self.nodes: dict[str, str] = {}  # machine of each
@@ -71,7 +74,9 @@ class Parts(ABC):
 
     @abstractmethod
     async def watch_ray(self) -> None:
-        """Ends only by raising RayFailed: a process of Ray, which all parts need, has ended or hangs."""
+        """Ends only by raising RayFailed: a process of Ray, which all parts need, has ended or
+        hangs.
+        """
 
     async def while_ray_lives(self, work: Awaitable[T]) -> T:
         """The result of `work`.  Raises RayFailed, after cancelling it, when Ray fails first."""
@@ -95,12 +100,19 @@ class Parts(ABC):
 
     @property
     def engines(self) -> list[Any]:
-        return [self.made[f"engine-{i}"] for i, e in enumerate(self.plan.engines) if e.external is None]
+        return [
+            self.made[f"engine-{i}"] for i, e in enumerate(self.plan.engines) if e.external is None
+        ]
 
     @property
     def auxiliary(self) -> list[list[Any]]:
-        """Of every auxiliary model its engines; none for those that the explorer asks over the network."""
-        return [[self.made[e.name] for e in model.engines if e.external is None] for model in self.plan.auxiliary]
+        """Of every auxiliary model its engines; none for those that the explorer asks over the
+        network.
+        """
+        return [
+            [self.made[e.name] for e in model.engines if e.external is None]
+            for model in self.plan.auxiliary
+        ]
 
     @property
     def ranks(self) -> list[Any]:
@@ -108,10 +120,13 @@ class Parts(ABC):
 
 
 class Bound:
-    """A part, or a proxy of one, with these arguments put first in every call.  Can be sent to other actors."""
+    """A part, or a proxy of one, with these arguments put first in every call.  Can be sent to
+    other actors.
+    """
 
     def __init__(self, part: Any, *first: Any) -> None:
-        self._part, self._first = part, first
+        self._part = part
+        self._first = first
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Bound, (self._part, *self._first))
@@ -126,7 +141,9 @@ class Runtime(ABC):
     parts: Parts | None = None  # while it is open
 
     @abstractmethod
-    def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AbstractAsyncContextManager[Parts]:
+    def open(
+        self, plan: Plan, rundir: RunDir, signals: Signals
+    ) -> AbstractAsyncContextManager[Parts]:
         """Nothing of the run is left afterwards."""
 
     async def activities(self) -> list[Activity]:
@@ -138,12 +155,14 @@ class Runtime(ABC):
 
 
 def engine_specs(plan: Plan) -> list[PartSpec]:
-    local = ((i, e) for i, e in enumerate(plan.engines) if e.external is None)  # others are asked by the explorer
+    # others are asked by the explorer
+    local = ((i, e) for i, e in enumerate(plan.engines) if e.external is None)
     return [PartSpec(f"engine-{i}", "engine", (plan, e), ("engine", i), e) for i, e in local]
 
 
 def auxiliary_specs(plan: Plan) -> list[PartSpec]:
-    specs, seats = [], 0
+    specs = []
+    seats = 0
     for e in (e for model in plan.auxiliary for e in model.engines if e.external is None):
         seat = ("auxiliary", seats) if e.gpus else None
         seats += bool(e.gpus)
@@ -152,16 +171,23 @@ def auxiliary_specs(plan: Plan) -> list[PartSpec]:
 
 
 def explorer_specs(plan: Plan) -> list[PartSpec]:
-    return [PartSpec("explorer", "explorer", (plan,), env=plan.explorer.env_vars), *auxiliary_specs(plan)]
+    return [
+        PartSpec("explorer", "explorer", (plan,), env=plan.explorer.env_vars),
+        *auxiliary_specs(plan),
+    ]
 
 
 def trainer_specs(plan: Plan, rundir: RunDir) -> list[PartSpec]:
-    world, env = plan.learner.world_size, trainer_environment(plan.learner.cpu_threads, plan.learner.device)
+    world = plan.learner.world_size
+    env = trainer_environment(plan.learner.cpu_threads, plan.learner.device)
     meeting = rundir.path / f".rendezvous-{rundir.run_id}"
     if world > 1:
         meeting.touch()  # whoever does not see it is on a machine without the run's folder
     rendezvous = str(meeting) if world > 1 else None
-    return [PartSpec(f"trainer-{rank}", "trainer", (plan, rank, rendezvous), ("trainer", rank), env=env) for rank in range(world)]
+    return [
+        PartSpec(f"trainer-{rank}", "trainer", (plan, rank, rendezvous), ("trainer", rank), env=env)
+        for rank in range(world)
+    ]
 
 
 # ---------------------------------------------------------------- one process
@@ -213,21 +239,35 @@ def check_local(plan: Plan) -> None:
     """Raises ConfigError or SetupError for what one process, or this machine, cannot do."""
     if plan.learner.world_size != 1:
         raise ConfigError(
-            "several ranks need Ray; leave out --in-process, or use 1", key="trainer.world_size", given=plan.learner.world_size
+            "several ranks need Ray; leave out --in-process, or use 1",
+            key="trainer.world_size",
+            given=plan.learner.world_size,
         )
     if plan.joins or (plan.mode == "train" and not plan.trainer.alone):
-        raise ConfigError("is one of several processes, which meet on Ray; leave out --in-process", key="mode", given=plan.mode)
+        raise ConfigError(
+            "is one of several processes, which meet on Ray; leave out --in-process",
+            key="mode",
+            given=plan.mode,
+        )
     engines = () if plan.trainer.alone else plan.engines
     served = [("explorer.rollout_model", e) for e in engines]
-    served += [(f"explorer.auxiliary_models: {m.name}", e) for m in plan.auxiliary for e in m.engines if engines]
+    served += [
+        (f"explorer.auxiliary_models: {m.name}", e)
+        for m in plan.auxiliary
+        for e in m.engines
+        if engines
+    ]
     for key, e in served:
         if e.engine_type == "vllm":
             raise ConfigError(
-                "vllm needs Ray; leave out --in-process, or use transformers", key=f"{key}.engine_type", given="vllm"
+                "vllm needs Ray; leave out --in-process, or use transformers",
+                key=f"{key}.engine_type",
+                given="vllm",
             )
     if engines and plan.sync.method == "nccl" and plan.mode != "bench":
         raise ConfigError(
-            "a broadcast needs engines in their own processes; leave out --in-process, or use memory",
+            "a broadcast needs engines in their own processes; leave out --in-process, or use "
+            "memory",
             key="synchronizer.sync_method",
             given="nccl",
         )
@@ -239,6 +279,7 @@ def check_local(plan: Plan) -> None:
         )
     if "cuda" in {plan.learner.device, *(e.device for _, e in served)} and Facts().gpus == 0:
         raise SetupError(
-            "the plan needs GPUs, and this machine has none; set explorer.rollout_model.device and trainer.device to cpu, "
+            "the plan needs GPUs, and this machine has none; set explorer.rollout_model.device and "
+            "trainer.device to cpu, "
             "leave out cluster.gpu_per_node, or use a machine with GPUs"
         )

@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM as events of a run's loop, and what stands for them where a run is in another thread.
+"""SIGINT and SIGTERM as events of a run's loop, and what stands for them where a run is in another
+thread.
 
 Knows no run.  Invariant: handlers are put back when the context ends.
 """
@@ -26,11 +27,16 @@ def interrupt() -> None:
 
 
 def _taken() -> tuple[int, ...]:
-    return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    return (
+        (signal.SIGINT, signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread()
+        else ()
+    )
 
 
 class Signals:
-    """SIGINT and SIGTERM as events of this loop while the context is open; a second one is told apart from the first.
+    """SIGINT and SIGTERM as events of this loop while the context is open; a second one is told
+    apart from the first.
 
     In another thread than the main one, which gets no signals, `interrupt` stands for them.
     """
@@ -45,7 +51,9 @@ class Signals:
         return self
 
     def take(self) -> None:
-        """Takes the signals, also back from a library that has put its own handlers in place: Ray's ends the program at a second signal."""
+        """Takes the signals, also back from a library that has put its own handlers in place: Ray's
+        ends the program at a second signal.
+        """
         for number in _taken():
             self.loop.add_signal_handler(number, self.arrived)
 
@@ -63,7 +71,9 @@ class Signals:
         await self._events[count - 1].wait()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises Interrupted, after cancelling it, when a signal arrives first."""
+        """The result of `work`; raises Interrupted, after cancelling it, when a signal arrives
+        first.
+        """
         async with race(work, self.wait()) as (task, _):
             if not task.done():
                 raise Interrupted(INTERRUPTED)

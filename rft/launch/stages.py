@@ -1,7 +1,8 @@
 """A program of several runs: which stages are done, which model goes from one to the next.
 
-Knows configurations, run folders and checkpoints, not how a run works.  `stages.json` in the program's folder records every finished
-stage; the stages run in folders below it.  Invariant: a stage begins with what the one before it exported, or it does not begin.
+Knows configurations, run folders and checkpoints, not how a run works.  `stages.json` in the
+program's folder records every finished stage; the stages run in folders below it.  Invariant: a
+stage begins with what the one before it exported, or it does not begin.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 
 RECORD = "stages.json"
-_LENGTHS = {"buffer.total_epochs", "buffer.total_steps", "buffer.total_tasks", "trainer.total_steps"}
+_LENGTHS = {
+    "buffer.total_epochs",
+    "buffer.total_steps",
+    "buffer.total_tasks",
+    "trainer.total_steps",
+}
 RunStage = Callable[[RunConfig, Plan], Outcome]
 
 
@@ -36,18 +42,23 @@ class Done:
 
     name: str
     version: Version
-    model: str  # of its last checkpoint, relative to the program's folder: a program that was moved goes on
+    # of its last checkpoint, relative to the program's folder: a program that was moved goes on
+    model: str
 
 
 class Program:
     """The stages of one configuration file."""
 
     def __init__(self, config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str]) -> None:
-        self._config, self._overrides, self._plugin_dirs = config, list(overrides), list(plugin_dirs)
+        self._config = config
+        self._overrides = list(overrides)
+        self._plugin_dirs = list(plugin_dirs)
         self._names = stage_names(config, overrides)
 
     def run(self, run: RunStage) -> Outcome:
-        """Runs what is not done yet; the outcome of the last stage.  Raises the error of the stage that failed."""
+        """Runs what is not done yet; the outcome of the last stage.  Raises the error of the stage
+        that failed.
+        """
         plans = self._plans("")
         folder = plans[0][1].run_dir.parent
         if not plans[0][1].continue_from_checkpoint and folder.exists():
@@ -55,7 +66,9 @@ class Program:
             folder = plans[0][1].run_dir.parent
         if manifests.committed(folder / "checkpoints"):
             raise ConfigError(
-                "its folder holds a run without stages; give this program another name", key="name", given=folder.name
+                "its folder holds a run without stages; give this program another name",
+                key="name",
+                given=folder.name,
             )
         done = self._done(folder, plans)
         rundir = RunDir.claim(folder)
@@ -66,50 +79,83 @@ class Program:
             return last
 
     def _plans(self, name: str) -> list[tuple[RunConfig, Plan]]:
-        """Every stage's configuration and plan, checked before anything starts.  Raises ConfigErrors naming the stages."""
-        plans, errors = [], []
+        """Every stage's configuration and plan, checked before anything starts.  Raises
+        ConfigErrors naming the stages.
+        """
+        plans = []
+        errors = []
         for stage in self._names:
             try:
                 loaded, plan = self._plan(stage, name, "")
                 if not plan.trains or apart(loaded):
-                    raise ConfigError("is for a run of its own; a stage hands on its model", key="mode", given=plan.mode)
+                    raise ConfigError(
+                        "is for a run of its own; a stage hands on its model",
+                        key="mode",
+                        given=plan.mode,
+                    )
                 plans.append((loaded, plan))
             except ConfigError as e:
-                errors += [ConfigError(f"{x.message}  (stage {stage})", key=x.key, given=x.given) for x in e.errors]
+                errors += [
+                    ConfigError(f"{x.message}  (stage {stage})", key=x.key, given=x.given)
+                    for x in e.errors
+                ]
         if errors:
             raise ConfigErrors(errors)
         return plans
 
     def _plan(self, stage: str, name: str, model: str) -> tuple[RunConfig, Plan]:
         folders = self._plugin_dirs
-        loaded, plan = load_plan(self._config, self._overrides, plugin_dirs=folders, name=name, stage=stage, model_path=model)
+        loaded, plan = load_plan(
+            self._config,
+            self._overrides,
+            plugin_dirs=folders,
+            name=name,
+            stage=stage,
+            model_path=model,
+        )
         return loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs}), plan
 
     def _done(self, folder: Path, plans: list[tuple[RunConfig, Plan]]) -> list[Done]:
-        """The finished stages, but for a last one that is to go on.  Raises ConfigError if the file does not describe what was done."""
+        """The finished stages, but for a last one that is to go on.  Raises ConfigError if the file
+        does not describe what was done.
+        """
         done = read(folder)
         if (names := tuple(d.name for d in done)) != self._names[: len(done)]:
             raise ConfigError(
-                f"begin with {', '.join(names)} in {folder}, where they are done; keep them first in the list, or choose another `name`",
+                f"begin with {', '.join(names)} in {folder}, where they are done; keep them first "
+                f"in the list, or choose another `name`",
                 key="stages",
                 given=list(self._names),
             )
         for d, (loaded, plan) in zip(done, plans, strict=False):
             changed = refuse_changes(loaded, plan.run_dir)
-            if plan.trainer.total_steps > d.version.step and any(c.key in _LENGTHS for c in changed):
+            if plan.trainer.total_steps > d.version.step and any(
+                c.key in _LENGTHS for c in changed
+            ):
                 if d is done[-1] and not any(p.run_dir.exists() for _, p in plans[len(done) :]):
                     return done[:-1]
                 raise ConfigError(
-                    f"stage {d.name} is done at step {d.version.step} and the next one began with its model; choose another `name`",
+                    f"stage {d.name} is done at step {d.version.step} and the next one began with "
+                    f"its model; choose another `name`",
                     key="trainer.total_steps",
                     given=plan.trainer.total_steps,
                 )
             for c in changed:
-                print(f"stage {d.name} is done; that {c.key} is {c.new!r} now (was {c.old!r}) has no effect on it", flush=True)
+                print(
+                    f"stage {d.name} is done; that {c.key} is {c.new!r} now (was {c.old!r}) has no "
+                    f"effect on it",
+                    flush=True,
+                )
         return done
 
-    def _remaining(self, run: RunStage, rundir: RunDir, done: list[Done], plans: list[tuple[RunConfig, Plan]]) -> Outcome:
-        last = Outcome(done[-1].version, plans[len(done) - 1][1].run_dir, 0.0, done[-1].version) if done else None
+    def _remaining(
+        self, run: RunStage, rundir: RunDir, done: list[Done], plans: list[tuple[RunConfig, Plan]]
+    ) -> Outcome:
+        last = (
+            Outcome(done[-1].version, plans[len(done) - 1][1].run_dir, 0.0, done[-1].version)
+            if done
+            else None
+        )
         for d in done:
             print(f"stage {d.name} is done at step {d.version.step}", flush=True)
         _write(rundir.path, self._names, done)
@@ -119,7 +165,12 @@ class Program:
             print(f"stage {stage} begins{f' with {model}' if model else ''}", flush=True)
             rundir.state("running", stage=stage)
             last = run(loaded, plan)
-            exported = last.run_dir / "checkpoints" / manifests.folder_name(last.version.step) / "huggingface"
+            exported = (
+                last.run_dir
+                / "checkpoints"
+                / manifests.folder_name(last.version.step)
+                / "huggingface"
+            )
             done = [*done, Done(stage, last.version, str(exported.relative_to(rundir.path)))]
             _verified(rundir.path, done[-1])
             _write(rundir.path, self._names, done)
@@ -128,8 +179,14 @@ class Program:
 
 
 def read(folder: Path) -> list[Done]:
-    """The finished stages of the program in `folder`; none if there is none.  Raises ConfigError if the record is damaged."""
-    return [Done(s["stage_name"], Version.parse(s["version"]), s["model"]) for s in record(folder) if s["version"]]
+    """The finished stages of the program in `folder`; none if there is none.  Raises ConfigError if
+    the record is damaged.
+    """
+    return [
+        Done(s["stage_name"], Version.parse(s["version"]), s["model"])
+        for s in record(folder)
+        if s["version"]
+    ]
 
 
 def record(folder: Path) -> list[dict[str, Any]]:
@@ -140,11 +197,15 @@ def record(folder: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{file} is damaged ({e}); restore it, or choose another `name` for this run") from None
+        raise ConfigError(
+            f"{file} is damaged ({e}); restore it, or choose another `name` for this run"
+        ) from None
 
 
 def began_with(run_dir: Path) -> str:
-    """The model that a stage in `run_dir` began with, which the one before had exported; "" for the first, and for what is no stage."""
+    """The model that a stage in `run_dir` began with, which the one before had exported; "" for the
+    first, and for what is no stage.
+    """
     before = ""
     for stage in record(run_dir.parent):
         if stage["stage_name"] == run_dir.name:
@@ -156,21 +217,30 @@ def began_with(run_dir: Path) -> str:
 def refuse_program(run_dir: Path) -> None:
     """Raises ConfigError if a run without stages would go into the folder of a program."""
     if record(run_dir):
-        raise ConfigError("its folder holds a program of stages; give this run another name", key="name", given=run_dir.name)
+        raise ConfigError(
+            "its folder holds a program of stages; give this run another name",
+            key="name",
+            given=run_dir.name,
+        )
 
 
 def _write(folder: Path, names: tuple[str, ...], done: list[Done]) -> None:
-    entries: list[dict[str, Any]] = [{"stage_name": d.name, "version": str(d.version), "model": d.model} for d in done]
+    entries: list[dict[str, Any]] = [
+        {"stage_name": d.name, "version": str(d.version), "model": d.model} for d in done
+    ]
     entries += [{"stage_name": n, "version": None, "model": None} for n in names[len(done) :]]
     write_json(folder / RECORD, {"stages": entries})
 
 
 def _verified(folder: Path, done: Done) -> Path:
-    """The exported model of a finished stage, every file hashed.  Raises CheckpointInvalid, or SetupError if it is not there."""
+    """The exported model of a finished stage, every file hashed.  Raises CheckpointInvalid, or
+    SetupError if it is not there.
+    """
     model = folder / done.model
     if not (model / "config.json").is_file():
         raise SetupError(
-            f"stage {done.name} is done, but its model {model} is not there; bring it back, or remove {done.name} and {RECORD} "
+            f"stage {done.name} is done, but its model {model} is not there; bring it back, or "
+            f"remove {done.name} and {RECORD} "
             f"from {folder} to train it again"
         )
     manifests.read(model.parent)

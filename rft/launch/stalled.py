@@ -1,4 +1,6 @@
-"""Ends a run of one process whose event loop is blocked: nothing else could.  With Ray another process watches (`rft.launch.remote`)."""
+"""Ends a run of one process whose event loop is blocked: nothing else could.  With Ray another
+process watches (`rft.launch.remote`).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def watched(stall_s: float | None, failed: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, a loop that answers nothing for `stall_s`, in a process that does nothing, ends the process with exit code 4.
+    """While the block runs, a loop that answers nothing for `stall_s`, in a process that does
+    nothing, ends the process with exit code 4.
 
     `failed` is told why before.  A debugger may hold the loop as long as it likes.
     """
     if stall_s is None:
         yield
         return
-    loop, thread, over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
+    loop = asyncio.get_running_loop()
+    thread = threading.get_ident()
+    over = threading.Event()
     looks = Watch(stall_s, None, lambda: usage([os.getpid()], family=False))
 
     def watch() -> None:
@@ -36,7 +41,8 @@ def watched(stall_s: float | None, failed: Callable[[str], None]) -> Iterator[No
             while not answered.wait(looks.interval_s) and not over.is_set():
                 if (why := looks.look()) and (held := held_up_by(thread)) is not None:
                     _end(
-                        f"the run hangs: {held[1]} blocks its event loop, {why}.  Let it await, or raise cluster.stall_timeout",
+                        f"the run hangs: {held[1]} blocks its event loop, {why}.  Let it await, or "
+                        f"raise cluster.stall_timeout",
                         failed,
                     )
             looks.progress()

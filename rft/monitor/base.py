@@ -1,8 +1,8 @@
 """What a tracker is: a place beside metrics.jsonl that numbers and tables are mirrored to.
 
-One file per tracker, marked with `@monitor("name")`, found by being in this folder or in a plugin folder.
-It knows nothing of threads or failures: `Monitor` calls each tracker from one thread of its own, in order, and drops it when it
-raises.
+One file per tracker, marked with `@monitor("name")`, found by being in this folder or in a plugin
+folder. It knows nothing of threads or failures: `Monitor` calls each tracker from one thread of its
+own, in order, and drops it when it raises.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ class TrackerArgs(BaseModel):
 
 
 class Tracker(ABC):
-    """Opens in `__init__`, which may be slow.  Any exception switches the tracker off for the rest of the run."""
+    """Opens in `__init__`, which may be slow.  Any exception switches the tracker off for the rest
+    of the run.
+    """
 
     Args: ClassVar[type[TrackerArgs]] = TrackerArgs
-    requires: ClassVar[tuple[str, ...]] = ()  # modules that must be importable, asked before the run starts
+    # modules that must be importable, asked before the run starts
+    requires: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: MonitorSettings, args: Any) -> None:
         self.settings = settings
@@ -58,8 +61,8 @@ class Tracker(ABC):
 class OneRun(Tracker):
     """A tracker that keeps all roles in one run.
 
-    The role that uses a metric's name first keeps it, also when the run resumes; another role's metric of the same name becomes
-    `role/name`, since its steps count something else.
+    The role that uses a metric's name first keeps it, also when the run resumes; another role's
+    metric of the same name becomes `role/name`, since its steps count something else.
     """
 
     def __init__(self, settings: MonitorSettings, args: Any) -> None:
@@ -96,8 +99,16 @@ def cell(value: Any) -> str | int | float | bool | None:
 def markdown(rows: Sequence[Row], limit: int = 100) -> str:
     """A table for trackers that show text; beyond `limit` rows only their number."""
     names = columns(rows)
-    lines = [names, ["---"] * len(names), *([_escape(cell(row.get(n))) for n in names] for row in rows[:limit])]
-    more = f"\n\n{len(rows) - limit} more rows are in the run's samples folder." if len(rows) > limit else ""
+    lines = [
+        names,
+        ["---"] * len(names),
+        *([_escape(cell(row.get(n))) for n in names] for row in rows[:limit]),
+    ]
+    more = (
+        f"\n\n{len(rows) - limit} more rows are in the run's samples folder."
+        if len(rows) > limit
+        else ""
+    )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + more
 
 
@@ -116,7 +127,9 @@ def remember(path: Path, text: str) -> None:
 
 
 def copied(path: Path) -> bool:
-    """Whether what `path` remembers is another run's: the folder is a copy, and that from which it was copied is still there."""
+    """Whether what `path` remembers is another run's: the folder is a copy, and that from which it
+    was copied is still there.
+    """
     at = path.with_name(f"{path.name}.at")
     first = Path(at.read_text()) if at.is_file() else path
     return first.is_file() and not first.samefile(path) and first.read_text() == path.read_text()

@@ -10,15 +10,22 @@ from rft.errors import SetupError
 
 
 class FolderChanges:
-    """Watches `folder` and the folders below it from now on.  Raises SetupError where the system has no inotify."""
+    """Watches `folder` and the folders below it from now on.  Raises SetupError where the system
+    has no inotify.
+    """
 
-    _IN_MODIFY, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x100, 0x80
+    _IN_MODIFY = 0x2
+    _IN_CREATE = 0x100
+    _IN_MOVED_TO = 0x80
 
     def __init__(self, *folders: Path, recursive: bool = True) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(self._libc, "inotify_init1"):
-            raise SetupError("this system cannot watch files (no inotify); use `tail -f` on the files in `logs`")
-        self._folders, self._recursive = folders, recursive
+            raise SetupError(
+                "this system cannot watch files (no inotify); use `tail -f` on the files in `logs`"
+            )
+        self._folders = folders
+        self._recursive = recursive
         self._fd = int(self._libc.inotify_init1(os.O_CLOEXEC))
         try:
             self._cover()
@@ -41,11 +48,21 @@ class FolderChanges:
             os.close(self._fd)
 
     def _cover(self) -> None:
-        """Also the folders of machines that have joined (log.group_by_node); folders already watched are not affected."""
+        """Also the folders of machines that have joined (log.group_by_node); folders already
+        watched are not affected.
+        """
         events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
-        below = [p for f in self._folders for p in f.rglob("*") if p.is_dir()] if self._recursive else []
+        below = (
+            [p for f in self._folders for p in f.rglob("*") if p.is_dir()]
+            if self._recursive
+            else []
+        )
         for watched in (*self._folders, *below):
-            if self._fd < 0 or self._libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0:
+            if (
+                self._fd < 0
+                or self._libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0
+            ):
                 raise SetupError(
-                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches"
+                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see "
+                    f"fs.inotify.max_user_watches"
                 )

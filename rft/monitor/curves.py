@@ -1,6 +1,8 @@
-"""Curves as text: an SVG picture of a few series, and a line of blocks for a terminal.  No library, no script, no reference to a file.
+"""Curves as text: an SVG picture of a few series, and a line of blocks for a terminal.  No library,
+no script, no reference to a file.
 
-Knows numbers by step; not where they come from.  Invariant: every name is escaped, and a value that is not finite leaves a gap.
+Knows numbers by step; not where they come from.  Invariant: every name is escaped, and a value that
+is not finite leaves a gap.
 """
 
 from __future__ import annotations
@@ -14,11 +16,16 @@ from rft.monitor.pictures import GREY, escaped, svg_text, ticks
 from rft.monitor.read import AllSeries
 
 Points = Sequence[tuple[float, float]]
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito, for colour-blind people
+# Okabe and Ito, for colour-blind people
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 REWARD = ("rollout/reward/mean", "experience/reward/mean")
 _LOSSES = ("actor/loss", "train/loss")
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_LEFT, _RIGHT, _BOTTOM, _LINE, _LEAST = 46, 10, 22, 13, 100  # margins, a line of text, and least height of the axes, pixels
+_LEFT = 46  # margins, a line of text, and least height of the axes, pixels
+_RIGHT = 10
+_BOTTOM = 22
+_LINE = 13
+_LEAST = 100
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,14 @@ def is_main(name: str) -> bool:
 
 
 def main_curves(measured: AllSeries) -> dict[str, list[tuple[int, float]]]:
-    """What a person asks for first: the training reward (else the loss), and the mean of each evaluation; only what there is."""
-    found = {name: points for name in (REWARD[0], *evaluations(measured.found)) if (points := measured.points(name))}
+    """What a person asks for first: the training reward (else the loss), and the mean of each
+    evaluation; only what there is.
+    """
+    found = {
+        name: points
+        for name in (REWARD[0], *evaluations(measured.found))
+        if (points := measured.points(name))
+    }
     for name in (*REWARD[1:], *_LOSSES):
         if not found and (points := measured.points(name)):
             found[name] = points
@@ -51,12 +64,17 @@ def main_curves(measured: AllSeries) -> dict[str, list[tuple[int, float]]]:
 
 def main_values(measured: AllSeries) -> dict[str, list[float]]:
     """The finite values of each main curve that has two or more."""
-    found = {name: [v for _, v in points if math.isfinite(v)] for name, points in main_curves(measured).items()}
+    found = {
+        name: [v for _, v in points if math.isfinite(v)]
+        for name, points in main_curves(measured).items()
+    }
     return {name: values for name, values in found.items() if len(values) > 1}
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether it is the main number of an evaluation: its mean reward, or its loss on held-out rows."""
+    """Whether it is the main number of an evaluation: its mean reward, or its loss on held-out
+    rows.
+    """
     return name.startswith(("eval/", "bench/")) and ("/mean@" in name or name.endswith("/loss"))
 
 
@@ -66,37 +84,58 @@ def evaluations(names: Iterable[str]) -> list[str]:
 
 
 def reward_parts(names: Iterable[str]) -> list[str]:
-    """`rollout/<name>/mean` of each part of the reward; unlike metrics of workflows, parts have a spread."""
+    """`rollout/<name>/mean` of each part of the reward; unlike metrics of workflows, parts have a
+    spread.
+    """
     known = dict.fromkeys(names)
-    means = [n for n in known if n.startswith("rollout/") and n.endswith("/mean") and n not in REWARD]
+    means = [
+        n for n in known if n.startswith("rollout/") and n.endswith("/mean") and n not in REWARD
+    ]
     return [n for n in means if f"{n.removesuffix('/mean')}/std" in known]
 
 
 def sparkline(values: Iterable[float], width: int = 40) -> str:
-    """One line of at most `width` blocks from the least to the greatest value; a column is the mean of its values."""
+    """One line of at most `width` blocks from the least to the greatest value; a column is the mean
+    of its values.
+    """
     given = list(values)
     size = max(1, math.ceil(len(given) / width))
     columns = [_mean(given[i : i + size]) for i in range(0, len(given), size)]
     finite = [c for c in columns if math.isfinite(c)]
     if not finite:
         return ""
-    low, high = min(finite), max(finite)
+    low = min(finite)
+    high = max(finite)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((c - low) * scale)] if math.isfinite(c) else " " for c in columns)
 
 
-def svg(lines: Mapping[str, Points], *, title: str = "", width: int = 510, height: int = 220) -> str:
-    """Series by name, each (x, y) in order of x, on one pair of axes; more than 400 points of a series are averaged in pairs and more."""
+def svg(
+    lines: Mapping[str, Points], *, title: str = "", width: int = 510, height: int = 220
+) -> str:
+    """Series by name, each (x, y) in order of x, on one pair of axes; more than 400 points of a
+    series are averaged in pairs and more.
+    """
     top = 9 + _LINE * max(len(lines), 1)
     height = max(height, top + _LEAST + _BOTTOM)
-    shown = {name: _thinned([p for p in points if math.isfinite(p[1])]) for name, points in lines.items()}
+    shown = {
+        name: _thinned([p for p in points if math.isfinite(p[1])]) for name, points in lines.items()
+    }
     every = [p for points in shown.values() for p in points]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
-    parts = [f'{head} font-family="sans-serif" font-size="11">', f"<title>{escaped(title or ', '.join(lines))}</title>"]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img"'
+    )
+    parts = [
+        f'{head} font-family="sans-serif" font-size="11">',
+        f"<title>{escaped(title or ', '.join(lines))}</title>",
+    ]
     if title:
         parts.append(svg_text(_LEFT, _LINE, title, "start", "currentColor"))
     if not every:
-        return "\n".join([*parts, svg_text(width / 2, height / 2, "nothing measured", "middle"), "</svg>"])
+        return "\n".join(
+            [*parts, svg_text(width / 2, height / 2, "nothing measured", "middle"), "</svg>"]
+        )
     (x0, x1), (y0, y1) = _range([p[0] for p in every]), _range([p[1] for p in every])
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -108,31 +147,47 @@ def svg(lines: Mapping[str, Points], *, title: str = "", width: int = 510, heigh
     for tick in ticks(y0, y1):
         y = at(x0, tick)[1]
         parts.append(
-            f'<line x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GREY}" stroke-opacity="0.25"/>'
+            f'<line x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GREY}" '
+            f'stroke-opacity="0.25"/>'
         )
         parts.append(svg_text(_LEFT - 5, y + 4, f"{tick:g}", "end"))
-    parts += [svg_text(at(tick, y0)[0], height - 6, f"{tick:g}", "middle") for tick in ticks(x0, x1)]
+    parts += [
+        svg_text(at(tick, y0)[0], height - 6, f"{tick:g}", "middle") for tick in ticks(x0, x1)
+    ]
     for i, (name, points) in enumerate(shown.items()):
         parts += _line(name, [at(x, y) for x, y in points], points, COLORS[i % len(COLORS)])
         if len(shown) > 1:
-            parts.append(svg_text(width - _RIGHT, _LINE * (i + 1), name, "end", COLORS[i % len(COLORS)]))
+            parts.append(
+                svg_text(width - _RIGHT, _LINE * (i + 1), name, "end", COLORS[i % len(COLORS)])
+            )
     return "\n".join([*parts, "</svg>"])
 
 
-def _line(name: str, places: Sequence[tuple[float, float]], points: Points, color: str) -> list[str]:
+def _line(
+    name: str, places: Sequence[tuple[float, float]], points: Points, color: str
+) -> list[str]:
     way = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    out = [f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="1.8" stroke-linejoin="round"/>']
+    out = [
+        f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="1.8" '
+        f'stroke-linejoin="round"/>'
+    ]
     if len(points) <= 40:
         out += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"><title>{escaped(name)}, {px:g}: {py:.5g}</title></circle>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"><title>{escaped(name)}, '
+            f"{px:g}: {py:.5g}</title></circle>"
             for (x, y), (px, py) in zip(places, points, strict=True)
         ]
     return out
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0))
+    low = min(values)
+    high = max(values)
+    return (
+        (low, high)
+        if high > low
+        else (low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0))
+    )
 
 
 def _thinned(points: Points, most: int = 400) -> list[tuple[float, float]]:

@@ -1,8 +1,9 @@
 """Where numbers go: metrics.jsonl always, and any number of trackers beside it.
 
-metrics.jsonl is part of the run: failing to write it ends the run.  A tracker is a convenience: one that fails is switched off
-with an error in the log and `alarm/monitor_failed` in metrics.jsonl and the other trackers.
-Invariant: every line of metrics.jsonl is one whole record; a line cut by a crash is removed when the run resumes.
+metrics.jsonl is part of the run: failing to write it ends the run.  A tracker is a convenience: one
+that fails is switched off with an error in the log and `alarm/monitor_failed` in metrics.jsonl and
+the other trackers. Invariant: every line of metrics.jsonl is one whole record; a line cut by a
+crash is removed when the run resumes.
 """
 
 from __future__ import annotations
@@ -44,33 +45,46 @@ class Monitor:
 
     def __init__(self, settings: MonitorSettings) -> None:
         """Opens metrics.jsonl in `settings.folder`; trackers open in their own threads."""
-        self._folder, self._dump_dir, self._num_samples = settings.folder, settings.dump_dir, settings.num_samples
+        self._folder = settings.folder
+        self._dump_dir = settings.dump_dir
+        self._num_samples = settings.num_samples
         self._path = settings.folder / FILE
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b")
         if cut := drop_cut_line(self._file):
-            log.warning("%s ended in a line cut by a crash; its %d bytes are removed", self._path, cut)
+            log.warning(
+                "%s ended in a line cut by a crash; its %d bytes are removed", self._path, cut
+            )
         self._lock = threading.Lock()  # failures are reported from the trackers' threads
         self._last = MetricRecord(role="trainer", step=0, time=time.time(), values={})
         makers = {
-            kind: _maker(_plugin(kind, settings.plugin_dirs), settings, settings.args.get(kind) or {}) for kind in settings.kinds
+            kind: _maker(
+                _plugin(kind, settings.plugin_dirs), settings, settings.args.get(kind) or {}
+            )
+            for kind in settings.kinds
         }
         self._mirrors = [Mirror(kind, make, self._tracker_failed) for kind, make in makers.items()]
         for mirror in self._mirrors:  # only now: one may fail at once, and the others log that
             mirror.start()
 
     async def log(self, record: MetricRecord) -> None:
-        """On disk when this returns (in the sense that it survives kill -9).  Raises RunFailed when it cannot be written."""
+        """On disk when this returns (in the sense that it survives kill -9).  Raises RunFailed when
+        it cannot be written.
+        """
         values = {redact(k): float(v) for k, v in record.values.items()}
-        record = msgspec.structs.replace(record, values=values, notes=tuple(map(redact, record.notes)))
+        record = msgspec.structs.replace(
+            record, values=values, notes=tuple(map(redact, record.notes))
+        )
         self._last = record
         self._append(record)
         self._mirror(lambda tracker: tracker.log(record))
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Writes samples/<name>_<step>.jsonl, one row a line, whole or not at all, and shows the table in the trackers.
+        """Writes samples/<name>_<step>.jsonl, one row a line, whole or not at all, and shows the
+        table in the trackers.
 
-        Both hold the first `num_samples` rows; `dump_dir` gets a file of the same name with all of them.
+        Both hold the first `num_samples` rows; `dump_dir` gets a file of the same name with all of
+        them.
         """
         clean: list[Row] = [_redacted(row) for row in rows]
         file = f"{re.sub(r'[^A-Za-z0-9_.@-]', '_', name)}_{step}.jsonl"
@@ -81,7 +95,9 @@ class Monitor:
             self._mirror(lambda tracker: tracker.table(name, step, shown))
 
     async def close(self, deadline_s: float = CLOSE_S) -> None:
-        """Waits at most `deadline_s` for each tracker to take everything.  Nothing may be logged afterwards."""
+        """Waits at most `deadline_s` for each tracker to take everything.  Nothing may be logged
+        afterwards.
+        """
         for mirror in self._mirrors:
             await mirror.close(deadline_s)
         self._mirrors = []
@@ -96,16 +112,24 @@ class Monitor:
             except OSError as e:
                 if is_full(e):
                     raise full(e, str(self._path)) from e
-                raise RunFailed(f"cannot append to {self._path}: {e}.  Free space or restore the folder, then resume.") from e
+                raise RunFailed(
+                    f"cannot append to {self._path}: {e}.  Free space or restore the folder, then "
+                    f"resume."
+                ) from e
 
     def _mirror(self, call: Call) -> None:
         for mirror in self._mirrors:
             mirror.submit(call)
 
     def _tracker_failed(self, kind: str, error: BaseException) -> None:
-        what = f"monitor {kind} failed and is switched off for the rest of this run: {type(error).__name__}: {error}"
+        what = (
+            f"monitor {kind} failed and is switched off for the rest of this run: "
+            f"{type(error).__name__}: {error}"
+        )
         log.error("%s; %s continues", what, self._path, exc_info=error)
-        alarm = msgspec.structs.replace(self._last, time=time.time(), values={ALARM: 1.0}, notes=(redact(what),))
+        alarm = msgspec.structs.replace(
+            self._last, time=time.time(), values={ALARM: 1.0}, notes=(redact(what),)
+        )
         self._append(alarm)
         self._mirror(lambda tracker: tracker.log(alarm))
 
@@ -113,18 +137,26 @@ class Monitor:
 class Mirror:
     """One tracker in one thread: calls `make()` and everything submitted.
 
-    A tracker may be slow, hang or fail; the run neither waits for it nor loses sight of it.  After the first failure nothing is called
-    any more, and `on_failure` has been called exactly once.
+    A tracker may be slow, hang or fail; the run neither waits for it nor loses sight of it.  After
+    the first failure nothing is called any more, and `on_failure` has been called exactly once.
     """
 
-    def __init__(self, kind: str, make: Callable[[], Tracker], on_failure: Callable[[str, BaseException], None]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        make: Callable[[], Tracker],
+        on_failure: Callable[[str, BaseException], None],
+    ) -> None:
         self.kind = kind
         self._on_failure = on_failure
         self._calls: queue.Queue[Call | None] = queue.Queue(CAPACITY)
         self._failed = threading.Event()
         self._lock = threading.Lock()
-        # A daemon: a tracker that hangs must not keep the program from ending; `close` waits for the others.
-        self._thread = threading.Thread(target=self._run, args=(make,), name=f"monitor-{kind}", daemon=True)
+        # A daemon: a tracker that hangs must not keep the program from ending; `close` waits for
+        # the others.
+        self._thread = threading.Thread(
+            target=self._run, args=(make,), name=f"monitor-{kind}", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -140,14 +172,22 @@ class Mirror:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._fail(DeadlineExceeded(f"monitor {self.kind} is {CAPACITY} records behind; is its server reachable?"))
+            self._fail(
+                DeadlineExceeded(
+                    f"monitor {self.kind} is {CAPACITY} records behind; is its server reachable?"
+                )
+            )
 
     async def close(self, deadline_s: float) -> None:
-        """Wait until the tracker has everything, at most `deadline_s`; a timeout counts as a failure."""
+        """Wait until the tracker has everything, at most `deadline_s`; a timeout counts as a
+        failure.
+        """
         self.submit(None)
         await asyncio.to_thread(self._thread.join, deadline_s)
         if self._thread.is_alive() and not self.failed:
-            self._fail(DeadlineExceeded(f"monitor {self.kind} did not finish within {deadline_s:g} s"))
+            self._fail(
+                DeadlineExceeded(f"monitor {self.kind} did not finish within {deadline_s:g} s")
+            )
 
     def _run(self, make: Callable[[], Tracker]) -> None:
         try:
@@ -167,15 +207,20 @@ class Mirror:
 
 
 def check_available(
-    kinds: Iterable[str], args: Mapping[str, Mapping[str, Any] | None] | None = None, plugin_dirs: Sequence[str] = ()
+    kinds: Iterable[str],
+    args: Mapping[str, Mapping[str, Any] | None] | None = None,
+    plugin_dirs: Sequence[str] = (),
 ) -> None:
-    """Raises before a run starts: ConfigError for an unknown tracker or argument, SetupError for one that is not installed."""
+    """Raises before a run starts: ConfigError for an unknown tracker or argument, SetupError for
+    one that is not installed.
+    """
     for kind in kinds:
         plugin = _plugin(kind, plugin_dirs)
         missing = [m for m in plugin.obj.requires if importlib.util.find_spec(m) is None]
         if missing:
             raise SetupError(
-                f"monitor {kind!r} needs {', '.join(missing)}, which is not installed: pip install {' '.join(missing)}, "
+                f"monitor {kind!r} needs {', '.join(missing)}, which is not installed: pip install "
+                f"{' '.join(missing)}, "
                 f"or take {kind!r} out of monitor.monitor_type.  metrics.jsonl is always written."
             )
         checked_args(plugin, (args or {}).get(kind) or {}, key=f"monitor.monitor_args.{kind}")
@@ -190,11 +235,16 @@ def _plugin(kind: str, plugin_dirs: Sequence[str]) -> Plugin:
         REGISTRY.scan_entry_points()
     plugin = REGISTRY.get("monitor", kind)
     if not inspect.isclass(plugin.obj) or not issubclass(plugin.obj, Tracker):
-        raise ConfigError(f"monitor {kind!r} must be a class X(Tracker), see docs/howto/monitor.md", key="monitor.monitor_type")
+        raise ConfigError(
+            f"monitor {kind!r} must be a class X(Tracker), see docs/howto/monitor.md",
+            key="monitor.monitor_type",
+        )
     return plugin
 
 
-def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -> Callable[[], Tracker]:
+def _maker(
+    plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]
+) -> Callable[[], Tracker]:
     checked_args(plugin, args, key=f"monitor.monitor_args.{plugin.name}")
     return lambda: plugin.obj(settings, plugin.obj.Args(**args))
 
@@ -205,7 +255,9 @@ def _write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def _redacted(value: Any) -> Any:
-    """JSON value with secrets removed from every text; numbers that JSON cannot hold become null, other things their text."""
+    """JSON value with secrets removed from every text; numbers that JSON cannot hold become null,
+    other things their text.
+    """
     if isinstance(value, Mapping):
         return {redact(str(k)): _redacted(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -216,4 +268,5 @@ def _redacted(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if hasattr(value, "tolist"):  # of numpy or torch
         return _redacted(value.tolist())
-    return redact(str(value)).encode("utf-8", "backslashreplace").decode()  # no file holds half of a character
+    # no file holds half of a character
+    return redact(str(value)).encode("utf-8", "backslashreplace").decode()

@@ -1,6 +1,7 @@
 """The timeline of a run, from metrics.jsonl alone: who worked and who waited.
 
-Knows no process of the run.  Invariant: a bar lies where a record says that the work ended and how long it took; nothing is guessed.
+Knows no process of the run.  Invariant: a bar lies where a record says that the work ended and how
+long it took; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,36 @@ from rft.types.metrics import MetricRecord
 GREY = "#858585"  # legible on white and on black
 _BARS = 1000  # that are kept before older ones than are wanted go
 ROWS = {"explorer": "explore", "trainer": "train", "synchronizer": "sync", "eval": "evaluate"}
-SYNC = ("stage", "wait", "drain", "pause", "load", "resume", "canary")  # one after the other; the last ends at the record
+# one after the other; the last ends at the record
+SYNC = ("stage", "wait", "drain", "pause", "load", "resume", "canary")
 STEP = ("wait", "train", "sync", "checkpoint")  # of a train step, in this order
 HELD = ("pause", "load", "resume")  # engines generate nothing
 COLORS = {
-    "explore": "#3987e5", "train": "#d9772b", "checkpoint": "#c9a227", "evaluate": "#2f9e6e", "stage": "#b9a3d0", "wait": "#dddddd",
-    "drain": "#cfc4dd", "pause": "#7d4fa3", "load": "#b65fc4", "resume": "#7d4fa3", "canary": "#e3c1ea", "sync": "#a99bc0",
-}  # fmt: skip
+    "explore": "#3987e5",
+    "train": "#d9772b",
+    "checkpoint": "#c9a227",
+    "evaluate": "#2f9e6e",
+    "stage": "#b9a3d0",
+    "wait": "#dddddd",
+    "drain": "#cfc4dd",
+    "pause": "#7d4fa3",
+    "load": "#b65fc4",
+    "resume": "#7d4fa3",
+    "canary": "#e3c1ea",
+    "sync": "#a99bc0",
+}
 
-WIDTH, LEFT, LANE, FOOT = 1000, 90, 18, 52  # pixels
+WIDTH = 1000  # pixels
+LEFT = 90
+LANE = 18
+FOOT = 52
 
 
 @dataclass(frozen=True)
 class Bar:
-    """`kind` of work on `row` from `begin` to `end`, seconds since the epoch; `label` names the batch, step or version."""
+    """`kind` of work on `row` from `begin` to `end`, seconds since the epoch; `label` names the
+    batch, step or version.
+    """
 
     row: str
     kind: str
@@ -42,7 +59,8 @@ class Bar:
 
 
 def bars(records: Iterable[MetricRecord], *, last: int | None = None) -> list[Bar]:
-    """Of the newest process of the run, from its first version on; `last`: of as many train steps at its end.
+    """Of the newest process of the run, from its first version on; `last`: of as many train steps
+    at its end.
 
     Raises RunFailed where no version has been published yet.
     """
@@ -57,7 +75,10 @@ def bars(records: Iterable[MetricRecord], *, last: int | None = None) -> list[Ba
                 found = _newest(found, last)
                 most = 2 * len(found) + _BARS
     if found is None:
-        raise RunFailed("no weights have been published: a timeline is drawn of a run that explores, from its first version on")
+        raise RunFailed(
+            "no weights have been published: a timeline is drawn of a run that explores, from its "
+            "first version on"
+        )
     return found if last is None else _newest(found, last)
 
 
@@ -66,26 +87,38 @@ def _newest(found: list[Bar], last: int) -> list[Bar]:
     if len(steps) <= last:
         return found
     since = steps[-last].begin
-    return [b if b.begin >= since else Bar(b.row, b.kind, b.label, since, b.end) for b in found if b.end > since]
+    return [
+        b if b.begin >= since else Bar(b.row, b.kind, b.label, since, b.end)
+        for b in found
+        if b.end > since
+    ]
 
 
 def _of(r: MetricRecord) -> Iterator[Bar]:
-    v, end = r.values, r.time
+    v = r.values
+    end = r.time
     if r.role == "explorer" and "rollout/time/batch" in v:
         yield Bar("explore", "explore", f"batch {r.step - 1}", end - v["rollout/time/batch"], end)
     elif r.role == "trainer" and "perf/step_s" in v:
         yield from _one_after_the_other(
-            "train", f"step {r.step}", end - v["perf/step_s"], [(k, v.get(f"time/{k}_s", 0.0)) for k in STEP]
+            "train",
+            f"step {r.step}",
+            end - v["perf/step_s"],
+            [(k, v.get(f"time/{k}_s", 0.0)) for k in STEP],
         )
     elif r.role == "synchronizer":
         spent = [(k, v.get(f"sync/{k}_s", 0.0)) for k in SYNC]
-        yield from _one_after_the_other("sync", f"version {r.step}", end - sum(s for _, s in spent), spent)
+        yield from _one_after_the_other(
+            "sync", f"version {r.step}", end - sum(s for _, s in spent), spent
+        )
     elif r.role == "eval":
         for name in (n for n in v if n.startswith("eval/") and n.endswith("/time")):
             yield Bar("evaluate", "evaluate", f"{name[5:-5]}, version {r.step}", end - v[name], end)
 
 
-def _one_after_the_other(row: str, label: str, begin: float, spent: Iterable[tuple[str, float]]) -> Iterator[Bar]:
+def _one_after_the_other(
+    row: str, label: str, begin: float, spent: Iterable[tuple[str, float]]
+) -> Iterator[Bar]:
     for kind, seconds in spent:
         if not (row == "train" and kind == "wait"):  # a trainer that waits is a gap
             yield Bar(row, kind, label, begin, begin + seconds)
@@ -102,7 +135,9 @@ def shares(found: Sequence[Bar]) -> dict[str, float]:
     whole = max(ended - began, 1e-9)
 
     def busy(*kinds: str) -> float:
-        ends = [(b.end, b.end - max(b.begin, began)) for b in found if b.kind in kinds and b.end > began]
+        ends = [
+            (b.end, b.end - max(b.begin, began)) for b in found if b.kind in kinds and b.end > began
+        ]
         return covered(*zip(*ends, strict=True)) / whole if ends else 0.0
 
     return {
@@ -120,7 +155,8 @@ def covered(ends: Sequence[float], took: Sequence[float]) -> float:
     end = np.asarray(ends, np.float64)
     begin = end - np.asarray(took, np.float64)
     order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], end[order]
+    begin = begin[order]
+    end = end[order]
     until = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]]) if len(end) else end
     return float(np.maximum(0.0, end - np.maximum(begin, until)).sum())
 
@@ -129,7 +165,9 @@ def covered(ends: Sequence[float], took: Sequence[float]) -> float:
 
 
 def picture(run_dir: Path, out_svg: Path, *, last: int | None = None) -> dict[str, float]:
-    """Draws the timeline of `run_dir` into `out_svg` and returns `shares`.  Raises RunFailed where there is nothing to draw."""
+    """Draws the timeline of `run_dir` into `out_svg` and returns `shares`.  Raises RunFailed where
+    there is nothing to draw.
+    """
     found = bars(Records(run_dir / "metrics.jsonl"), last=last)
     told = shares(found)
     out_svg.parent.mkdir(parents=True, exist_ok=True)
@@ -138,8 +176,11 @@ def picture(run_dir: Path, out_svg: Path, *, last: int | None = None) -> dict[st
 
 
 def svg(found: Sequence[Bar], told: dict[str, float]) -> str:
-    """One lane for each row, more where its bars overlap; seconds below; grey on a transparent ground, legible on black and on white."""
-    first, end = min(b.begin for b in found), max(b.end for b in found)
+    """One lane for each row, more where its bars overlap; seconds below; grey on a transparent
+    ground, legible on black and on white.
+    """
+    first = min(b.begin for b in found)
+    end = max(b.end for b in found)
     scale = (WIDTH - LEFT - 10) / max(end - first, 1e-9)
     parts: list[str] = []
     y = 6
@@ -147,19 +188,30 @@ def svg(found: Sequence[Bar], told: dict[str, float]) -> str:
         for i, lane in enumerate(_lanes([b for b in found if b.row == row])):
             if i == 0:
                 parts.append(svg_text(LEFT - 8, y + 13, row, "end"))
-            parts += [_bar(b, LEFT + (b.begin - first) * scale, y, (b.end - b.begin) * scale) for b in lane]
+            parts += [
+                _bar(b, LEFT + (b.begin - first) * scale, y, (b.end - b.begin) * scale)
+                for b in lane
+            ]
             y += LANE + 3
         y += 3
     for tick in ticks(0, end - first, most=11):
         x = LEFT + tick * scale
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{y}" stroke="{GREY}" stroke-opacity="0.25"/>')
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{y}" stroke="{GREY}" '
+            f'stroke-opacity="0.25"/>'
+        )
         parts.append(svg_text(x, y + 14, f"{tick:g} s", "middle"))
-    parts.append(svg_text(LEFT, y + 34, ", ".join(f"{name} {share:.0%}" for name, share in told.items()), "start"))
+    parts.append(
+        svg_text(
+            LEFT, y + 34, ", ".join(f"{name} {share:.0%}" for name, share in told.items()), "start"
+        )
+    )
     used = list(dict.fromkeys(b.kind for b in found))
     for i, kind in enumerate(used):
         x = WIDTH - 78 * (len(used) - i)
         parts.append(
-            f'<rect x="{x}" y="{y + 40}" width="10" height="10" fill="{COLORS[kind]}"/>' + svg_text(x + 14, y + 49, kind, "start")
+            f'<rect x="{x}" y="{y + 40}" width="10" height="10" fill="{COLORS[kind]}"/>'
+            + svg_text(x + 14, y + 49, kind, "start")
         )
     size = f'viewBox="0 0 {WIDTH} {y + FOOT + 6}" width="{WIDTH}" height="{y + FOOT + 6}"'
     return (
@@ -187,12 +239,16 @@ def _bar(b: Bar, x: float, y: int, width: float) -> str:
     named = b.kind in ("explore", "train") and width > 7 * len(number) + 4
     label = svg_text(x + width / 2, y + 13, number, "middle", "#ffffff") if named else ""
     return (
-        f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{LANE}" fill="{COLORS[b.kind]}">{title}</rect>{label}'
+        f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{LANE}" '
+        f'fill="{COLORS[b.kind]}">{title}</rect>{label}'
     )
 
 
 def svg_text(x: float, y: float, text: str, anchor: str, color: str = GREY) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}">{escaped(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" '
+        f'text-anchor="{anchor}">{escaped(text)}</text>'
+    )
 
 
 def escaped(text: str) -> str:
@@ -203,5 +259,10 @@ def escaped(text: str) -> str:
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """At most `most` round numbers from `low` to `high`, low < high."""
     size = 10.0 ** math.floor(math.log10((high - low) / (most - 1)))
-    step = next(s for s in (size, 2 * size, 5 * size, 10 * size, 20 * size) if (high - low) / s <= most - 1)
-    return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    step = next(
+        s for s in (size, 2 * size, 5 * size, 10 * size, 20 * size) if (high - low) / s <= most - 1
+    )
+    return [
+        float(f"{i * step:.12g}")
+        for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]

@@ -1,7 +1,7 @@
 """Reading metrics.jsonl back, also while the run is writing it.
 
-Invariant: what is returned was written whole.  A last line without its end is left out and said so; a damaged line before it is
-an error.
+Invariant: what is returned was written whole.  A last line without its end is left out and said so;
+a damaged line before it is an error.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 class Records:
-    """All whole records of `path`, read anew and one at a time whenever they are asked for; NaN and infinity, stored as null, are NaN.
+    """All whole records of `path`, read anew and one at a time whenever they are asked for; NaN and
+    infinity, stored as null, are NaN.
 
-    `note` says what the last reading left out.  Raises RunFailed for a damaged line, OSError for what is no plain file.
+    `note` says what the last reading left out.  Raises RunFailed for a damaged line, OSError for
+    what is no plain file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self.note = path, ""
+        self._path = path
+        self.note = ""
 
     def __iter__(self) -> Iterator[MetricRecord]:
         open_regular(self._path).close()
@@ -53,7 +56,10 @@ class Records:
         yield from tail.new()
         if tail.problems:
             raise RunFailed(tail.problems[0])
-        cut = f"the last line is cut after {tail.cut} bytes and left out (a crash, or it is being written)"
+        cut = (
+            f"the last line is cut after {tail.cut} bytes and left out (a crash, or it is being "
+            f"written)"
+        )
         self.note = f"{self._path}: {cut}" if tail.cut else ""
 
 
@@ -77,13 +83,17 @@ def read(path: Path) -> list[MetricRecord]:
 class Series:
     """One metric of a run, by step; of a name that two roles use, the role that used it first.
 
-    Where a resumed run wrote a step again, the later value holds; what an attempt wrote beyond the step that the next process began with
-    is left out, but for explore batches ahead of a checkpoint, which are not always played again.
+    Where a resumed run wrote a step again, the later value holds; what an attempt wrote beyond the
+    step that the next process began with is left out, but for explore batches ahead of a
+    checkpoint, which are not always played again.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self._role = name, ""
-        self.steps, self.times, self.values = array("q"), array("d"), array("d")
+        self.name = name
+        self._role = ""
+        self.steps = array("q")
+        self.times = array("d")
+        self.values = array("d")
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -103,7 +113,8 @@ class Series:
     def add(self, r: MetricRecord) -> None:
         """A record of its role that has this metric."""
         self._role = r.role
-        steps, value = self.steps, r.values[self.name]
+        steps = self.steps
+        value = r.values[self.name]
         at = len(steps) if not steps or steps[-1] < r.step else bisect_left(steps, r.step)
         if at < len(steps) and steps[at] == r.step:  # a resumed run writes steps again
             self.times[at], self.values[at] = r.time, value
@@ -165,11 +176,13 @@ def begins(record: MetricRecord) -> bool:
 class Spent:
     """What judges and a measured server have cost by the records taken so far, USD.
 
-    Judges count from the start of their process, so what each process came to is added; of several explorers the dearest counts.
+    Judges count from the start of their process, so what each process came to is added; of several
+    explorers the dearest counts.
     """
 
     def __init__(self) -> None:
-        self._before, self._now = 0.0, dict[tuple[str, str], float]()
+        self._before = 0.0
+        self._now = dict[tuple[str, str], float]()
         self.told = False  # whether any record names a cost
 
     def take(self, record: MetricRecord) -> None:
@@ -177,7 +190,9 @@ class Spent:
             self._before += sum(self._now.values())
             self._now.clear()
         for name in (n for n in record.values if n.endswith("/cost_usd")):
-            self._now[record.role, name] = max(record.values[name], self._now.get((record.role, name), 0.0))
+            self._now[record.role, name] = max(
+                record.values[name], self._now.get((record.role, name), 0.0)
+            )
             self.told = True
 
     @property
@@ -188,7 +203,8 @@ class Spent:
 class MetricTail:
     """Records as they are added to `path`, for a reader that stays.
 
-    `problems` names damaged lines, which are passed over; a file that was begun anew is read from its begin, `restarts` counts that.
+    `problems` names damaged lines, which are passed over; a file that was begun anew is read from
+    its begin, `restarts` counts that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -213,10 +229,13 @@ class MetricTail:
                 stat = os.fstat(file.fileno())
                 if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._read:
                     self.restarts += self._read > 0
-                    self._file, self._read, self._line = (stat.st_dev, stat.st_ino), 0, 0
+                    self._file = (stat.st_dev, stat.st_ino)
+                    self._read = 0
+                    self._line = 0
                     self.problems = []
                 file.seek(self._read)
-                begin, self.cut = self._read, 0
+                begin = self._read
+                self.cut = 0
                 for line in _lines(file):
                     if not line.endswith(b"\n"):
                         self.cut = len(line)
@@ -235,7 +254,10 @@ class MetricTail:
         except OSError as e:
             self.problems = [f"{self.path} {e.strerror}"]
         if self.cut > MOST_LINE:
-            self.problems = [f"{self.path}:{self._line + 1} is longer than {MOST_LINE:,} bytes; what follows is not read"]
+            self.problems = [
+                f"{self.path}:{self._line + 1} is longer than {MOST_LINE:,} bytes; what follows is "
+                f"not read"
+            ]
         return found
 
 
@@ -243,6 +265,10 @@ def _record(path: Path, number: int, line: bytes) -> MetricRecord:
     try:
         found = _decoder.decode(line)
     except msgspec.MsgspecError as e:
-        raise RunFailed(f"{path}:{number} is not a metric record: {e}; remove the line to read the rest") from e
+        raise RunFailed(
+            f"{path}:{number} is not a metric record: {e}; remove the line to read the rest"
+        ) from e
     values: dict[str, Any] = {k: math.nan if v is None else v for k, v in found.values.items()}
-    return MetricRecord(role=found.role, step=found.step, time=found.time, values=values, notes=found.notes)
+    return MetricRecord(
+        role=found.role, step=found.step, time=found.time, values=values, notes=found.notes
+    )

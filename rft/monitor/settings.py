@@ -9,7 +9,8 @@ from typing import Any, Literal
 Level = Literal["off", "warn", "stop"]
 ALARM: Level = "warn"
 LEVELS: dict[str, Level] = dict.fromkeys(
-    "reward_divergence length_drift entropy_collapse no_spread identical_answers judge kl_jump mismatch_jump starving".split(),
+    "reward_divergence length_drift entropy_collapse no_spread identical_answers judge kl_jump "
+    "mismatch_jump starving".split(),
     ALARM,
 )
 """Every alarm and what it does unless something else is written."""

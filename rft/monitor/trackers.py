@@ -1,6 +1,7 @@
 """The shipped trackers: TensorBoard, Weights & Biases, MLflow and SwanLab.
 
-Each imports its library where it opens.  All but TensorBoard keep every role in one run, with each role's own steps.
+Each imports its library where it opens.  All but TensorBoard keep every role in one run, with each
+role's own steps.
 """
 
 from __future__ import annotations
@@ -14,13 +15,26 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr
 
-from rft.monitor.base import OneRun, Row, Tracker, TrackerArgs, cell, columns, copied, markdown, monitor, remember, remembered_id
+from rft.monitor.base import (
+    OneRun,
+    Row,
+    Tracker,
+    TrackerArgs,
+    cell,
+    columns,
+    copied,
+    markdown,
+    monitor,
+    remember,
+    remembered_id,
+)
 from rft.monitor.settings import MonitorSettings
 from rft.secrets import learn_secrets
 from rft.types.metrics import MetricRecord
 
 log = logging.getLogger(__name__)
-_BATCH, _PARAMS = 1000, 100  # metrics, and parameters, in one request: the limits of MLflow's server
+_BATCH = 1000  # metrics, and parameters, in one request: the limits of MLflow's server
+_PARAMS = 100
 
 
 def _secret(given: SecretStr | None) -> str | None:
@@ -33,7 +47,8 @@ def _secret(given: SecretStr | None) -> str | None:
 
 @monitor("tensorboard")
 class TensorBoard(Tracker):
-    """run/tensorboard/{explorer,trainer,synchronizer,eval}; look with `tensorboard --logdir run/tensorboard`.
+    """run/tensorboard/{explorer,trainer,synchronizer,eval}; look with `tensorboard --logdir
+    run/tensorboard`.
 
     Event files, one folder per role.  Writes protocol buffers directly, so torch is not loaded.
     """
@@ -44,17 +59,27 @@ class TensorBoard(Tracker):
         super().__init__(settings, args)
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
 
-        self._event, self._summary, self._tensor, self._types = event_pb2.Event, summary_pb2, tensor_pb2.TensorProto, types_pb2
+        self._event = event_pb2.Event
+        self._summary = summary_pb2
+        self._tensor = tensor_pb2.TensorProto
+        self._types = types_pb2
         self._writers: dict[str, Any] = {}
 
     def log(self, record: MetricRecord) -> None:
-        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in record.values.items()]
+        values = [
+            self._summary.Summary.Value(tag=name, simple_value=value)
+            for name, value in record.values.items()
+        ]
         self._write(record.role, record.step, record.time, values)
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        metadata = self._summary.SummaryMetadata(plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="text"))
+        metadata = self._summary.SummaryMetadata(
+            plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        )
         text = self._tensor(dtype=self._types.DT_STRING, string_val=[markdown(rows).encode()])
-        value = self._summary.Summary.Value(tag=f"samples/{name}/text_summary", metadata=metadata, tensor=text)
+        value = self._summary.Summary.Value(
+            tag=f"samples/{name}/text_summary", metadata=metadata, tensor=text
+        )
         self._write("eval", step, time.time(), [value])
 
     def close(self) -> None:
@@ -66,23 +91,31 @@ class TensorBoard(Tracker):
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             self._writers[role] = EventFileWriter(str(self.settings.folder / "tensorboard" / role))
-        self._writers[role].add_event(self._event(step=step, wall_time=when, summary=self._summary.Summary(value=values)))
+        self._writers[role].add_event(
+            self._event(step=step, wall_time=when, summary=self._summary.Summary(value=values))
+        )
         self._writers[role].flush()
 
 
 class WandbArgs(TrackerArgs):
     """Where the run goes; project, group and name come from the run's own."""
 
-    mode: Literal["online", "offline", "disabled"] | None = Field(None, description="null: what WANDB_MODE says, else online")
+    mode: Literal["online", "offline", "disabled"] | None = Field(
+        None, description="null: what WANDB_MODE says, else online"
+    )
     entity: str | None = Field(None, description="user or team; null: the account's default")
     tags: tuple[str, ...] = Field((), description="tags of the run")
     base_url: str | None = Field(None, description="server, if not wandb.ai")
-    api_key: SecretStr | None = Field(None, description="better set as the environment variable WANDB_API_KEY")
+    api_key: SecretStr | None = Field(
+        None, description="better set as the environment variable WANDB_API_KEY"
+    )
 
 
 @monitor("wandb")
 class Wandb(OneRun):
-    """Metrics have the x axis `<role>_step`; samples become tables `samples/<name>`.  Offline where `mode` or WANDB_MODE says so."""
+    """Metrics have the x axis `<role>_step`; samples become tables `samples/<name>`.  Offline where
+    `mode` or WANDB_MODE says so.
+    """
 
     Args = WandbArgs
     requires = ("wandb",)
@@ -91,10 +124,21 @@ class Wandb(OneRun):
         super().__init__(settings, args)
         import wandb
 
-        # "off": the console belongs to the progress display, and our logs are redacted while wandb's copy would not be.
-        # Nor does wandb's own look at the process go along: the command line and the git remote may hold secrets.
-        own: dict[str, Any] = {"console": "off", "silent": True, "x_disable_meta": True, "disable_git": True, "save_code": False}
-        own |= {k: v for k, v in (("base_url", args.base_url), ("api_key", _secret(args.api_key))) if v is not None}
+        # "off": the console belongs to the progress display, and our logs are redacted while
+        # wandb's copy would not be. Nor does wandb's own look at the process go along: the command
+        # line and the git remote may hold secrets.
+        own: dict[str, Any] = {
+            "console": "off",
+            "silent": True,
+            "x_disable_meta": True,
+            "disable_git": True,
+            "save_code": False,
+        }
+        own |= {
+            k: v
+            for k, v in (("base_url", args.base_url), ("api_key", _secret(args.api_key)))
+            if v is not None
+        }
         self._run = wandb.init(
             project=settings.project,
             group=settings.group or None,
@@ -109,7 +153,8 @@ class Wandb(OneRun):
             settings=wandb.Settings(**own),
         )
         log.info("wandb run: %s", self._run.url or self._run.dir)
-        self._table, self._teardown = wandb.Table, wandb.teardown
+        self._table = wandb.Table
+        self._teardown = wandb.teardown
         self._defined: set[str] = set()
 
     def send(self, role: str, step: int, when: float, values: dict[str, Any]) -> None:
@@ -123,25 +168,40 @@ class Wandb(OneRun):
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         names = columns(rows)
-        table = self._table(columns=names, data=[[cell(row.get(n)) for n in names] for row in rows], allow_mixed_types=True)
+        table = self._table(
+            columns=names,
+            data=[[cell(row.get(n)) for n in names] for row in rows],
+            allow_mixed_types=True,
+        )
         self.send("eval", step, time.time(), {f"samples/{name}": table})
 
     def close(self) -> None:
         self._run.finish()
-        self._teardown()  # ends wandb's service process, which would otherwise outlive the run until this process ends
+        # ends wandb's service process, which would otherwise outlive the run until this process
+        # ends
+        self._teardown()
 
 
 class MlflowArgs(TrackerArgs):
     """Which tracking server."""
 
-    uri: str | None = Field(None, description="tracking URI; null: MLFLOW_TRACKING_URI, else a database in the run folder")
-    username: str | None = Field(None, description="better set as the environment variable MLFLOW_TRACKING_USERNAME")
-    password: SecretStr | None = Field(None, description="better set as the environment variable MLFLOW_TRACKING_PASSWORD")
+    uri: str | None = Field(
+        None,
+        description="tracking URI; null: MLFLOW_TRACKING_URI, else a database in the run folder",
+    )
+    username: str | None = Field(
+        None, description="better set as the environment variable MLFLOW_TRACKING_USERNAME"
+    )
+    password: SecretStr | None = Field(
+        None, description="better set as the environment variable MLFLOW_TRACKING_PASSWORD"
+    )
 
 
 @monitor("mlflow")
 class Mlflow(OneRun):
-    """A run in experiment `<project>`.  Names keep the characters that MLflow allows; `mean@4` becomes `mean_at_4`."""
+    """A run in experiment `<project>`.  Names keep the characters that MLflow allows; `mean@4`
+    becomes `mean_at_4`.
+    """
 
     Args = MlflowArgs
     requires = ("mlflow",)
@@ -156,26 +216,40 @@ class Mlflow(OneRun):
                 os.environ[f"MLFLOW_TRACKING_{name}"] = value  # the client reads nothing else
         folder = settings.folder / "mlflow"
         folder.mkdir(exist_ok=True)
-        uri = args.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        uri = (
+            args.uri
+            or os.environ.get("MLFLOW_TRACKING_URI")
+            or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        )
         self._client = MlflowClient(tracking_uri=uri)
         self._metric = Metric
-        kept, server = folder / "run_id", uri.startswith(("http", "databricks"))
+        kept = folder / "run_id"
+        server = uri.startswith(("http", "databricks"))
         if kept.exists() and not (server and copied(kept)):
             self._run = kept.read_text().strip()
             self._client.update_run(self._run, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(settings.project)
         own = None if server else (folder.resolve() / "artifacts").as_uri()
-        experiment = found.experiment_id if found else self._client.create_experiment(settings.project, artifact_location=own)
+        experiment = (
+            found.experiment_id
+            if found
+            else self._client.create_experiment(settings.project, artifact_location=own)
+        )
         tags = {"group": settings.group} if settings.group else {}
-        self._run = self._client.create_run(experiment, run_name=settings.name, tags=tags).info.run_id
+        self._run = self._client.create_run(
+            experiment, run_name=settings.name, tags=tags
+        ).info.run_id
         remember(kept, self._run)
         params = [Param(_allowed(k), str(v)[:6000]) for k, v in _flat(settings.config).items()]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run, params=params[start : start + _PARAMS])
 
     def send(self, role: str, step: int, when: float, values: dict[str, Any]) -> None:
-        metrics = [self._metric(_allowed(name), value, int(when * 1000), step) for name, value in values.items()]
+        metrics = [
+            self._metric(_allowed(name), value, int(when * 1000), step)
+            for name, value in values.items()
+        ]
         for start in range(0, len(metrics), _BATCH):
             self._client.log_batch(self._run, metrics=metrics[start : start + _BATCH])
 
@@ -183,7 +257,9 @@ class Mlflow(OneRun):
         names = columns(rows)
         # The form that MLflow's own log_table writes and its page shows, without asking for pandas.
         shown = {"columns": names, "data": [[cell(row.get(n)) for n in names] for row in rows]}
-        self._client.log_dict(self._run, shown, f"samples/{_allowed(name).replace('/', '_')}_{step}.json")
+        self._client.log_dict(
+            self._run, shown, f"samples/{_allowed(name).replace('/', '_')}_{step}.json"
+        )
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
@@ -196,7 +272,11 @@ def _allowed(name: str) -> str:
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
@@ -206,9 +286,13 @@ class SwanlabArgs(TrackerArgs):
     mode: Literal["online", "local", "offline", "disabled"] | None = Field(
         None, description="null: what SWANLAB_MODE says, else online"
     )
-    workspace: str | None = Field(None, description="user or organisation; null: the account's default")
+    workspace: str | None = Field(
+        None, description="user or organisation; null: the account's default"
+    )
     tags: tuple[str, ...] = Field((), description="tags of the run")
-    api_key: SecretStr | None = Field(None, description="better set as the environment variable SWANLAB_API_KEY")
+    api_key: SecretStr | None = Field(
+        None, description="better set as the environment variable SWANLAB_API_KEY"
+    )
 
 
 @monitor("swanlab")
@@ -224,7 +308,12 @@ class Swanlab(OneRun):
 
         if (key := _secret(args.api_key)) is not None:
             swanlab.login(api_key=key)
-        given: dict[str, Any] = {"mode": args.mode, "workspace": args.workspace, "group": settings.group, "tags": list(args.tags)}
+        given: dict[str, Any] = {
+            "mode": args.mode,
+            "workspace": args.workspace,
+            "group": settings.group,
+            "tags": list(args.tags),
+        }
         self._run = swanlab.init(
             project=settings.project,
             name=settings.name,

@@ -1,7 +1,7 @@
 """Numbers, fractions, percentages, amounts, quantities and dates, as people and models write them.
 
-docs/howto/reward.md has the grammar.  Knows no reward.  Invariants: a text is read in one pass, so that no answer can make it slow; a
-notation that may mean two values is none.
+docs/howto/reward.md has the grammar.  Knows no reward.  Invariants: a text is read in one pass, so
+that no answer can make it slow; a notation that may mean two values is none.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ _MONTH = (
     r"|dec(?:ember)?)\.?"
 )
 _SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7} | {
-    "k": 3, "K": 3, "M": 6, "B": 9, "万": 4, "亿": 8
-}  # fmt: skip
+    "k": 3,
+    "K": 3,
+    "M": 6,
+    "B": 9,
+    "万": 4,
+    "亿": 8,
+}
 
 _DATE = (
     r"(?P<y1>\d{4})(?P<gap1>[-/.])(?P<m1>\d{1,2})(?P=gap1)(?P<d1>\d{1,2})(?!\d|[-/.]\d)"
@@ -37,12 +42,15 @@ _DATE = (
 )
 _DIGITS = r"\d{1,3}(?:[ ']\d{3})++(?!\d)(?:[.,]\d++)?|\d++(?:[.,_]\d++)*+|(?<![\w.])\.\d++"
 _VALUE = re.compile(
-    rf"{_DATE}|(?P<sign>(?<![\w)\]%])[-+])?(?:(?P<money>\$|[€£¥₹]|(?:USD|EUR|GBP|INR|Rs\.?)(?= ?\d)) ?(?P<sign2>-)?)?"
+    rf"{_DATE}|(?P<sign>(?<![\w)\]%])[-+])?(?:(?P<money>\$|[€£¥₹]|(?:USD|EUR|GBP|INR|Rs\.?)(?= "
+    rf"?\d)) ?(?P<sign2>-)?)?"
     r"(?:(?:(?P<ones>\d++)(?: and)? )?(?P<over>\d++) ?/ ?(?P<under>\d++)(?!/|[.]\d)"
     rf"|(?P<digits>{_DIGITS})"
     r"(?:[eE](?P<exponent>[-+]?\d++)(?!\w)| ?\* ?10\^(?P<ten>[-+]?\d++)|\^(?P<power>[-+]?\d++))?)"
-    r"(?: (?P<scale1>thousand|million|billion|trillion|lakh|crore)\b|(?P<scale2>[kKMB])\b| ?(?P<scale3>[万亿]))?"
-    r"(?P<end>)(?:(?!s\b) ?(?P<unit>(?:°[CF]?|[^\W\d_]+|[%€£¥₹])(?:\^-?\d)?(?:/[^\W\d_]+(?:\^\d)?)*))?"
+    r"(?: (?P<scale1>thousand|million|billion|trillion|lakh|crore)\b|(?P<scale2>[kKMB])\b| "
+    r"?(?P<scale3>[万亿]))?"
+    r"(?P<end>)(?:(?!s\b) "
+    r"?(?P<unit>(?:°[CF]?|[^\W\d_]+|[%€£¥₹])(?:\^-?\d)?(?:/[^\W\d_]+(?:\^\d)?)*))?"
 )
 
 _JOINTS = re.compile("[ '_]")
@@ -51,18 +59,25 @@ _GROUPED = re.compile(r"[1-9]\d{0,2}([,.])\d{3}(?:\1\d{3})*|[1-9]\d?(?:,\d\d)+,\
 _CHANGES = ("sign", "sign2", "exponent", "ten", "power", "scale1", "scale2", "scale3")
 
 _OPERAND = r"(?:[\d(√π\\]|[b-zB-HJ-Z]\b)"
-_PART_OF = re.compile(  # what stands before a number that is no value of its own: an operation, an index, a time, a function
-    r"(?:[\w)\]π%] ?[+*/^] ?\(?|\w_\(?|[±√] ?\(?|(?:\b[A-Za-z]|[\d%)\]]) ?- ?|\d:|\b(?:[a-zA-Z]|log|ln|sin|cos|tan|exp) ?\()$"
+# what stands before a number that is no value of its own: an operation, an index, a time, a
+# function
+_PART_OF = re.compile(
+    r"(?:[\w)\]π%] ?[+*/^] ?\(?|\w_\(?|[±√] ?\(?|(?:\b[A-Za-z]|[\d%)\]]) ?- "
+    r"?|\d:|\b(?:[a-zA-Z]|log|ln|sin|cos|tan|exp) ?\()$"
 )
 _GOES_ON = re.compile(rf" ?(?:[+*/^] ?{_OPERAND}|[π√]|- ?{_OPERAND}|:\d)")
 _DENIED = re.compile(r"(?:\bnot|n't) ?$")
-_OR = re.compile(r"(?: [^\W\d_]+){0,2} ?[,(]? ?(?:or|oder|ou|或者?|または|или) ?(?:maybe|perhaps|possibly)? ?")
+_OR = re.compile(
+    r"(?: [^\W\d_]+){0,2} ?[,(]? ?(?:or|oder|ou|或者?|または|или) ?(?:maybe|perhaps|possibly)? ?"
+)
 _EQUALS = re.compile(r" ?= ?")
 _LISTED = re.compile(r"\s?[,;](?: and| or)?\s?| and ")
 _LIST_OPENS = re.compile(r"(?:[(\[=:]|\A|\b(?:is|are|between|either)) ?$")
 _LIST_CLOSES = re.compile(r" ?(?:[)\].\n]|$)")
 _END = re.compile(r"[ .。\"']*")
-_NOUN = re.compile(rf"(?: [^\W\d_]{{3,}}(?: [^\W\d_]{{2,}}){{0,3}})?(?: ?\([^()\d]*\))?{_END.pattern}")
+_NOUN = re.compile(
+    rf"(?: [^\W\d_]{{3,}}(?: [^\W\d_]{{2,}}){{0,3}})?(?: ?\([^()\d]*\))?{_END.pattern}"
+)
 
 _NOTATIONS = [
     (re.compile(pattern), by)
@@ -96,11 +111,14 @@ _NOTATIONS = [
         (r" {2,}", " "),
     )
 ]
-_MARKS = re.compile(r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base) ")  # of any of them
+# of any of them
+_MARKS = re.compile(r"[\\$*`_^{}~×·⋅∙∗÷≈≃]|\d ?x ?\d|= ?- |\b(?:square|cubic|per|base) ")
 
 
 class Value(NamedTuple):
-    """`number` as it is written, and what that is of `dimension`: 50% is 1/2, 5 km is 5000 m; of a date its day."""
+    """`number` as it is written, and what that is of `dimension`: 50% is 1/2, 5 km is 5000 m; of a
+    date its day.
+    """
 
     number: Fraction
     amount: Fraction
@@ -112,11 +130,18 @@ class Value(NamedTuple):
         return f"{self.amount} {self.dimension.strip('%')}".strip()
 
     def same(self, other: Value) -> bool:
-        """Whether both are one value.  A unit that one of them leaves out is taken to be the other's; 50% is also 1/2."""
+        """Whether both are one value.  A unit that one of them leaves out is taken to be the
+        other's; 50% is also 1/2.
+        """
         dimensions = {self.dimension, other.dimension}
         if self.amount == other.amount and (len(dimensions) == 1 or dimensions == {"", "%"}):
             return True
-        return len(dimensions) == 2 and "" in dimensions and "date" not in dimensions and self.number == other.number
+        return (
+            len(dimensions) == 2
+            and "" in dimensions
+            and "date" not in dimensions
+            and self.number == other.number
+        )
 
 
 class _Place(NamedTuple):
@@ -129,26 +154,42 @@ class _Place(NamedTuple):
     @property
     def value(self) -> Value | None:
         """None for what looks like a value and cannot be read."""
-        return _dated(self.match) if self.match["over"] is self.match["digits"] is None else _counted(self.match)
+        return (
+            _dated(self.match)
+            if self.match["over"] is self.match["digits"] is None
+            else _counted(self.match)
+        )
 
 
 @lru_cache(4096)
 def whole_value(text: str, *, noun: bool = True) -> Value | None:
-    """The value that a text is; None for anything else.  With `noun` words may follow it: "72 apples" is 72."""
+    """The value that a text is; None for anything else.  With `noun` words may follow it: "72
+    apples" is 72.
+    """
     text = rewritten(text)
     places = _places(text)
     if len(places) != 1 or text[: places[0].start].strip(" \"'"):
         return None
     rest = _NOUN if noun else _END
-    return places[0].value if rest.fullmatch(text, places[0].end) and not _is_part(text, places[0]) else None
+    return (
+        places[0].value
+        if rest.fullmatch(text, places[0].end) and not _is_part(text, places[0])
+        else None
+    )
 
 
 def gold_value(task: Task, *, behind: str = "") -> Value:
-    """The value that the truth of a row is, or that stands behind a mark in it.  Raises UnreadableTruth."""
+    """The value that the truth of a row is, or that stands behind a mark in it.  Raises
+    UnreadableTruth.
+    """
     truth = str(truth_of(task))
     gold = whole_value(truth.rpartition(behind)[2] if behind else truth)
     if gold is None:
-        raise unreadable(task, "one number, fraction, amount or date; else use compare: text, or a reward of mathematics")
+        raise unreadable(
+            task,
+            "one number, fraction, amount or date; else use compare: text, or a reward of "
+            "mathematics",
+        )
     return gold
 
 
@@ -160,7 +201,9 @@ def agree(part: str, text: str, value: Value | None, gold: Value) -> bool:
 
 
 def last_value(text: str) -> Value | None:
-    """The last value in a text; None where it is one of several, a part of something else, or cannot be read."""
+    """The last value in a text; None where it is one of several, a part of something else, or
+    cannot be read.
+    """
     return _at(rewritten(text), -1)
 
 
@@ -197,7 +240,11 @@ def _at(text: str, index: int) -> Value | None:
         return value
     one, two = places[-2:] if index else places[:2]
     gap = text[one.end : two.start]
-    if _OR.fullmatch(gap) or (_EQUALS.fullmatch(gap) and not _is_part(text, one)) or _is_list(text, places, index):
+    if (
+        _OR.fullmatch(gap)
+        or (_EQUALS.fullmatch(gap) and not _is_part(text, one))
+        or _is_list(text, places, index)
+    ):
         beside = (one if index else two).value
         return value if beside is not None and value.same(beside) else None
     return value
@@ -210,18 +257,28 @@ def _is_part(text: str, place: _Place) -> bool:
 
 
 def _is_list(text: str, places: list[_Place], index: int) -> bool:
-    """Whether the value is one of several between brackets, behind = or :, or that are the whole text."""
+    """Whether the value is one of several between brackets, behind = or :, or that are the whole
+    text.
+    """
     first = last = index % len(places)
     while first and _LISTED.fullmatch(text, places[first - 1].end, places[first].start):
         first -= 1
-    while last + 1 < len(places) and _LISTED.fullmatch(text, places[last].end, places[last + 1].start):
+    while last + 1 < len(places) and _LISTED.fullmatch(
+        text, places[last].end, places[last + 1].start
+    ):
         last += 1
     before = text[max(0, places[first].start - 9) : places[first].start]
-    return first < last and _LIST_OPENS.search(before) is not None and _LIST_CLOSES.match(text, places[last].end) is not None
+    return (
+        first < last
+        and _LIST_OPENS.search(before) is not None
+        and _LIST_CLOSES.match(text, places[last].end) is not None
+    )
 
 
 def _dated(match: re.Match[str]) -> Value | None:
-    """The day that a match of `_DATE` names; None where there is none, and for 5/6/2024, which may be in May or in June."""
+    """The day that a match of `_DATE` names; None where there is none, and for 5/6/2024, which may
+    be in May or in June.
+    """
     form = next(n for n in range(1, 6) if match[f"y{n}"] is not None)
     year = int(match[f"y{form}"])
     month = match[f"m{form}"]
@@ -258,7 +315,11 @@ def _counted(match: re.Match[str]) -> Value | None:
     if "-" in (sign, sign2):
         number = -number
     unit = unit_of((match["money"] or match["unit"] or "").strip("."))
-    return Value(number, number) if unit is None else Value(number, number * unit.factor, unit.dimension)
+    return (
+        Value(number, number)
+        if unit is None
+        else Value(number, number * unit.factor, unit.dimension)
+    )
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:
@@ -270,7 +331,9 @@ def _fraction(match: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(digits: str) -> Fraction | None:
-    """The number of 1,234.5 or 1.234,5 or 1,00,000; None for 12,5, which may be two numbers, and for marks that group nothing."""
+    """The number of 1,234.5 or 1.234,5 or 1,00,000; None for 12,5, which may be two numbers, and
+    for marks that group nothing.
+    """
     joined = _JOINTS.sub("", digits)
     if len(joined) > _MOST_DIGITS:
         return None
@@ -280,7 +343,8 @@ def _decimal(digits: str) -> Fraction | None:
     decimals = ""
     mark = max(joined.rfind(","), joined.rfind("."))
     if joined.count(joined[mark]) == 1 and (joined[mark] == "." or not _GROUPED.fullmatch(joined)):
-        ones, decimals = joined[:mark], joined[mark + 1 :]
+        ones = joined[:mark]
+        decimals = joined[mark + 1 :]
         if joined[mark] == "," and ones.isdecimal() and joined == digits:
             return None
     if _GROUPED.fullmatch(ones):

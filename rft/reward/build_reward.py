@@ -1,4 +1,6 @@
-"""From a reward's name and arguments to a `Reward`.  Functions and classes without that base are wrapped here, and nowhere else."""
+"""From a reward's name and arguments to a `Reward`.  Functions and classes without that base are
+wrapped here, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,28 @@ INSTEAD: dict[str, str] = {
             "openjudge_multi_grader_reward",
             "rm_gallery_reward",
         ),
-        "OpenJudge's graders are not offered: use rubric_judge or reference_judge, with a model in explorer.auxiliary_models",
+        "OpenJudge's graders are not offered: use rubric_judge or reference_judge, with a model in "
+        "explorer.auxiliary_models",
     ),
     "rlcr": "calibration is scored by rlcr_reward",
 }
-"""Rewards that are known by name elsewhere and not offered: what to use.  None of these names is registered."""
+"""Rewards that are known by name elsewhere and not offered: what to use.  None of these names is
+registered.
+"""
 
 
 def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
     """The reward called `name`, or the one of the data source `name`.
 
-    A class is constructed with `args`, a function gets them as keyword arguments.  Those of the overlong penalty and of the reward
-    manager are taken by every reward.  Raises PluginError for an unknown name and ConfigError (under `key`) for arguments it does not take.
+    A class is constructed with `args`, a function gets them as keyword arguments.  Those of the
+    overlong penalty and of the reward manager are taken by every reward.  Raises PluginError for an
+    unknown name and ConfigError (under `key`) for arguments it does not take.
     """
-    if ":" not in name and name not in REGISTRY.names("reward") and (ours := data_sources.reward_of(name)) is not None:
+    if (
+        ":" not in name
+        and name not in REGISTRY.names("reward")
+        and (ours := data_sources.reward_of(name)) is not None
+    ):
         name = ours
         takes = _own(REGISTRY.get("reward", ours))
         args = {n: v for n, v in args.items() if n not in data_sources.SANDBOX_ARGS or n in takes}
@@ -50,7 +60,9 @@ def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
 def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
     """The same for a plugin that was found before."""
     name = plugin.name
-    own, penalty = _split(args, overlong_penalty.OverlongArgs, "overlong penalty", _own(plugin), key=key)
+    own, penalty = _split(
+        args, overlong_penalty.OverlongArgs, "overlong penalty", _own(plugin), key=key
+    )
     own, calls = _split(own, manager.ManagerArgs, "reward manager", _own(plugin), key=key)
     made: Reward
     if functions.is_compute_score(plugin.obj):
@@ -60,13 +72,19 @@ def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
             manager.fits(calls, lists=True, name=name, key=key)
         made = lists.ListReward(plugin.obj, own, calls, name=name, key=key)
     elif calls.reward_timeout_s is not None:
-        text = f"reward_timeout_s is for functions of veRL's and TRL's form; reward {name!r} has until explorer.max_timeout"
+        text = (
+            f"reward_timeout_s is for functions of veRL's and TRL's form; reward {name!r} has "
+            f"until explorer.max_timeout"
+        )
         raise ConfigError(text, key=key, given=calls.reward_timeout_s)
     elif inspect.isclass(plugin.obj):
         if (cls := derived(plugin.obj, Reward)).__call__ is Reward.__call__:
             raise _not_callable(name, key)
         check_call(plugin, keywords := checked_args(plugin, own, key=key), key=key)
-        with blamed(f"reward {name!r} cannot be made", key or "reward_fn_args"), contained(f"reward {name!r}"):
+        with (
+            blamed(f"reward {name!r} cannot be made", key or "reward_fn_args"),
+            contained(f"reward {name!r}"),
+        ):
             made = cls(**keywords)
     else:
         made = from_function(plugin, own, key=key)
@@ -76,28 +94,39 @@ def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
 def _split(
     args: Mapping[str, Any], shared: type[_Shared], what: str, own: Collection[str], *, key: str
 ) -> tuple[dict[str, Any], _Shared]:
-    """The arguments that are the reward's own, and those that every reward takes.  A reward that names one of these keeps it."""
+    """The arguments that are the reward's own, and those that every reward takes.  A reward that
+    names one of these keeps it.
+    """
     mine = {n: v for n, v in args.items() if n in shared.model_fields and n not in own}
     try:
         made = shared(**mine)
     except ValidationError as e:
-        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]
+        faults = [
+            f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()
+        ]
         raise ConfigError(f"arguments of the {what}: {'; '.join(faults)}", key=key) from None
     return {n: v for n, v in args.items() if n not in mine}, made
 
 
 def from_function(plugin: Plugin, args: Mapping[str, Any], *, key: str) -> Reward:
-    """A function, or an object that can be called, as a reward; attributes such as `whole_group` are taken over."""
+    """A function, or an object that can be called, as a reward; attributes such as `whole_group`
+    are taken over.
+    """
     if not callable(plugin.obj):
         raise _not_callable(plugin.name, key)
-    check_call(plugin, keywords := checked_args(plugin, args, key=key), None, None, key=key)  # a task and a transcript
+    # a task and a transcript
+    check_call(plugin, keywords := checked_args(plugin, args, key=key), None, None, key=key)
     made = FunctionReward(partial(plugin.obj, **keywords))
     vars(made).update(hooks(plugin.obj, Reward))
     return made
 
 
 def _not_callable(name: str, key: str) -> ConfigError:
-    return ConfigError(f"reward {name!r} cannot be called; write a function or a class with __call__(task, transcript)", key=key)
+    return ConfigError(
+        f"reward {name!r} cannot be called; write a function or a class with __call__(task, "
+        f"transcript)",
+        key=key,
+    )
 
 
 def _own(plugin: Plugin) -> set[str]:

@@ -1,4 +1,6 @@
-"""Calibration: an answer also states how sure it is, and is scored for how well that fits (RLCR, arXiv:2507.16806)."""
+"""Calibration: an answer also states how sure it is, and is scored for how well that fits (RLCR,
+arXiv:2507.16806).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,18 @@ from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
 _TAG = re.compile(r"</?(?:think|answer|analysis|confidence)>")
-_SHAPE = [f"<{mark}{name}>" for name in ("think", "answer", "analysis", "confidence") for mark in ("", "/")]
+_SHAPE = [
+    f"<{mark}{name}>"
+    for name in ("think", "answer", "analysis", "confidence")
+    for mark in ("", "/")
+]
 _SURE = 0.01  # a confidence nearer to 0 or 1 than this counts as certain
 
 
 class RlcrWeights(BaseModel):
-    """Weight of each part.  The last two serve as metrics; Trinity-RFT's defaults make them negligible."""
+    """Weight of each part.  The last two serve as metrics; Trinity-RFT's defaults make them
+    negligible.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     format: float = 0.5
@@ -32,15 +40,22 @@ class RlcrWeights(BaseModel):
 
 @reward_function("rlcr_reward")
 async def rlcr_reward(
-    task: Task, transcript: Transcript, *, weights: RlcrWeights | None = None, timeout_s: float = 10.0
+    task: Task,
+    transcript: Transcript,
+    *,
+    weights: RlcrWeights | None = None,
+    timeout_s: float = 10.0,
 ) -> Score:
-    """sum of weight x part over format, accuracy, brier, mean_confidence and confidence_one_or_zero.
+    """sum of weight x part over format, accuracy, brier, mean_confidence and
+    confidence_one_or_zero.
 
-    format is 1 for an answer that ends with <think>, <answer>, <analysis> and <confidence> blocks, q in [0, 1] in the last one, and
-    nothing but white space between and after them; else accuracy and brier are 0.  brier = 1 - (accuracy - q)^2: a proper scoring rule,
-    which is highest where q is the probability of being right.  The parts are logged without their weights.
+    format is 1 for an answer that ends with <think>, <answer>, <analysis> and <confidence> blocks,
+    q in [0, 1] in the last one, and nothing but white space between and after them; else accuracy
+    and brier are 0.  brier = 1 - (accuracy - q)^2: a proper scoring rule, which is highest where q
+    is the probability of being right.  The parts are logged without their weights.
 
-    Example: a right answer with q = 0.8 has format 1, accuracy 1, brier 0.96: 1.480008 with the default weights.
+    Example: a right answer with q = 0.8 has format 1, accuracy 1, brier 0.96: 1.480008 with the
+    default weights.
     """
     found = _read(transcript.with_thought)
     confidences = blocks(transcript.answer, "confidence")
@@ -61,10 +76,15 @@ async def rlcr_reward(
 
 
 def _read(text: str) -> tuple[str, float] | None:
-    """The answer and the confidence of a text of the right shape: no tag stands inside another, and the last eight are its end."""
+    """The answer and the confidence of a text of the right shape: no tag stands inside another, and
+    the last eight are its end.
+    """
     tags = list(_TAG.finditer(text))
-    opened, closed = tags[::2], tags[1::2]
-    if len(opened) != len(closed) or any(c[0] != f"</{o[0][1:]}" for o, c in zip(opened, closed, strict=True)):
+    opened = tags[::2]
+    closed = tags[1::2]
+    if len(opened) != len(closed) or any(
+        c[0] != f"</{o[0][1:]}" for o, c in zip(opened, closed, strict=True)
+    ):
         return None
     last = tags[-len(_SHAPE) :]
     between = [text[a.end() : b.start()] for a, b in zip(last[1::2], last[2::2], strict=False)]
@@ -77,4 +97,8 @@ def _read(text: str) -> tuple[str, float] | None:
 def _number(text: str) -> float | None:
     """A probability: 0.8, 80%, 4/5."""
     value = whole_value(text)
-    return float(value.amount) if value is not None and value.dimension in ("", "%") and 0 <= value.amount <= 1 else None
+    return (
+        float(value.amount)
+        if value is not None and value.dimension in ("", "%") and 0 <= value.amount <= 1
+        else None
+    )

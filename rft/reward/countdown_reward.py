@@ -1,4 +1,6 @@
-"""Countdown: reach a number from given numbers with + - * /, each used once.  The answer is read, never executed."""
+"""Countdown: reach a number from given numbers with + - * /, each used once.  The answer is read,
+never executed.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,16 @@ class CountdownArgs(BaseModel):
 
 @reward("countdown_reward", args=CountdownArgs)
 class CountdownReward(Reward):
-    """`score` for a right equation in the last <answer> block, `format_score` for another one, 0 without a block.
+    """`score` for a right equation in the last <answer> block, `format_score` for another one, 0
+    without a block.
 
-    The gold answer is {"numbers": [...], "target": n}; a row with columns `nums` and `target` will do.
+    The gold answer is {"numbers": [...], "target": n}; a row with columns `nums` and `target` will
+    do.
     """
 
     def __init__(self, format_score: float = 0.1, score: float = 1.0) -> None:
-        self.format_score, self.score = format_score, score
+        self.format_score = format_score
+        self.score = score
 
     def __call__(self, task: Task, transcript: Transcript) -> Score:
         numbers, target = _wanted(task)
@@ -45,7 +50,13 @@ class CountdownReward(Reward):
         if not expressions:
             return Score(value=0.0, reason="no <answer> block")
         why = _wrong(expressions[-1], numbers, target)
-        note("last <answer> block", expressions[-1], why or target, f"{target} from {numbers}", not why)
+        note(
+            "last <answer> block",
+            expressions[-1],
+            why or target,
+            f"{target} from {numbers}",
+            not why,
+        )
         return Score(value=self.format_score if why else self.score, reason=why)
 
     def gold_answer(self, task: Task) -> str | None:
@@ -53,7 +64,14 @@ class CountdownReward(Reward):
         numbers, target = _wanted(task)
         if len(numbers) > 4:
             return None
-        found = next((text for value, text in _reached([(Fraction(n), str(n)) for n in numbers]) if value == target), None)
+        found = next(
+            (
+                text
+                for value, text in _reached([(Fraction(n), str(n)) for n in numbers])
+                if value == target
+            ),
+            None,
+        )
         return None if found is None else f"<answer>{found}</answer>"
 
 
@@ -82,7 +100,9 @@ def _reached(left: list[tuple[Fraction, str]]) -> Iterator[tuple[Fraction, str]]
 
 
 def evaluated(text: str) -> tuple[Fraction, list[int]]:
-    """(value, numbers used) of an expression of whole numbers, + - * / (also × ÷ \\frac) and brackets.  Raises ValueError."""
+    """(value, numbers used) of an expression of whole numbers, + - * / (also × ÷ \\frac) and
+    brackets.  Raises ValueError.
+    """
     if len(text) > _LONGEST:
         raise ValueError(f"the expression is longer than {_LONGEST} characters")
     text = rewritten(text).split("=")[0].strip()
@@ -100,7 +120,8 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
             used.append(n)
             return Fraction(n)
         case ast.BinOp(left=left, op=op, right=right):
-            a, b = _value(left, used), _value(right, used)
+            a = _value(left, used)
+            b = _value(right, used)
             match op:
                 case ast.Add():
                     return a + b
@@ -117,7 +138,8 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 
 def _wanted(task: Task) -> tuple[list[int], Fraction]:
     truth: Mapping[str, Any] = task.truth if isinstance(task.truth, Mapping) else task.row
-    numbers, target = truth.get("numbers", truth.get("nums")), truth.get("target")
+    numbers = truth.get("numbers", truth.get("nums"))
+    target = truth.get("target")
     if numbers is None or target is None:
         raise unreadable(task, "{numbers: [...], target: n}")
     return [int(n) for n in numbers], Fraction(target)

@@ -1,7 +1,9 @@
-"""veRL's data sources and the reward of ours that scores each; what veRL scores with pictures is refused.
+"""veRL's data sources and the reward of ours that scores each; what veRL scores with pictures is
+refused.
 
-Knows names only.  A row's data source is in the column that `format.reward_fn_key` names.  The rewards are written after the described
-meaning of veRL's; docs/howto/reward.md says where they differ.
+Knows names only.  A row's data source is in the column that `format.reward_fn_key` names.  The
+rewards are written after the described meaning of veRL's; docs/howto/reward.md says where they
+differ.
 """
 
 from __future__ import annotations
@@ -36,10 +38,20 @@ SANDBOX_ARGS = ("sandbox_level", "sandbox_url", "sandbox_max_concurrent", "sandb
 
 
 def reward_of(data_source: str) -> str | None:
-    """Name of the reward for a data source; None for one that has none.  Raises ConfigError for one that is refused."""
+    """Name of the reward for a data source; None for one that has none.  Raises ConfigError for one
+    that is refused.
+    """
     if why := REFUSED.get(data_source):
         raise ConfigError(
-            f"data source {data_source!r}: {why}.  Name a reward of your own in default_reward_fn_type (path/file.py:compute_score)",
+            f"data source {data_source!r}: {why}.  Name a reward of your own in "
+            f"default_reward_fn_type (path/file.py:compute_score)",
             given=data_source,
         )
-    return next((reward for pattern, reward in REWARDS.items() if fnmatch.fnmatchcase(data_source, pattern)), None)
+    return next(
+        (
+            reward
+            for pattern, reward in REWARDS.items()
+            if fnmatch.fnmatchcase(data_source, pattern)
+        ),
+        None,
+    )

@@ -1,4 +1,6 @@
-"""Reward by comparison without formulas: the last value of an answer, or its text, against the truth."""
+"""Reward by comparison without formulas: the last value of an answer, or its text, against the
+truth.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ def exact_answer(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> float:
-    """`right` if the answer equals the task's truth, else `wrong`.  Raises UnreadableTruth for a truth that is not one value.
+    """`right` if the answer equals the task's truth, else `wrong`.  Raises UnreadableTruth for a
+    truth that is not one value.
 
-    `compare`: "number" takes the last value of the answer (docs/howto/reward.md, "Values"), "text" the whole answer.
+    `compare`: "number" takes the last value of the answer (docs/howto/reward.md, "Values"), "text"
+    the whole answer.
     """
     answer = transcript.answer
     if compare == "number":

@@ -31,11 +31,23 @@ def noted() -> Iterator[list[dict[str, Any]]]:
 
 
 def note(judge: str, question: Sequence[Mapping[str, Any]], reply: str, why: str) -> None:
-    """Keep an exchange: `why` says what went wrong with the reply, "" if nothing.  Outside of `noted` nothing is kept."""
+    """Keep an exchange: `why` says what went wrong with the reply, "" if nothing.  Outside of
+    `noted` nothing is kept.
+    """
     found = _NOTED.get()
     if found is not None and len(found) < MOST_EXCHANGES:
-        asked = [{"role": str(m.get("role", "")), "content": _cut(str(m.get("content", "")))} for m in question]
-        found.append({"judge": judge, "question": asked, "reply": _cut(reply), **({"why": _cut(why, _WHY_CHARS)} if why else {})})
+        asked = [
+            {"role": str(m.get("role", "")), "content": _cut(str(m.get("content", "")))}
+            for m in question
+        ]
+        found.append(
+            {
+                "judge": judge,
+                "question": asked,
+                "reply": _cut(reply),
+                **({"why": _cut(why, _WHY_CHARS)} if why else {}),
+            }
+        )
 
 
 def _cut(text: str, most: int = MOST_CHARS) -> str:

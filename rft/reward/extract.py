@@ -1,4 +1,6 @@
-"""Parts of an answer, found by their marks.  Invariant: each function reads a text once, so that no answer can make it slow."""
+"""Parts of an answer, found by their marks.  Invariant: each function reads a text once, so that no
+answer can make it slow.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,13 @@ from functools import cache
 from typing import NamedTuple
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\{|[{}]")
-_FENCE = re.compile(r"(?<!`)`{3,}+[^\n`]++`{3,}+|(?P<fence>(?<!`)`{3,}+|(?<!~)~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^\n`]*+\n")
-_STATED = re.compile(r"(?:\banswer\b[^\n:.=]{0,40}?(?:\bis\b|[:=])|答案(?:是|为)?) ?[:：]?([^\n]*)", re.IGNORECASE)
+_FENCE = re.compile(
+    r"(?<!`)`{3,}+[^\n`]++`{3,}+|(?P<fence>(?<!`)`{3,}+|(?<!~)~{3,}+)[ "
+    r"\t]*+(?P<language>[\w+-]*+)[^\n`]*+\n"
+)
+_STATED = re.compile(
+    r"(?:\banswer\b[^\n:.=]{0,40}?(?:\bis\b|[:=])|答案(?:是|为)?) ?[:：]?([^\n]*)", re.IGNORECASE
+)
 _ONE_FORMULA = r"(?:\$\$[^$]++\$\$|\$[^$\n]++\$|\\\((?:[^\\\n]|\\(?![()]))++\\\)|\\\[(?:[^\\]|\\(?![\[\]]))++\\\])"
 _FORMULA = r"(?:\$\$[^$]+\$\$|\$[^$\n]+\$|\\\([^\n]+?\\\)|\\\[.+?\\\])"
 _FORMULA = re.compile(rf"({_ONE_FORMULA}(?:(?:,? (?:or|and)|,) {_ONE_FORMULA})*)")
@@ -26,7 +33,8 @@ def last_boxed(text: str) -> str | None:
 
 def _last_box(text: str) -> tuple[int, int] | None:
     """Where its content begins and ends."""
-    opened: list[tuple[int, bool]] = []  # behind each brace that is open: where, and whether it is a box's
+    # behind each brace that is open: where, and whether it is a box's
+    opened: list[tuple[int, bool]] = []
     begin = end = -1
     for mark in _BOX.finditer(text):
         if mark[0] != "}":
@@ -34,7 +42,8 @@ def _last_box(text: str) -> tuple[int, int] | None:
         elif opened:
             inside, boxed = opened.pop()
             if boxed and inside > begin:
-                begin, end = inside, mark.start()
+                begin = inside
+                end = mark.start()
     return (begin, end) if begin >= 0 else None
 
 
@@ -45,12 +54,15 @@ def boxed_result(text: str) -> str | None:
         return None
     begin, end = place
     several = _OTHER_BOX.search(text, max(0, begin - 30), begin)
-    return text[begin:end] if several is None else f"{last_boxed(text[:begin])} or {text[begin:end]}"
+    return (
+        text[begin:end] if several is None else f"{last_boxed(text[:begin])} or {text[begin:end]}"
+    )
 
 
 def blocks(text: str, tag: str, *, ignore_case: bool = False) -> list[str]:
     """Contents of all <tag>...</tag>; a tag opened again inside belongs to the content."""
-    found, begin = [], None
+    found = []
+    begin = None
     for mark in _tag(tag, ignore_case).finditer(text):
         if not mark[1]:
             begin = mark.end() if begin is None else begin
@@ -66,7 +78,9 @@ def _tag(name: str, ignore_case: bool) -> re.Pattern[str]:
 
 
 class FencedBlock(NamedTuple):
-    """A block between ``` or ~~~; `language`: first word of its first line, in lower case; `closed`: it ends before the text does."""
+    """A block between ``` or ~~~; `language`: first word of its first line, in lower case;
+    `closed`: it ends before the text does.
+    """
 
     language: str
     body: str
@@ -76,7 +90,9 @@ class FencedBlock(NamedTuple):
 
 
 def fenced(text: str) -> Iterator[FencedBlock]:
-    """The fenced blocks of a text, in order; an indented fence takes its blanks from each line inside."""
+    """The fenced blocks of a text, in order; an indented fence takes its blanks from each line
+    inside.
+    """
     end = 0
     while (opened := _FENCE.search(text, end)) is not None:
         fence = opened["fence"]
@@ -106,15 +122,18 @@ def answer_block(text: str) -> str:
 
 
 class Result(NamedTuple):
-    """The part of an answer that states its result; `formula`: it was marked as one, so that no sentence stands around it."""
+    """The part of an answer that states its result; `formula`: it was marked as one, so that no
+    sentence stands around it.
+    """
 
     text: str
     formula: bool
 
 
 def conclusion(text: str) -> Result:
-    """The last box, else what stands behind the last "answer is" or "Answer:" of a line, else the last formula if no number follows it,
-    else all of a text."""
+    """The last box, else what stands behind the last "answer is" or "Answer:" of a line, else the
+    last formula if no number follows it, else all of a text.
+    """
     if (boxed := boxed_result(text)) is not None:
         return Result(boxed, True)
     stated = _last(_STATED, text)
@@ -134,7 +153,9 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 def has_shape(text: str) -> bool:
     """Whether a text is one <think> block followed by one <answer> block, and nothing else."""
     text = text.strip()
-    if any(text.count(tag) != 1 for tag in _TAGS) or not (text.startswith("<think>") and text.endswith("</answer>")):
+    if any(text.count(tag) != 1 for tag in _TAGS) or not (
+        text.startswith("<think>") and text.endswith("</answer>")
+    ):
         return False
     return text.partition("</think>")[2].lstrip().startswith("<answer>")
 

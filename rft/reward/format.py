@@ -10,11 +10,19 @@ from rft.types.task import Task
 
 
 @reward_function("format_reward")
-def format_reward(task: Task, transcript: Transcript, *, right: float = 0.1, wrong: float = -0.1) -> dict[str, float]:
-    """`right` if the answer is exactly one <think> block followed by one <answer> block, else `wrong`.
+def format_reward(
+    task: Task, transcript: Transcript, *, right: float = 0.1, wrong: float = -0.1
+) -> dict[str, float]:
+    """`right` if the answer is exactly one <think> block followed by one <answer> block, else
+    `wrong`.
 
     The tag that the prompt has opened counts as the answer's.
     """
     shape = has_shape(transcript.with_thought)
-    note("shape", transcript.with_thought, "<think>...</think><answer>...</answer>" if shape else "another shape", right=shape)
+    note(
+        "shape",
+        transcript.with_thought,
+        "<think>...</think><answer>...</answer>" if shape else "another shape",
+        right=shape,
+    )
     return {"format": right if shape else wrong}

@@ -1,5 +1,6 @@
-"""The process in which a scoring function of the `prime` manager runs.  `python -m rft.reward.function_worker`, a worker of
-`rft.reward.functions`: a function that hangs is killed with it.
+"""The process in which a scoring function of the `prime` manager runs.  `python -m
+rft.reward.function_worker`, a worker of `rft.reward.functions`: a function that hangs is killed
+with it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
     from rft.worker.threads import guarded
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        home = import_file(Path(request["file"])) if request["file"] else importlib.import_module(request["module"])
+        home = (
+            import_file(Path(request["file"]))
+            if request["file"]
+            else importlib.import_module(request["module"])
+        )
         result = getattr(home, request["name"])(**request["given"])
         if inspect.isawaitable(result):
             result = asyncio.run(guarded(result, "the reward"))

@@ -1,4 +1,6 @@
-"""Reward of GSM8K: the value behind the last "####", or the last value of the answer, against the gold number."""
+"""Reward of GSM8K: the value behind the last "####", or the last value of the answer, against the
+gold number.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ MARK = "####"
 
 @reward_function("gsm8k_reward")
 def gsm8k_reward(
-    task: Task, transcript: Transcript, *, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
+    task: Task,
+    transcript: Transcript,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
 ) -> float:
-    """1 if the value behind #### (in the last 300 characters) is the gold number; no value 0, another `format_score`.
+    """1 if the value behind #### (in the last 300 characters) is the gold number; no value 0,
+    another `format_score`.
 
     `method`: "strict" wants #### in front of the value, "flexible" takes the last value.
     """

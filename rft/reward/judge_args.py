@@ -8,10 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class ModelLimits(BaseModel):
-    """They hold for everything that asks the same model in this process; judges of one model write the same ones.
+    """They hold for everything that asks the same model in this process; judges of one model write
+    the same ones.
 
-    `cache`: a file, `run` (judge_cache.db in the run's folder) or `off`.  `cost_ledger`: the file that `max_cost_usd` is counted in, for
-    all who name it; null: the cache's file, else that of the run.
+    `cache`: a file, `run` (judge_cache.db in the run's folder) or `off`.  `cost_ledger`: the file
+    that `max_cost_usd` is counted in, for all who name it; null: the cache's file, else that of the
+    run.
     """
 
     cache: str = "run"
@@ -38,11 +40,16 @@ class JudgeArgs(ModelLimits):
     max_tokens: int = Field(512, ge=1)  # of a reply
     max_retries: int = Field(2, ge=0, le=10)  # after a reply that cannot be read, or none in time
     timeout_s: float = Field(120.0, gt=0)  # of one call
-    max_chars: int = Field(32_000, ge=1)  # a longer answer is not shown to the judge and stays unscored
+    # a longer answer is not shown to the judge and stays unscored
+    max_chars: int = Field(32_000, ge=1)
     over_budget: Literal["stop", "unscored"] = "stop"
 
     @model_validator(mode="after")
     def _priced(self) -> Self:
-        if self.max_cost_usd is not None and not (self.price_per_1k_prompt_tokens or self.price_per_1k_completion_tokens):
-            raise ValueError("max_cost_usd needs price_per_1k_prompt_tokens or price_per_1k_completion_tokens")
+        if self.max_cost_usd is not None and not (
+            self.price_per_1k_prompt_tokens or self.price_per_1k_completion_tokens
+        ):
+            raise ValueError(
+                "max_cost_usd needs price_per_1k_prompt_tokens or price_per_1k_completion_tokens"
+            )
         return self

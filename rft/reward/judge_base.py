@@ -1,15 +1,18 @@
-"""A judge: a prompt, a strict parser and a scale.  It asks an auxiliary model and is a reward like any other.
+"""A judge: a prompt, a strict parser and a scale.  It asks an auxiliary model and is a reward like
+any other.
 
     @reward("clear_judge")
     class ClearJudge(Judge):
         scale = Scale(1, 5)
 
         def prompt(self, case, delimit):
-            return f"How clear is this?\\n{delimit('answer', case.answer)}\\n{delimit.ask(score=self.scale)}"
+            return f"How clear is this?\\n{delimit('answer',
+            case.answer)}\\n{delimit.ask(score=self.scale)}"
 
-`delimit(name, text)` shows untrusted text as data; `delimit.ask(...)` requests the verdict, which `read` finds and `value`
-turns into a reward.  A reply that cannot be read is asked for again (`max_retries`), then the answer is unscored.
-Invariant: no answer gets a number that the judge did not give it, except that one that says nothing gets the lowest.
+`delimit(name, text)` shows untrusted text as data; `delimit.ask(...)` requests the verdict, which
+`read` finds and `value` turns into a reward.  A reply that cannot be read is asked for again
+(`max_retries`), then the answer is unscored. Invariant: no answer gets a number that the judge did
+not give it, except that one that says nothing gets the lowest.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ from rft.worker.waiting import waits
 
 log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
-REPEAT: ContextVar[int] = ContextVar("repeat", default=0)  # the same question, asked anew: how consistent a judge is
+# the same question, asked anew: how consistent a judge is
+REPEAT: ContextVar[int] = ContextVar("repeat", default=0)
 AGAIN_TEMPERATURE = 0.5  # at least, when a reply could not be read
 Write = Callable[..., str | Messages]  # write(delimit, *answers): a question
 
@@ -69,15 +73,21 @@ class JudgeCase:
         if answer == self.answer:
             return self
         last: Turn = self.transcript.turns[-1]
-        said = msgspec.structs.replace(last.completion, text=answer, reasoning="", in_thought=False, stop_text="")
+        said = msgspec.structs.replace(
+            last.completion, text=answer, reasoning="", in_thought=False, stop_text=""
+        )
         other = msgspec.structs.replace(last, completion=said)
-        transcript = msgspec.structs.replace(self.transcript, turns=(*self.transcript.turns[:-1], other))
+        transcript = msgspec.structs.replace(
+            self.transcript, turns=(*self.transcript.turns[:-1], other)
+        )
         return replace(self, transcript=transcript, answer=answer)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What came of a question: the verdict's fields, or None and why; the question and the last reply."""
+    """What came of a question: the verdict's fields, or None and why; the question and the last
+    reply.
+    """
 
     verdict: dict[str, Any] | None
     why: str = ""
@@ -86,7 +96,8 @@ class Reading:
 
 
 class Judge(Reward):
-    """Subclass with `prompt`, and `value` where there is not one field on `scale`; raise `version` when `read` changes its meaning.
+    """Subclass with `prompt`, and `value` where there is not one field on `scale`; raise `version`
+    when `read` changes its meaning.
 
     The arguments are those of `Args`, by default `JudgeArgs`; they are `self.args`.
     """
@@ -94,7 +105,8 @@ class Judge(Reward):
     Args: ClassVar[type[BaseModel]] = JudgeArgs
     scale: Scale = Scale(1, 10)
     version: str = "1"
-    choices: tuple[str, ...] = ()  # the model answers with one of these words and nothing else; none: it writes
+    # the model answers with one of these words and nothing else; none: it writes
+    choices: tuple[str, ...] = ()
 
     def __init__(self, **given: Any) -> None:
         self.args: Any = self.Args(**given)
@@ -106,13 +118,18 @@ class Judge(Reward):
         self.metrics = judge_metrics.of(self.name)
         self._client: JudgeClient | None = None
         self._warned: set[str] = set()
-        self._fenced: set[str] = set()  # ways to ask that are known to keep answers inside of the delimiters
+        # ways to ask that are known to keep answers inside of the delimiters
+        self._fenced: set[str] = set()
 
     # ------------------------------------------------------------ yours
 
     def prompt(self, case: JudgeCase, delimit: PromptDelimiters) -> str | Messages:
-        """The question: a text, or messages.  Whatever the policy, the task or another model wrote goes through `delimit`."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method prompt(self, case, delimit)")
+        """The question: a text, or messages.  Whatever the policy, the task or another model wrote
+        goes through `delimit`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a method prompt(self, case, delimit)"
+        )
 
     def delimiters(self) -> PromptDelimiters:
         """The delimiters of one call."""
@@ -123,54 +140,74 @@ class Judge(Reward):
         return delimit.rules
 
     def reply(self, completion: Completion) -> str:
-        """What `read` is given, and what is remembered.  Raises UnreadableVerdict for a reply that was cut."""
+        """What `read` is given, and what is remembered.  Raises UnreadableVerdict for a reply that
+        was cut.
+        """
         if completion.finish_reason != "stop":
             raise UnreadableVerdict(f"the reply was cut at max_tokens {self.args.max_tokens}")
         return completion.with_thought
 
     def read(self, reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
-        """The verdict in a reply.  Raises UnreadableVerdict.  By default: its last line, which has the form of `delimit.ask`."""
+        """The verdict in a reply.  Raises UnreadableVerdict.  By default: its last line, which has
+        the form of `delimit.ask`.
+        """
         return read(reply, delimit)
 
     def value(self, verdict: dict[str, Any], case: JudgeCase) -> RewardResult:
         """The reward of a verdict: number / highest number.  By default of its only field."""
         number, *more = verdict.values()
         if more or isinstance(number, str):
-            raise TypeError(f"{self.kind} needs a method value(self, verdict, case): its verdict, {verdict}, is not one number")
+            raise TypeError(
+                f"{self.kind} needs a method value(self, verdict, case): its verdict, {verdict}, "
+                f"is not one number"
+            )
         return self.scale.value(number)
 
     # ------------------------------------------------------------ a reward
 
-    def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> None:
+    def check_models(
+        self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS
+    ) -> None:
         check_limits(models[name := self._named(models, tasks)], name, self.args)
 
     def check_task(self, task: Task, transcript: Transcript) -> None:
-        """Makes a question: one that asks for no verdict, or shows an answer outside of the delimiters, is refused before the run."""
+        """Makes a question: one that asks for no verdict, or shows an answer outside of the
+        delimiters, is refused before the run.
+        """
         if type(self).prompt is Judge.prompt:  # it asks in its own way
             return
-        case, delimit = JudgeCase.of(task, transcript), self.delimiters()
+        case = JudgeCase.of(task, transcript)
+        delimit = self.delimiters()
 
         def write(delimit: PromptDelimiters, answer: str) -> str | Messages:
             return self.prompt(case.saying(answer), delimit)
 
         self._messages(write, delimit, (case.answer,))
         if not delimit.fields and not self.choices and type(self).read is Judge.read:
-            raise ConfigError(f"the prompt of judge {self.kind} asks for no verdict; end it with delimit.ask(score=self.scale)")
+            raise ConfigError(
+                f"the prompt of judge {self.kind} asks for no verdict; end it with "
+                f"delimit.ask(score=self.scale)"
+            )
         self._probe(write, 1)
 
     def _named(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> str:
-        """The name of the auxiliary model.  Raises ConfigError where it is missing, or is not the only one and not named."""
+        """The name of the auxiliary model.  Raises ConfigError where it is missing, or is not the
+        only one and not named.
+        """
         key = "reward_fn_args.judge"
         return named(models, self.args.judge, who=self.kind, key=key, task="generate", tasks=tasks)
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Raises ConfigError where the model is missing, and where judges that ask the same model have different limits."""
+        """Raises ConfigError where the model is missing, and where judges that ask the same model
+        have different limits.
+        """
         name = self._named(models)
         self._client = open_client(models[name], name, self.args)
 
     async def close(self) -> None:
         if self._client is not None:
-            client, self._client = self._client, None
+            client = self._client
+            self._client = None
             await close_client(client)
 
     def gold_answer(self, task: Task) -> None:
@@ -180,29 +217,40 @@ class Judge(Reward):
         case = JudgeCase.of(task, transcript)
         if (known := self.without_asking(case)) is not None:
             return known
-        found = await self.ask(lambda delimit, answer: self.prompt(case.saying(answer), delimit), case.answer)
-        return Score(value=None, reason=found.why) if found.verdict is None else self.value(found.verdict, case)
+        found = await self.ask(
+            lambda delimit, answer: self.prompt(case.saying(answer), delimit), case.answer
+        )
+        return (
+            Score(value=None, reason=found.why)
+            if found.verdict is None
+            else self.value(found.verdict, case)
+        )
 
     # ------------------------------------------------------------ asking
 
     def without_asking(self, case: JudgeCase) -> Score | None:
-        """The score of an answer that is not shown to the model: the lowest if it says nothing, unscored if it is too long."""
+        """The score of an answer that is not shown to the model: the lowest if it says nothing,
+        unscored if it is too long.
+        """
         if says_nothing(inert(case.answer)):
             self.metrics.empty += 1
             return Score(value=self.scale.lowest, reason="the answer says nothing")
         if len(case.answer) > self.args.max_chars:
             self.metrics.unscored += 1
             return Score(
-                value=None, reason=f"the answer has {len(case.answer)} characters, more than max_chars {self.args.max_chars}"
+                value=None,
+                reason=f"the answer has {len(case.answer)} characters, more than max_chars "
+                f"{self.args.max_chars}",
             )
         return None
 
     async def ask(self, write: Write, *answers: str) -> Reading:
         """Asks until a verdict can be read, or `max_retries` are used up.
 
-        `answers`: texts of the policy, which must not stand outside of the delimiters.  `write(delimit, *answers)` makes the question;
-        it is called for every try, and before the first one with other texts, which show where it puts them.  Raises ConfigError if that
-        is outside, BudgetUsedUp, and EngineFailed when the model is gone.
+        `answers`: texts of the policy, which must not stand outside of the delimiters.
+        `write(delimit, *answers)` makes the question; it is called for every try, and before the
+        first one with other texts, which show where it puts them.  Raises ConfigError if that is
+        outside, BudgetUsedUp, and EngineFailed when the model is gone.
         """
         if self._client is None:
             raise RuntimeError(f"{self.kind}: `await judge.prepare(models)` comes first")
@@ -214,7 +262,9 @@ class Judge(Reward):
 
         key = self._key(question(PromptDelimiters.keying()))
         with waits("question", f"judge {self.name}", whole=True):
-            found = await client.once(key, lambda: self._attempts(client, key, question), self.metrics)
+            found = await client.once(
+                key, lambda: self._attempts(client, key, question), self.metrics
+            )
         exchanges.note(self.name, found.question, found.reply, found.why)
         return found
 
@@ -223,37 +273,62 @@ class Judge(Reward):
         way = getattr(write, "__qualname__", "")
         if way in self._fenced:
             return
-        delimit, probes = PromptDelimiters(), tuple(secrets.token_hex(16) for _ in range(answers))
+        delimit = PromptDelimiters()
+        probes = tuple(secrets.token_hex(16) for _ in range(answers))
         try:
             messages = self._messages(write, delimit, probes)
         except Exception as e:  # a prompt that takes answers of some form only
-            log.debug("%s: no question with a random answer: %s: %s", self.kind, type(e).__name__, e)
+            log.debug(
+                "%s: no question with a random answer: %s: %s", self.kind, type(e).__name__, e
+            )
             return
         free = "\n".join(delimit.outside(str(m["content"])) for m in messages).lower()
         if any(p in free for p in probes):
             raise ConfigError(
-                f"the prompt of judge {self.kind} shows an answer outside of the delimiters, where it could speak to the judge; "
+                f"the prompt of judge {self.kind} shows an answer outside of the delimiters, where "
+                f"it could speak to the judge; "
                 "write delimit('answer', case.answer)"
             )
         self._fenced.add(way)
 
-    def _messages(self, write: Write, delimit: PromptDelimiters, answers: tuple[str, ...]) -> Messages:
+    def _messages(
+        self, write: Write, delimit: PromptDelimiters, answers: tuple[str, ...]
+    ) -> Messages:
         """With the rules of the delimiters first."""
         made = write(delimit, *answers)
-        messages = [{"role": "user", "content": made}] if isinstance(made, str) else [dict(m) for m in made]
+        messages = (
+            [{"role": "user", "content": made}]
+            if isinstance(made, str)
+            else [dict(m) for m in made]
+        )
         if messages[0]["role"] == "system":
-            return [{**messages[0], "content": f"{self.rules(delimit)}\n\n{messages[0]['content']}"}, *messages[1:]]
+            return [
+                {**messages[0], "content": f"{self.rules(delimit)}\n\n{messages[0]['content']}"},
+                *messages[1:],
+            ]
         return [{"role": "system", "content": self.rules(delimit)}, *messages]
 
     def _key(self, messages: Messages) -> bytes:
         assert self._client is not None
         a = self.args
-        what: list[Any] = [self.kind, self.version, messages, a.temperature, a.max_tokens, self._client.identity]
+        what: list[Any] = [
+            self.kind,
+            self.version,
+            messages,
+            a.temperature,
+            a.max_tokens,
+            self._client.identity,
+        ]
         what += [REPEAT.get(), *self.choices]
-        return hashlib.blake2b(json.dumps(what, sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=20).digest()
+        return hashlib.blake2b(
+            json.dumps(what, sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=20
+        ).digest()
 
-    async def _attempts(self, client: JudgeClient, key: bytes, question: Callable[[PromptDelimiters], Messages]) -> Reading:
-        m, a = self.metrics, self.args
+    async def _attempts(
+        self, client: JudgeClient, key: bytes, question: Callable[[PromptDelimiters], Messages]
+    ) -> Reading:
+        m = self.metrics
+        a = self.args
         if client.cache is not None and (known := client.cache.get(key)) is not None:
             delimit = PromptDelimiters.keying()
             asked = question(delimit)  # which sets the fields that it asks for
@@ -261,7 +336,9 @@ class Judge(Reward):
             try:
                 found = Reading(self.read(known.text, delimit), "", asked, known.text)
             except UnreadableVerdict:
-                log.debug("%s: a reply in the cache cannot be read any more; asked again", self.kind)
+                log.debug(
+                    "%s: a reply in the cache cannot be read any more; asked again", self.kind
+                )
             else:
                 m.cache_hit += 1
                 return found
@@ -288,7 +365,9 @@ class Judge(Reward):
                 m.timeouts += 1
                 why = f"the judge did not answer within {a.timeout_s:g} s"
                 continue
-            except ValueError as e:  # too long for it, or refused by its server: asking again would not help
+            except (
+                ValueError
+            ) as e:  # too long for it, or refused by its server: asking again would not help
                 self._warn("refused", f"a question was refused: {e}")
                 why = f"the judge refused the question: {str(e)[:200]}"
                 break
@@ -311,7 +390,9 @@ class Judge(Reward):
     def _sampling(self, attempt: int) -> SamplingArgs:
         if self.choices:  # one token, whose log-prob is asked for
             return SamplingArgs(temperature=0.0, max_tokens=1)
-        warmer = self.args.temperature if not attempt else max(self.args.temperature, AGAIN_TEMPERATURE)
+        warmer = (
+            self.args.temperature if not attempt else max(self.args.temperature, AGAIN_TEMPERATURE)
+        )
         return SamplingArgs(temperature=warmer, max_tokens=self.args.max_tokens)
 
     def _warn(self, what: str, message: str) -> None:

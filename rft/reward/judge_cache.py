@@ -1,6 +1,7 @@
 """Replies of judges, kept in an SQLite file.
 
-Knows neither judges nor models.  Several processes may use one file.  Invariant: what is given back was written whole, under the same key.
+Knows neither judges nor models.  Several processes may use one file.  Invariant: what is given back
+was written whole, under the same key.
 """
 
 from __future__ import annotations
@@ -28,21 +29,30 @@ class Cache:
     """One file, for one event loop."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that is something else, or in a folder that cannot be written."""
+        """Raises ConfigError for a file that is something else, or in a folder that cannot be
+        written.
+        """
         self.path = path
         self._db = opened(path, _SCHEMA, key="reward_fn_args.cache")
 
     def get(self, key: bytes) -> CachedReply | None:
-        row = self._db.execute("SELECT reply, verdict_key FROM replies WHERE key = ?", (key,)).fetchone()
+        row = self._db.execute(
+            "SELECT reply, verdict_key FROM replies WHERE key = ?", (key,)
+        ).fetchone()
         return None if row is None else CachedReply(*row)
 
-    def put(self, key: bytes, reply: CachedReply, *, judge: str, model: str, tokens: tuple[int, int]) -> None:
+    def put(
+        self, key: bytes, reply: CachedReply, *, judge: str, model: str, tokens: tuple[int, int]
+    ) -> None:
         """Raises RunFailed where it cannot be written."""
         row = (key, judge, model, reply.text, reply.verdict_key, *tokens, time.time())
         try:
             self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
         except (sqlite3.Error, UnicodeError) as e:
-            raise RunFailed(f"the judge's cache {self.path} cannot be written ({e}); make room, or use cache: off") from e
+            raise RunFailed(
+                f"the judge's cache {self.path} cannot be written ({e}); make room, or use cache: "
+                f"off"
+            ) from e
 
     def close(self) -> None:
         self._db.close()

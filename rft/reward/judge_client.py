@@ -2,8 +2,9 @@
 
     same question answered before? ─> under way? ─> budget left? ─> room ─> rate ─> the model
 
-Knows no prompt and no verdict.  Invariant: the cost of all calls, those of all processes with the same ledger included, never passes
-`max_cost_usd`: what a call can cost at most is counted before it is made.
+Knows no prompt and no verdict.  Invariant: the cost of all calls, those of all processes with the
+same ledger included, never passes `max_cost_usd`: what a call can cost at most is counted before it
+is made.
 """
 
 from __future__ import annotations
@@ -35,20 +36,27 @@ class JudgeClient:
     """One auxiliary model, as judges with the limits of `args` ask it."""
 
     def __init__(self, model: ChatModel, identity: str, args: JudgeArgs) -> None:
-        self.identity, self.limits = identity, args.limits
-        self._model, self._args = model, args
+        self.identity = identity
+        self.limits = args.limits
+        self._model = model
+        self._args = args
         path = _path(args.cache)
         self.cache = None if path is None else Cache(path)
         self._room = asyncio.Semaphore(args.max_concurrent)
-        self._requests, self._tokens = RateLimiter(args.requests_per_minute), RateLimiter(args.tokens_per_minute)
+        self._requests = RateLimiter(args.requests_per_minute)
+        self._tokens = RateLimiter(args.tokens_per_minute)
         self.ledger = CostLedger(_ledger(args))
         self._settled = asyncio.Event()
         self._under_way: dict[bytes, tuple[asyncio.Future[Any], list[int]]] = {}
         self._jobs: set[asyncio.Future[Any]] = set()  # also those that are being cancelled
         self.users = 0
 
-    async def once(self, key: bytes, answer: Callable[[], Awaitable[T]], metrics: JudgeMetrics) -> T:
-        """The result of `answer()`, shared by concurrent calls with the same key.  It is cancelled when the last of them gives up."""
+    async def once(
+        self, key: bytes, answer: Callable[[], Awaitable[T]], metrics: JudgeMetrics
+    ) -> T:
+        """The result of `answer()`, shared by concurrent calls with the same key.  It is cancelled
+        when the last of them gives up.
+        """
         if key in self._under_way:
             metrics.shared += 1
         else:
@@ -76,15 +84,19 @@ class JudgeClient:
     async def generate(
         self, request: GenerateRequest, timeout_s: float, metrics: JudgeMetrics
     ) -> tuple[Completion, tuple[int, int]]:
-        """One call, whose deadline counts from when it is sent: the completion, and its tokens (prompt, answer).
+        """One call, whose deadline counts from when it is sent: the completion, and its tokens
+        (prompt, answer).
 
         Raises BudgetUsedUp, TimeoutError, and what the model raises.
         """
         size = sum(len(str(m["content"]).encode()) for m in request.messages)
-        most = self._cost(size + TEMPLATE_TOKENS * (1 + len(request.messages)), request.sampling.max_tokens)
+        most = self._cost(
+            size + TEMPLATE_TOKENS * (1 + len(request.messages)), request.sampling.max_tokens
+        )
         guess = size // 4 + request.sampling.max_tokens
         reserved = [await self._reserve(most)]
-        cost, owed = 0.0, True  # of a call that was not made; whether the last sending has a price
+        cost = 0.0  # of a call that was not made; whether the last sending has a price
+        owed = True
 
         async def resent() -> None:
             reserved.append(await self._reserve(most))
@@ -94,15 +106,19 @@ class JudgeClient:
             owed = False
 
         try:
-            async with CLOCK.get().turn(self._room):  # the run that asks is not to blame for waiting
+            # the run that asks is not to blame for waiting
+            async with CLOCK.get().turn(self._room):
                 with CLOCK.get().stopped():
                     await self._requests.acquire(1)
                     await self._tokens.acquire(guess)
-                clock, cost = Clock(), most  # of a call that does not come back
+                clock = Clock()  # of a call that does not come back
+                cost = most
                 metrics.calls += 1
                 try:
                     with calling(clock, resent, unpaid):
-                        (completion,) = await in_time(self._model.generate(request), timeout_s, "the judge", clock)
+                        (completion,) = await in_time(
+                            self._model.generate(request), timeout_s, "the judge", clock
+                        )
                 except ValueError:
                     cost = 0.0  # refused
                     raise
@@ -124,7 +140,8 @@ class JudgeClient:
             self._tokens.correct(sum(tokens) - guess)
             return completion, tokens
         finally:
-            costs = [cost] + [most] * (len(reserved) - 1)  # sendings without an answer may have been worked on
+            # sendings without an answer may have been worked on
+            costs = [cost] + [most] * (len(reserved) - 1)
             metrics.cost_usd += sum(costs)
             for call, paid in zip(reserved, costs, strict=True):
                 if call is not None:
@@ -132,7 +149,9 @@ class JudgeClient:
             self._settled.set()
 
     async def _reserve(self, most: float) -> int | None:
-        """The call's number in the ledger; None for one that costs nothing.  Waits while calls under way may leave room for it."""
+        """The call's number in the ledger; None for one that costs nothing.  Waits while calls
+        under way may leave room for it.
+        """
         if not most:
             return None
         while (call := self.ledger.reserve(self.identity, most, self._args.max_cost_usd)) is None:
@@ -143,7 +162,10 @@ class JudgeClient:
 
     def _cost(self, prompt_tokens: int, completion_tokens: int) -> float:
         a = self._args
-        return (prompt_tokens * a.price_per_1k_prompt_tokens + completion_tokens * a.price_per_1k_completion_tokens) / 1000
+        return (
+            prompt_tokens * a.price_per_1k_prompt_tokens
+            + completion_tokens * a.price_per_1k_completion_tokens
+        ) / 1000
 
     async def close(self) -> None:
         """Ends what is under way; what that cost is written before the cache is closed."""
@@ -159,7 +181,8 @@ class JudgeClient:
 
 
 _CLIENTS: dict[int, tuple[ChatModel, JudgeClient]] = {}
-_CHECKED: dict[int, tuple[object, JudgeArgs]] = {}  # of configurations: a model, and the first judge that asks it
+# of configurations: a model, and the first judge that asks it
+_CHECKED: dict[int, tuple[object, JudgeArgs]] = {}
 
 
 def check_limits(model: object, name: str, args: JudgeArgs) -> None:
@@ -170,11 +193,16 @@ def check_limits(model: object, name: str, args: JudgeArgs) -> None:
 def _same(name: str, first: Mapping[str, object], limits: Mapping[str, object]) -> None:
     if differ := [n for n, limit in first.items() if limit != limits[n]]:
         both = ", ".join(f"{n} ({first[n]} and {limits[n]})" for n in differ)
-        raise ConfigError(f"two judges ask {name} with different limits: {both}; write the same", key="reward_fn_args")
+        raise ConfigError(
+            f"two judges ask {name} with different limits: {both}; write the same",
+            key="reward_fn_args",
+        )
 
 
 def open_client(model: ChatModel, name: str, args: JudgeArgs) -> JudgeClient:
-    """The client of `model`, shared by all judges that ask it.  Raises ConfigError for other limits than theirs."""
+    """The client of `model`, shared by all judges that ask it.  Raises ConfigError for other limits
+    than theirs.
+    """
     found = _CLIENTS.get(id(model))
     if found is None:
         identity = model.identity if isinstance(model, Identified) else ""

@@ -1,9 +1,11 @@
-"""What judges have cost, in an SQLite file that all its users share: a hard bound, also when they are killed.
+"""What judges have cost, in an SQLite file that all its users share: a hard bound, also when they
+are killed.
 
     spent = settled costs + the most that calls under way can cost
 
-A call's most is added before it is sent and corrected when it is back, so one that never comes back stays counted as if it had cost that.
-Knows neither judges nor models.  Invariant: `reserve` never lets `spent` pass the limit, however many processes use the file.
+A call's most is added before it is sent and corrected when it is back, so one that never comes back
+stays counted as if it had cost that. Knows neither judges nor models.  Invariant: `reserve` never
+lets `spent` pass the limit, however many processes use the file.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ class CostLedger:
     """One file, for one event loop; in memory without `path`."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises ConfigError for a file that is something else, or in a folder that cannot be written."""
+        """Raises ConfigError for a file that is something else, or in a folder that cannot be
+        written.
+        """
         self.path = path
         self._db = opened(path, _SCHEMA, key="reward_fn_args.cost_ledger")
         self._me = _process(os.getpid())
 
     def reserve(self, model: str, most: float, limit: float | None) -> int | None:
-        """Counts a call that may cost `most`; its number, or None where others are under way that may leave room for it.
+        """Counts a call that may cost `most`; its number, or None where others are under way that
+        may leave room for it.
 
         Raises BudgetUsedUp where it does not fit, whatever they cost.
         """
@@ -48,18 +53,25 @@ class CostLedger:
                 if self._others(model):
                     return None
                 raise BudgetUsedUp(
-                    f"the judge {model} has cost ${spent:.4f} of max_cost_usd ${limit:g}, and the next call may cost ${most:.4f}.  "
-                    "Raise reward_fn_args.max_cost_usd and start again (it goes on from its last checkpoint), use a cheaper judge, or "
+                    f"the judge {model} has cost ${spent:.4f} of max_cost_usd ${limit:g}, and the "
+                    f"next call may cost ${most:.4f}.  "
+                    "Raise reward_fn_args.max_cost_usd and start again (it goes on from its last "
+                    "checkpoint), use a cheaper judge, or "
                     "leave what is left unscored with over_budget: unscored"
                 )
             self._add(model, 1, most)
-            row = db.execute("INSERT INTO under_way (model, most, owner) VALUES (?, ?, ?)", (model, most, self._me))
+            row = db.execute(
+                "INSERT INTO under_way (model, most, owner) VALUES (?, ?, ?)",
+                (model, most, self._me),
+            )
             return row.lastrowid
 
     def settle(self, call: int, cost: float) -> None:
         """The call is over and has cost this."""
         with self._changing() as db:
-            model, most = db.execute("SELECT model, most FROM under_way WHERE id = ?", (call,)).fetchone()
+            model, most = db.execute(
+                "SELECT model, most FROM under_way WHERE id = ?", (call,)
+            ).fetchone()
             self._add(model, 0 if cost else -1, cost - most)
             db.execute("DELETE FROM under_way WHERE id = ?", (call,))
 
@@ -73,17 +85,27 @@ class CostLedger:
         return 0.0 if row is None else float(row[0])
 
     def _add(self, model: str, calls: int, cost_usd: float) -> None:
-        more = "ON CONFLICT (model) DO UPDATE SET calls = calls + excluded.calls, cost_usd = cost_usd + excluded.cost_usd"
+        more = (
+            "ON CONFLICT (model) DO UPDATE SET calls = calls + excluded.calls, cost_usd = "
+            "cost_usd + excluded.cost_usd"
+        )
         self._db.execute(f"INSERT INTO spent VALUES (?, ?, ?) {more}", (model, calls, cost_usd))
 
     def _others(self, model: str) -> bool:
         """Whether calls of this model are under way in a process of this machine that lives."""
-        owners = [o for (o,) in self._db.execute("SELECT DISTINCT owner FROM under_way WHERE model = ?", (model,))]
+        owners = [
+            o
+            for (o,) in self._db.execute(
+                "SELECT DISTINCT owner FROM under_way WHERE model = ?", (model,)
+            )
+        ]
         return any(owner and _process(int(owner.partition(" ")[0])) == owner for owner in owners)
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, which no other process is in.  Raises RunFailed: a budget that is forgotten is none."""
+        """One transaction, which no other process is in.  Raises RunFailed: a budget that is
+        forgotten is none.
+        """
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -94,7 +116,8 @@ class CostLedger:
             self._db.execute("COMMIT")
         except (sqlite3.Error, UnicodeError) as e:
             raise RunFailed(
-                f"the ledger of a judge's costs, {self.path}, cannot be written ({e}); make room, or name another"
+                f"the ledger of a judge's costs, {self.path}, cannot be written ({e}); make room, "
+                f"or name another"
             ) from e
 
     def close(self) -> None:
@@ -102,14 +125,19 @@ class CostLedger:
 
 
 def opened(path: Path | None, schema: str, *, key: str) -> sqlite3.Connection:
-    """A connection to the file, for its user alone.  Raises ConfigError of `key` for another program's, or one that cannot be written."""
+    """A connection to the file, for its user alone.  Raises ConfigError of `key` for another
+    program's, or one that cannot be written.
+    """
     try:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         db = sqlite3.connect(path or ":memory:", timeout=60, isolation_level=None)
         tables = {
-            name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+            name
+            for (name,) in db.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+            )
         }
         if foreign := sorted(tables - _TABLES):
             raise sqlite3.DatabaseError(f"it has a table {foreign[0]} of another program")
@@ -119,12 +147,16 @@ def opened(path: Path | None, schema: str, *, key: str) -> sqlite3.Connection:
         return db
     except (sqlite3.Error, OSError) as e:
         raise ConfigError(
-            f"{path} cannot be used as a judge's cache or ledger of costs ({e}); name another file", key=key, given=str(path)
+            f"{path} cannot be used as a judge's cache or ledger of costs ({e}); name another file",
+            key=key,
+            given=str(path),
         ) from None
 
 
 def _process(pid: int) -> str:
-    """A name of a process of this machine that no later one gets: its number and when it began; "" where there is none, or no /proc."""
+    """A name of a process of this machine that no later one gets: its number and when it began; ""
+    where there is none, or no /proc.
+    """
     try:
         began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -35,7 +35,9 @@ def of(name: str) -> JudgeMetrics:
 
 
 def counts() -> dict[str, float]:
-    """For metrics: "judge/<name>/calls", ..., and "/latency", mean seconds of a call, of every judge that did something."""
+    """For metrics: "judge/<name>/calls", ..., and "/latency", mean seconds of a call, of every
+    judge that did something.
+    """
     found: dict[str, float] = {}
     for name, m in _BY_NAME.items():
         if m.used:

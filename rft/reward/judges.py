@@ -1,7 +1,9 @@
-"""Judges that are ready to use: rubric, reference, pairwise and group-relative.  docs/howto/judge.md shows each.
+"""Judges that are ready to use: rubric, reference, pairwise and group-relative.
+docs/howto/judge.md shows each.
 
 explorer.auxiliary_models: [{name: judge, model_path: ...}]
-buffer.explorer_input.taskset: {default_reward_fn_type: rubric_judge, reward_fn_args: {judge: judge, criteria: {correct: 2, clear: 1}}}
+buffer.explorer_input.taskset: {default_reward_fn_type: rubric_judge, reward_fn_args: {judge: judge,
+criteria: {correct: 2, clear: 1}}}
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from rft.types.task import Task
 
 
 class RubricArgs(JudgeArgs):
-    """`criteria`: weights by name; `describe`: what a name means.  `rubric_key`: column with a row's own list of {criterion, points}."""
+    """`criteria`: weights by name; `describe`: what a name means.  `rubric_key`: column with a
+    row's own list of {criterion, points}.
+    """
 
     criteria: dict[str, float] = Field({"quality": 1.0}, min_length=1)
     describe: dict[str, str] = Field(default_factory=dict)
@@ -36,7 +40,9 @@ class RubricArgs(JudgeArgs):
     @classmethod
     def _weighed(cls, given: dict[str, float]) -> dict[str, float]:
         if "key" in given or any(w < 0 for w in given.values()) or not any(given.values()):
-            raise ValueError("weights must not be negative, not all 0, and no criterion may be called key")
+            raise ValueError(
+                "weights must not be negative, not all 0, and no criterion may be called key"
+            )
         return given
 
 
@@ -45,11 +51,13 @@ FAULT = " (a fault: 1 if the answer does not have it at all, 10 if it fully has 
 
 @reward("rubric_judge")
 class RubricJudge(Judge):
-    """1 to 10 by each criterion; the reward is the weighted mean of the tenths, 0.1 to 1.0, and every criterion is a part.
+    """1 to 10 by each criterion; the reward is the weighted mean of the tenths, 0.1 to 1.0, and
+    every criterion is a part.
 
     A row's criterion may have negative points: a fault, of which 1 says not at all and 10 fully.
-    Formula: reward = max(0.1, (sum of w x n/10 where w > 0  -  sum of |w| x (n - 1)/9 where w < 0) / sum of w where w > 0)
-    so that a fault that is not there costs nothing.  A row without positive points is unscored.
+    Formula: reward = max(0.1, (sum of w x n/10 where w > 0  -  sum of |w| x (n - 1)/9 where w < 0)
+    / sum of w where w > 0) so that a fault that is not there costs nothing.  A row without positive
+    points is unscored.
     """
 
     Args = RubricArgs
@@ -67,25 +75,39 @@ class RubricJudge(Judge):
             for name, (weight, says) in criteria.items()
         )
         return (
-            f"{self.args.instruction}  1 is worst, 10 is best.\n\nCriteria:\n{listed}\n\n{delimit('question', case.question)}\n\n"
+            f"{self.args.instruction}  1 is worst, 10 is "
+            f"best.\n\nCriteria:\n{listed}\n\n{delimit('question', case.question)}\n\n"
             f"{delimit('answer', case.answer)}\n\n{delimit.ask(**dict.fromkeys(criteria, self.scale))}"
         )
 
     def value(self, verdict: dict[str, Any], case: JudgeCase) -> RewardResult:
         weights = {name: weight for name, (weight, _) in self._criteria(case.task).items()}
         parts = {name: self.scale.value(number) for name, number in verdict.items()}
-        low, high = self.scale.low, self.scale.high
-        earned = math.fsum(w * (parts[n] if w > 0 else (verdict[n] - low) / (high - low)) for n, w in weights.items())
-        return Score(value=max(self.scale.lowest, earned / math.fsum(w for w in weights.values() if w > 0)), parts=parts)
+        low = self.scale.low
+        high = self.scale.high
+        earned = math.fsum(
+            w * (parts[n] if w > 0 else (verdict[n] - low) / (high - low))
+            for n, w in weights.items()
+        )
+        return Score(
+            value=max(self.scale.lowest, earned / math.fsum(w for w in weights.values() if w > 0)),
+            parts=parts,
+        )
 
     def _criteria(self, task: Task) -> dict[str, tuple[float, str]]:
         """name -> (weight, meaning)."""
         if (column := self.args.rubric_key) is None:
-            return {name: (weight, self.args.describe.get(name, "")) for name, weight in self.args.criteria.items()}
+            return {
+                name: (weight, self.args.describe.get(name, ""))
+                for name, weight in self.args.criteria.items()
+            }
         rows = task.row.get(column)
         if not isinstance(rows, list) or not rows:
             raise ValueError(f"row {task.index} has no list of criteria in column {column!r}")
-        return {f"criterion {i}": _of_row(r, f"criterion {i} of row {task.index}") for i, r in enumerate(rows, 1)}
+        return {
+            f"criterion {i}": _of_row(r, f"criterion {i} of row {task.index}")
+            for i, r in enumerate(rows, 1)
+        }
 
 
 def _of_row(given: Any, where: str) -> tuple[float, str]:
@@ -105,7 +127,8 @@ def _of_row(given: Any, where: str) -> tuple[float, str]:
 
 class ReferenceArgs(JudgeArgs):
     instruction: str = (
-        "Is the final result of the answer the same as the reference's?  Other words and forms of the same result are right.  "
+        "Is the final result of the answer the same as the reference's?  Other words and forms of "
+        "the same result are right.  "
         "An answer without a final result, or with several different ones, is wrong."
     )
 
@@ -133,7 +156,9 @@ class ReferenceJudge(Judge):
 
 
 class PairwiseArgs(JudgeArgs):
-    """`against`: the row's reference answer, or the group's other answers: each meets the next `opponents` of them in turn."""
+    """`against`: the row's reference answer, or the group's other answers: each meets the next
+    `opponents` of them in turn.
+    """
 
     against: Literal["reference", "group"] = "reference"
     opponents: int = Field(1, ge=1)
@@ -142,7 +167,9 @@ class PairwiseArgs(JudgeArgs):
 
 @reward("pairwise_judge")
 class PairwiseJudge(Judge):
-    """1 for the better answer, 0 for the other, 0.5 for a tie; every pair is judged in both orders and the two are averaged."""
+    """1 for the better answer, 0 for the other, 0.5 for a tie; every pair is judged in both orders
+    and the two are averaged.
+    """
 
     Args = PairwiseArgs
     scale = Scale(0, 1, whole=False)
@@ -171,7 +198,12 @@ class PairwiseJudge(Judge):
         steps = range(1, min(self.args.opponents, len(there) - 1) + 1)
         pairs = {(there[i], there[(i + s) % len(there)]) for i in range(len(there)) for s in steps}
         pairs = {(min(p), max(p)) for p in pairs}
-        met = await asyncio.gather(*(self._meet(cases[i].question, cases[i].answer, cases[j].answer) for i, j in sorted(pairs)))
+        met = await asyncio.gather(
+            *(
+                self._meet(cases[i].question, cases[i].answer, cases[j].answer)
+                for i, j in sorted(pairs)
+            )
+        )
         won: dict[int, list[float]] = {i: [] for i in there}
         for (i, j), (value, _) in zip(sorted(pairs), met, strict=True):
             if value is not None:
@@ -179,7 +211,12 @@ class PairwiseJudge(Judge):
                 won[j].append(1 - value)
         why = next((w for _, w in met if w), "there is no other answer to compare with")
         return [
-            k if k is not None else Score(value=math.fsum(won[i]) / len(won[i]) if won[i] else None, reason="" if won[i] else why)
+            k
+            if k is not None
+            else Score(
+                value=math.fsum(won[i]) / len(won[i]) if won[i] else None,
+                reason="" if won[i] else why,
+            )
             for i, k in enumerate(known)
         ]
 
@@ -187,7 +224,9 @@ class PairwiseJudge(Judge):
         """How far `one` is better than `other`, or None and why."""
         if one.strip() == other.strip():
             return 0.5, ""
-        orders = await asyncio.gather(self._compare(question, one, other), self._compare(question, other, one))
+        orders = await asyncio.gather(
+            self._compare(question, one, other), self._compare(question, other, one)
+        )
         if (unread := next((o.why for o in orders if o.verdict is None), None)) is not None:
             return None, unread
         points = {"first": 1.0, "tie": 0.5, "second": 0.0}
@@ -210,7 +249,8 @@ class RulerArgs(JudgeArgs):
     """`rubric`: what makes an answer good."""
 
     rubric: str = (
-        "An answer that reaches the goal of its task is better than one that does not; of two that do, the one with less detour."
+        "An answer that reaches the goal of its task is better than one that does not; "
+        "of two that do, the one with less detour."
     )
 
 
@@ -220,7 +260,8 @@ class RulerJudge(Judge):
 
     Their order is shuffled; equal ones are shown once.
 
-    Method of OpenPipe ART's RULER (relative scores need no absolute scale, and a group's advantages use nothing else).
+    Method of OpenPipe ART's RULER (relative scores need no absolute scale, and a group's advantages
+    use nothing else).
     """
 
     Args = RulerArgs
@@ -231,24 +272,35 @@ class RulerJudge(Judge):
         cases = [JudgeCase.of(task, t) for t in transcripts]
         known = [self.without_asking(c) for c in cases]
         texts = sorted({c.answer.strip() for c, k in zip(cases, known, strict=True) if k is None})
-        order = hashlib.blake2b(json.dumps([texts, REPEAT.get()]).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        order = hashlib.blake2b(
+            json.dumps([texts, REPEAT.get()]).encode("utf-8", "surrogatepass"), digest_size=8
+        ).digest()
         random.Random(order).shuffle(texts)
         names = {text: f"answer {i}" for i, text in enumerate(texts, 1)}
 
         def write(delimit: PromptDelimiters, *given: str) -> str:
-            shown = "\n\n".join(delimit(name, text) for name, text in zip(names.values(), given, strict=True))
+            shown = "\n\n".join(
+                delimit(name, text) for name, text in zip(names.values(), given, strict=True)
+            )
             return (
-                "Score every answer to the question from 0 (worst) to 1 (best), each beside the others.  Use the range: small "
+                "Score every answer to the question from 0 (worst) to 1 (best), each beside the "
+                "others.  Use the range: small "
                 f"differences count.\n{self.args.rubric}\n\n{delimit('question', cases[0].question)}\n\n{shown}\n\n"
                 f"{delimit.ask(**dict.fromkeys(names.values(), self.scale))}"
             )
 
-        verdict, why = None, ""
+        verdict = None
+        why = ""
         if texts:
             found = await self.ask(write, *texts)
-            verdict, why = found.verdict, found.why
+            verdict = found.verdict
+            why = found.why
         return [
-            k if k is not None else Score(value=None if verdict is None else verdict[names[c.answer.strip()]], reason=why)
+            k
+            if k is not None
+            else Score(
+                value=None if verdict is None else verdict[names[c.answer.strip()]], reason=why
+            )
             for c, k in zip(cases, known, strict=True)
         ]
 
@@ -257,4 +309,8 @@ def text_of(truth: Any) -> str:
     """A gold answer as a text; of {"target": ...} the target."""
     while isinstance(truth, dict) and "target" in truth:
         truth = truth["target"]
-    return json.dumps(truth, ensure_ascii=False, default=str) if isinstance(truth, dict | list) else str(truth)
+    return (
+        json.dumps(truth, ensure_ascii=False, default=str)
+        if isinstance(truth, dict | list)
+        else str(truth)
+    )

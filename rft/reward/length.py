@@ -20,9 +20,11 @@ def length_reward(
     most: Annotated[int | None, Field(ge=1)] = None,
     slope: Annotated[float, Field(ge=0)] = 1.0,
 ) -> dict[str, float]:
-    """0 from `least` to `most` tokens of all answers, less outside in proportion to the distance, at most `slope`.
+    """0 from `least` to `most` tokens of all answers, less outside in proportion to the distance,
+    at most `slope`.
 
-    `most` null: no upper end.  `slope`: what twice `most`, or nothing where `least` is asked, costs.
+    `most` null: no upper end.  `slope`: what twice `most`, or nothing where `least` is asked,
+    costs.
     """
     tokens = sum(len(t.completion.tokens) for t in transcript.turns)
     short = (least - tokens) / least if tokens < least else 0.0

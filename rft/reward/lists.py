@@ -1,7 +1,9 @@
-"""Functions that score lists of answers: TRL's f(prompts, completions, **columns) and the one that veRL's batch manager calls.
+"""Functions that score lists of answers: TRL's f(prompts, completions, **columns) and the one that
+veRL's batch manager calls.
 
-They are known by the names of their parameters and are called once with all answers of a task.  Invariant: a list of another length,
-or with something that is no number, raises; None leaves that answer unscored.
+They are known by the names of their parameters and are called once with all answers of a task.
+Invariant: a list of another length, or with something that is no number, raises; None leaves that
+answer unscored.
 """
 
 from __future__ import annotations
@@ -37,26 +39,47 @@ class ListReward(Reward):
 
     whole_group = True
 
-    def __init__(self, fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs, *, name: str, key: str) -> None:
-        self._fn, self._args, self._manager, self._name = fn, dict(args), manager, name
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Mapping[str, Any],
+        manager: ManagerArgs,
+        *,
+        name: str,
+        key: str,
+    ) -> None:
+        self._fn = fn
+        self._args = dict(args)
+        self._manager = manager
+        self._name = name
         self._batch = is_batch(fn)
-        self._named, self._any = parameters_of(fn, BATCH if self._batch else TRL, args, name=name, key=key)
+        self._named, self._any = parameters_of(
+            fn, BATCH if self._batch else TRL, args, name=name, key=key
+        )
         parameters = inspect.signature(fn).parameters
         self._needed = {n for n in self._named if parameters[n].default is inspect.Parameter.empty}
 
     async def __call__(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
-        given = {**(_batch(task, transcripts) if self._batch else _trl(task, transcripts)), **self._args}
+        given = {
+            **(_batch(task, transcripts) if self._batch else _trl(task, transcripts)),
+            **self._args,
+        }
         given = {n: v for n, v in given.items() if self._any or n in self._named}
         if missing := sorted(self._needed - given.keys()):
             raise ValueError(
-                f"reward {self._name!r} wants {', '.join(missing)}; the rows of {task.taskset} have {', '.join(task.row)}"
+                f"reward {self._name!r} wants {', '.join(missing)}; the rows of {task.taskset} "
+                f"have {', '.join(task.row)}"
             )
         results = await answer(self._fn, given, self._manager, self._name)
         if isinstance(results, Score):
             return [results] * len(transcripts)
         results = results.tolist() if hasattr(results, "tolist") else results
         if not isinstance(results, list | tuple) or len(results) != len(transcripts):
-            got = f"{len(results)} results" if isinstance(results, list | tuple) else type(results).__name__
+            got = (
+                f"{len(results)} results"
+                if isinstance(results, list | tuple)
+                else type(results).__name__
+            )
             raise ValueError(f"reward {self._name!r} returned {got} for {len(transcripts)} answers")
         return [_unscored if r is None else to_score(r, self._name) for r in results]
 
@@ -75,13 +98,21 @@ def _batch(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]
 
 
 def _trl(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
-    """Conversational where the task has messages, else texts; every further column of the row as a list."""
+    """Conversational where the task has messages, else texts; every further column of the row as a
+    list.
+    """
     chats = bool(task.messages)
     own = [task.own() for _ in transcripts]
     texts = [t.turns[-1].completion.written for t in transcripts]
     return {
-        **{name: [t.row[name] for t in own] for name in task.row if name not in ("prompt", "completion")},
+        **{
+            name: [t.row[name] for t in own]
+            for name in task.row
+            if name not in ("prompt", "completion")
+        },
         "prompts": [list(t.messages) if chats else t.prompt for t in own],
-        "completions": [[{"role": "assistant", "content": text}] if chats else text for text in texts],
+        "completions": [
+            [{"role": "assistant", "content": text}] if chats else text for text in texts
+        ],
         "completion_ids": [t.turns[-1].completion.tokens.tolist() for t in transcripts],
     }

@@ -1,4 +1,5 @@
-"""veRL's reward managers by name: how a function that scores is called.  docs/howto/reward.md says where ours differ.
+"""veRL's reward managers by name: how a function that scores is called.  docs/howto/reward.md says
+where ours differ.
 
     naive   one call for each answer, in a thread
     dapo    as naive, and a plain number is also the part `acc`; the penalty for long answers is `enable_overlong_penalty`
@@ -27,8 +28,8 @@ PRIME_TIMEOUT_S = 300.0  # veRL's
 
 
 class ManagerArgs(BaseModel):
-    """`reward_timeout_s`: of one call; null: 300 with prime, else only explorer.max_timeout.  A call that takes longer leaves its answers
-    unscored.
+    """`reward_timeout_s`: of one call; null: 300 with prime, else only explorer.max_timeout.  A
+    call that takes longer leaves its answers unscored.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -39,9 +40,17 @@ class ManagerArgs(BaseModel):
 def fits(manager: ManagerArgs, *, lists: bool, name: str, key: str) -> None:
     """Raises ConfigError if the manager calls functions of the other shape."""
     if manager.reward_manager is not None and (manager.reward_manager == "batch") != lists:
-        what = "lists (solution_strs, ground_truths)" if lists else "one answer (solution_str, ground_truth)"
+        what = (
+            "lists (solution_strs, ground_truths)"
+            if lists
+            else "one answer (solution_str, ground_truth)"
+        )
         use = "batch" if lists else "naive, dapo or prime"
-        raise ConfigError(f"reward {name!r} takes {what}; its reward_manager is {use}", key=key, given=manager.reward_manager)
+        raise ConfigError(
+            f"reward {name!r} takes {what}; its reward_manager is {use}",
+            key=key,
+            given=manager.reward_manager,
+        )
 
 
 def with_acc(inner: Reward) -> Reward:
@@ -55,10 +64,14 @@ def with_acc(inner: Reward) -> Reward:
     return ChangedReward(inner, add)
 
 
-async def answer(fn: Callable[..., Any], given: Mapping[str, Any], manager: ManagerArgs, name: str) -> Any:
+async def answer(
+    fn: Callable[..., Any], given: Mapping[str, Any], manager: ManagerArgs, name: str
+) -> Any:
     """What `fn`, which may be async, gives; an unscored Score once its time is up."""
     try:
-        return await asyncio.wait_for(unblocked(fn, f"reward {name}", **given), manager.reward_timeout_s)
+        return await asyncio.wait_for(
+            unblocked(fn, f"reward {name}", **given), manager.reward_timeout_s
+        )
     except TimeoutError:
         if manager.reward_timeout_s is None:
             raise

@@ -1,6 +1,8 @@
-"""Rewards for mathematical answers: values are compared exactly, everything else by math-verify in processes that can be killed.
+"""Rewards for mathematical answers: values are compared exactly, everything else by math-verify in
+processes that can be killed.
 
-A verdict comes from the one or the other or not at all: a worker that hangs or dies makes the reward raise, so the run is not scored.
+A verdict comes from the one or the other or not at all: a worker that hangs or dies makes the
+reward raise, so the run is not scored.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ import re
 
 from rft.reward.answer_values import last_value, rewritten, whole_value
 from rft.reward.base import reward_function
-from rft.reward.extract import Result, answer_block, boxed_result, conclusion, has_shape, thinks_first
+from rft.reward.extract import (
+    Result,
+    answer_block,
+    boxed_result,
+    conclusion,
+    has_shape,
+    thinks_first,
+)
 from rft.reward.measures import unit_of
 from rft.reward.readings import note, truth_of, unreadable
 from rft.reward.spelling import normalized
@@ -35,38 +44,54 @@ _SIGNS = str.maketrans(
         "−": "-",
     }
 )
-_PROSE = re.compile(r"(?<![\\\w])[^\W\d_]{2,}|[\u0400-\u1fff\u2e80-\uffff]")  # words; of alphabets without blanks, letters
+# words; of alphabets without blanks, letters
+_PROSE = re.compile(r"(?<![\\\w])[^\W\d_]{2,}|[\u0400-\u1fff\u2e80-\uffff]")
 
 
 @reward_function("math_reward")
 async def math_reward(
     task: Task, transcript: Transcript, *, format_score: float = 0.1, timeout_s: float = 10.0
 ) -> dict[str, float]:
-    """Accuracy 1 or 0, plus `format_score` for <think>/<answer> tags in the right place, else minus it; 0 leaves the shape out.
+    """Accuracy 1 or 0, plus `format_score` for <think>/<answer> tags in the right place, else minus
+    it; 0 leaves the shape out.
 
     The last <answer> block counts, else the whole text.
     """
-    parts = {"accuracy": await accuracy(result_of(answer_block(transcript.answer)), task, timeout_s)}
+    parts = {
+        "accuracy": await accuracy(result_of(answer_block(transcript.answer)), task, timeout_s)
+    }
     if format_score:
         parts["format"] = format_score if has_shape(transcript.with_thought) else -format_score
     return parts
 
 
 @reward_function("accuracy_reward")
-async def accuracy_reward(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> dict[str, float]:
+async def accuracy_reward(
+    task: Task, transcript: Transcript, *, timeout_s: float = 10.0
+) -> dict[str, float]:
     """1 if the answer's conclusion equals the truth, else 0."""
     return {"accuracy": await accuracy(result_of(answer_block(transcript.answer)), task, timeout_s)}
 
 
 @reward_function("math_boxed_reward")
 async def math_boxed_reward(
-    task: Task, transcript: Transcript, *, with_think: bool = False, format_score_coef: float = 0.0, timeout_s: float = 10.0
+    task: Task,
+    transcript: Transcript,
+    *,
+    with_think: bool = False,
+    format_score_coef: float = 0.0,
+    timeout_s: float = 10.0,
 ) -> dict[str, float]:
     """1 if the last \\boxed{...} equals the truth, else 0; an answer without a box is 0.
 
-    `format_score_coef`: taken away, with `with_think`, from an answer that does not begin with <think>...</think>.
+    `format_score_coef`: taken away, with `with_think`, from an answer that does not begin with
+    <think>...</think>.
     """
-    parts = {"accuracy": await accuracy(Result(boxed_result(transcript.answer) or "", True), task, timeout_s)}
+    parts = {
+        "accuracy": await accuracy(
+            Result(boxed_result(transcript.answer) or "", True), task, timeout_s
+        )
+    }
     if with_think and format_score_coef:
         parts["format"] = 0.0 if thinks_first(transcript.with_thought) else -format_score_coef
     return parts
@@ -78,12 +103,15 @@ def result_of(text: str) -> Result:
 
 
 async def accuracy(result: Result, task: Task, timeout_s: float) -> float:
-    """1.0 if the result of an answer equals the task's truth, else 0.0.  Raises UnreadableTruth, and what WorkerPool.call raises."""
+    """1.0 if the result of an answer equals the task's truth, else 0.0.  Raises UnreadableTruth,
+    and what WorkerPool.call raises.
+    """
     truth = str(truth_of(task))
     equal = await same_result(result, truth, timeout_s)
     if equal is None:
         raise unreadable(task, "a value, a text, or a formula that math-verify can read")
-    value, gold = whole_value(result.text) or last_value(result.text), whole_value(truth)
+    value = whole_value(result.text) or last_value(result.text)
+    gold = whole_value(truth)
     note("result", result.text, value or "read by math-verify", gold or truth, equal)
     return float(equal)
 
@@ -91,7 +119,8 @@ async def accuracy(result: Result, task: Task, timeout_s: float) -> float:
 async def same_result(result: Result, truth: str, timeout_s: float) -> bool | None:
     """Whether two results are equal; None for a truth that cannot be read."""
     gold = whole_value(truth)
-    text, gold_text = _as_text(result.text), _as_text(truth)
+    text = _as_text(result.text)
+    gold_text = _as_text(truth)
     if not gold_text:
         return None
     if text == gold_text:
@@ -106,7 +135,8 @@ async def same_result(result: Result, truth: str, timeout_s: float) -> bool | No
         return False
     formula = "" if prose and value is None else _formula(result.text)
     equal: bool | None = await POOL.call(
-        {"answer": formula, "truth": _formula(truth) if gold is None else str(gold.number)}, timeout_s
+        {"answer": formula, "truth": _formula(truth) if gold is None else str(gold.number)},
+        timeout_s,
     )
     return equal
 

@@ -1,10 +1,12 @@
-"""The process in which math-verify runs.  `python -m rft.reward.math_worker`, a worker of `rft.reward.math`.
+"""The process in which math-verify runs.  `python -m rft.reward.math_worker`, a worker of
+`rft.reward.math`.
 
 math-verify's own time limit uses SIGALRM and must be off; the parent kills this process instead.
 Invariant: an answer that takes more than MEMORY_MB is an error, not a wrong answer.
 
-math-verify takes the right side of an equation and what stands before a text.  A box with an equation of numbers that does not hold
-(`3=4`), or with further numbers in a text (`4\\text{ apples, 5 pears}`), is wrong here.
+math-verify takes the right side of an equation and what stands before a text.  A box with an
+equation of numbers that does not hold (`3=4`), or with further numbers in a text (`4\\text{ apples,
+5 pears}`), is wrong here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _TEXT_WITH_NUMBERS = re.compile(r"[^\s$]\s*\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\
 
 
 def load() -> Callable[[dict[str, str]], bool | None]:
-    """Imports math-verify (a second) and gives the function that answers {answer, truth}: a bool, or None if the truth is unreadable."""
+    """Imports math-verify (a second) and gives the function that answers {answer, truth}: a bool,
+    or None if the truth is unreadable.
+    """
     import logging
 
     logging.disable(logging.WARNING)  # math-verify warns that its time limit is off
@@ -33,22 +37,36 @@ def load() -> Callable[[dict[str, str]], bool | None]:
         return _unless_it_fails(partial(parse, text, parsing_timeout=None, raise_on_error=True), [])
 
     def equal(gold: Any, found: Any) -> bool:
-        return bool(_unless_it_fails(partial(verify, gold, found, timeout_seconds=None, raise_on_error=True), False))
+        return bool(
+            _unless_it_fails(
+                partial(verify, gold, found, timeout_seconds=None, raise_on_error=True), False
+            )
+        )
 
     def holds(boxed: str) -> bool:
-        sides = [parsed(f"\\boxed{{{side}}}") for side in boxed.split("=")] if 1 <= boxed.count("=") <= 8 else []
+        sides = (
+            [parsed(f"\\boxed{{{side}}}") for side in boxed.split("=")]
+            if 1 <= boxed.count("=") <= 8
+            else []
+        )
         numbers = [side for side in sides if side and _is_number(side[0])]
         return len(numbers) < 2 or all(equal(numbers[0], other) for other in numbers[1:])
 
     def answer(request: dict[str, str]) -> bool | None:
         truth = request["truth"]
-        gold = [value for value in parsed(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}") if not isinstance(value, str)]
+        gold = [
+            value
+            for value in parsed(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}")
+            if not isinstance(value, str)
+        ]
         if not gold:
             return None
         boxed = last_boxed(request["answer"]) or ""
         if _TEXT_WITH_NUMBERS.search(boxed) and not _TEXT_WITH_NUMBERS.search(truth):
             return False
-        return any(equal(*pair) for pair in itertools.product(gold, parsed(request["answer"]))) and holds(boxed)
+        return any(
+            equal(*pair) for pair in itertools.product(gold, parsed(request["answer"]))
+        ) and holds(boxed)
 
     return answer
 

@@ -1,6 +1,7 @@
 """Units of measure and currencies by name, so that 5 km, 5000 m and 5,000 metres are one length.
 
-Knows no text but the unit's.  A unit that is not listed here is no unit: the word counts for nothing.
+Knows no text but the unit's.  A unit that is not listed here is no unit: the word counts for
+nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def _by_name() -> dict[str, Unit]:
 
 
 def _single(name: str) -> Unit | None:
-    """The unit of a name without powers: a symbol as it is written, a word also in the plural and in capitals."""
+    """The unit of a name without powers: a symbol as it is written, a word also in the plural and
+    in capitals.
+    """
     units = _by_name()
     word = name.lower()
     if name in units or len(word) < 3:
@@ -87,4 +90,9 @@ def unit_of(text: str) -> Unit | None:
         end = part.end()
     if not powers or end != len(text):
         return None
-    return Unit(" ".join(f"{name}^{power}" if power != 1 else name for name, power in sorted(powers.items())), factor)
+    return Unit(
+        " ".join(
+            f"{name}^{power}" if power != 1 else name for name, power in sorted(powers.items())
+        ),
+        factor,
+    )

@@ -1,9 +1,10 @@
-"""A penalty for answers that come near the longest length, laid over any reward.  arXiv:2503.14476, section 3.4
+"""A penalty for answers that come near the longest length, laid over any reward.  arXiv:2503.14476,
+section 3.4
 
     penalty = min(0, (max_response_length - cache_length - n) / cache_length) * penalty_factor        n = tokens of the answer
 
-so an answer that ends before the last `cache_length` tokens costs nothing, and one of the full length, or all turns of a run together
-that are longer, cost `penalty_factor`.
+so an answer that ends before the last `cache_length` tokens costs nothing, and one of the full
+length, or all turns of a run together that are longer, cost `penalty_factor`.
 """
 
 from __future__ import annotations
@@ -41,14 +42,28 @@ class Shaped(ChangedReward):
     def _shorten(self, task: Task, transcript: Transcript, given: Score) -> Score:
         if given.value is None:
             return given
-        cost = penalty(self.shape, sum(len(t.completion.tokens) for t in transcript.turns), task.sampling.max_tokens)
-        return Score(value=given.value + cost, parts={**given.parts, "overlong": cost}, reason=given.reason)
+        cost = penalty(
+            self.shape,
+            sum(len(t.completion.tokens) for t in transcript.turns),
+            task.sampling.max_tokens,
+        )
+        return Score(
+            value=given.value + cost, parts={**given.parts, "overlong": cost}, reason=given.reason
+        )
 
 
 def penalty(shape: OverlongArgs, length: int, max_tokens: int) -> float:
-    """From -penalty_factor to 0.  Raises ConfigError where the cache is longer than an answer: an empty one would cost something."""
+    """From -penalty_factor to 0.  Raises ConfigError where the cache is longer than an answer: an
+    empty one would cost something.
+    """
     longest = shape.max_response_length or max_tokens
     if shape.cache_length > longest:
-        why = f"the overlong penalty's cache_length is longer than the longest answer ({longest} tokens); write at most that"
+        why = (
+            f"the overlong penalty's cache_length is longer than the longest answer ({longest} "
+            f"tokens); write at most that"
+        )
         raise ConfigError(why, key="cache_length", given=shape.cache_length)
-    return min(0.0, max(-1.0, (longest - shape.cache_length - length) / shape.cache_length)) * shape.penalty_factor
+    return (
+        min(0.0, max(-1.0, (longest - shape.cache_length - length) / shape.cache_length))
+        * shape.penalty_factor
+    )

@@ -1,4 +1,5 @@
-"""What a reward reads in an answer and in the truth: the truth of a row, and notes of it for `rft debug reward --explain`.
+"""What a reward reads in an answer and in the truth: the truth of a row, and notes of it for `rft
+debug reward --explain`.
 
 Knows no reward.  Invariant: a truth that cannot be read raises; no answer is ever compared with it.
 """
@@ -14,11 +15,15 @@ from rft.types.task import Task
 
 
 class UnreadableTruth(ValueError):
-    """The truth of a row cannot be compared with any answer; `rft check` and `rft data audit` refuse it."""
+    """The truth of a row cannot be compared with any answer; `rft check` and `rft data audit`
+    refuse it.
+    """
 
 
 class AnswerReading(NamedTuple):
-    """What was compared: `part` names the part of the answer, `text` is that part, `value` what it was read as (None: nothing)."""
+    """What was compared: `part` names the part of the answer, `text` is that part, `value` what it
+    was read as (None: nothing).
+    """
 
     part: str
     text: str | None
@@ -32,7 +37,9 @@ _READINGS: ContextVar[list[AnswerReading] | None] = ContextVar("readings", defau
 
 @contextmanager
 def explained() -> Iterator[list[AnswerReading]]:
-    """The list to which rewards add what they read inside, in this task and in those that it starts."""
+    """The list to which rewards add what they read inside, in this task and in those that it
+    starts.
+    """
     readings: list[AnswerReading] = []
     before = _READINGS.set(readings)
     try:
@@ -41,7 +48,9 @@ def explained() -> Iterator[list[AnswerReading]]:
         _READINGS.reset(before)
 
 
-def note(part: str, text: str | None, value: object, truth: object = None, right: bool | None = None) -> None:
+def note(
+    part: str, text: str | None, value: object, truth: object = None, right: bool | None = None
+) -> None:
     """Keep an `AnswerReading`; outside of `explained` nothing is kept."""
     readings = _READINGS.get()
     if readings is not None:
@@ -57,7 +66,9 @@ def truth_of(task: Task) -> Any:
 
 def unreadable(task: Task, what: str) -> UnreadableTruth:
     """The error for a truth that is not `what` it has to be."""
-    return UnreadableTruth(f"the truth of {where(task)} is {str(task.truth)[:80]!r}; it must be {what}")
+    return UnreadableTruth(
+        f"the truth of {where(task)} is {str(task.truth)[:80]!r}; it must be {what}"
+    )
 
 
 def where(task: Task) -> str:

@@ -1,4 +1,5 @@
-"""Reward of a trained model: an auxiliary model with `task: score` is shown the whole chat, and its raw number is the reward.
+"""Reward of a trained model: an auxiliary model with `task: score` is shown the whole chat, and its
+raw number is the reward.
 
 buffer.explorer_input.default_reward_fn_type: reward_model
 explorer.auxiliary_models: [{name: rm, model_path: ..., task: score}]
@@ -18,7 +19,9 @@ from rft.types.task import Task
 
 
 class RewardModelArgs(BaseModel):
-    """`model`: name of the auxiliary model; null: the only one.  `label`: which of several numbers it gives.  value = scale x number."""
+    """`model`: name of the auxiliary model; null: the only one.  `label`: which of several numbers
+    it gives.  value = scale x number.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str | None = None
@@ -28,17 +31,26 @@ class RewardModelArgs(BaseModel):
 
 @reward("reward_model", args=RewardModelArgs)
 class RewardModel(Reward):
-    """The chat is what was said in the last call and its answer, rendered with the model's own template and tokenizer."""
+    """The chat is what was said in the last call and its answer, rendered with the model's own
+    template and tokenizer.
+    """
 
-    def __init__(self, model: str | None = None, label: int | None = None, scale: float = 1.0) -> None:
-        self._name, self._label, self._scale = model, label, scale
+    def __init__(
+        self, model: str | None = None, label: int | None = None, scale: float = 1.0
+    ) -> None:
+        self._name = model
+        self._label = label
+        self._scale = scale
         self._model: ChatModel | None = None
 
-    def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> None:
+    def check_models(
+        self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS
+    ) -> None:
         self._named(models, tasks)
 
     def _named(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> str:
-        who, key = "reward_model (of task: score)", "reward_fn_args.model"
+        who = "reward_model (of task: score)"
+        key = "reward_fn_args.model"
         return named(models, self._name, who=who, key=key, task="score", tasks=tasks)
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
@@ -54,11 +66,13 @@ class RewardModel(Reward):
         numbers = await self._model.classify(without_reasoning([*last.messages, answer]))
         if self._label is None and len(numbers) != 1:
             raise ValueError(
-                f"the reward model gives {len(numbers)} numbers; say in reward_fn_args.label which one is the reward"
+                f"the reward model gives {len(numbers)} numbers; say in reward_fn_args.label which "
+                f"one is the reward"
             )
         label = self._label or 0
         if label >= len(numbers):
             raise ValueError(
-                f"reward_fn_args.label is {label}, but the reward model gives {len(numbers)} numbers, counted from 0"
+                f"reward_fn_args.label is {label}, but the reward model gives {len(numbers)} "
+                f"numbers, counted from 0"
             )
         return Score(value=self._scale * numbers[label], parts={"reward_model": numbers[label]})

@@ -1,4 +1,6 @@
-"""The folder of the run that rewards are called for, for those that keep a file there.  None outside of a run."""
+"""The folder of the run that rewards are called for, for those that keep a file there.  None
+outside of a run.
+"""
 
 from __future__ import annotations
 

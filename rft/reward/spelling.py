@@ -1,6 +1,8 @@
-"""One spelling of a text that can be typed in several ways: width, accents, digits, dashes, quotes, blanks.
+"""One spelling of a text that can be typed in several ways: width, accents, digits, dashes, quotes,
+blanks.
 
-Knows no reward and no notation of numbers.  Invariant: a text is read once, so that no answer can make it slow.
+Knows no reward and no notation of numbers.  Invariant: a text is read once, so that no answer can
+make it slow.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _SPELLING = _Spelling(str.maketrans("−⁄∕‘’‚‛ʼ‹›“”„‟«
 
 
 def normalized(text: str) -> str:
-    """`text` in Unicode's NFKC, with ASCII digits, dashes and quotes, single blanks, 10² as 10^2 and 1½ as 1 1/2."""
+    """`text` in Unicode's NFKC, with ASCII digits, dashes and quotes, single blanks, 10² as 10^2
+    and 1½ as 1 1/2.
+    """
     if not text.isascii():
         text = _VULGAR.sub(lambda m: f" {m[0]}", text)
         text = _RAISED.sub(lambda m: f"^{m[0].translate(_LOWERED)}", text)

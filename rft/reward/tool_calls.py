@@ -1,8 +1,9 @@
 """Whether an answer calls the right tools with the right arguments, by data of BFCL's shape.
 
-The gold answer is a list of {function: {argument: [allowed values]}}; "" among them says that the argument may be left out.  A list of
-{"name", "arguments"} will do, also in OpenAI's form {"function": {"name", "arguments": JSON text}}: then every value is the only one.
-The calls are read by whoever asks; knows no engine.
+The gold answer is a list of {function: {argument: [allowed values]}}; "" among them says that the
+argument may be left out.  A list of {"name", "arguments"} will do, also in OpenAI's form
+{"function": {"name", "arguments": JSON text}}: then every value is the only one. The calls are read
+by whoever asks; knows no engine.
 """
 
 from __future__ import annotations
@@ -27,17 +28,29 @@ def wanted(truth: Any) -> list[Wanted]:
     for item in truth if isinstance(truth, Sequence) else [None]:
         if not isinstance(item, Mapping):
             raise ValueError(f"a gold call must be a mapping, not {item!r}")
-        given = {k: v for k, v in item.items() if v is not None}  # a table gives each call the keys of all
+        # a table gives each call the keys of all
+        given = {k: v for k, v in item.items() if v is not None}
         function = given.get("function")
-        named = function if isinstance(function, Mapping) and isinstance(function.get("name"), str) else given
+        named = (
+            function
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+            else given
+        )
         if isinstance(named.get("name"), str):
             calls.append((named["name"], _only(_arguments(named.get("arguments"), item))))
         elif len(given) == 1:
             ((name, arguments),) = given.items()
-            allowed = {k: v if isinstance(v, list) else [v] for k, v in _arguments(arguments, item).items() if v is not None}
+            allowed = {
+                k: v if isinstance(v, list) else [v]
+                for k, v in _arguments(arguments, item).items()
+                if v is not None
+            }
             calls.append((str(name), allowed))
         else:
-            raise ValueError(f"a gold call must be {{function: {{argument: [values]}}}} or {{name, arguments}}, not {item!r}")
+            raise ValueError(
+                f"a gold call must be {{function: {{argument: [values]}}}} or {{name, arguments}}, "
+                f"not {item!r}"
+            )
     return calls
 
 
@@ -48,7 +61,10 @@ def _arguments(given: Any, item: Mapping[str, Any]) -> dict[str, Any]:
     except json.JSONDecodeError as e:
         raise ValueError(f"the arguments of a gold call are no JSON ({e}): {item!r}") from None
     if not isinstance(read, Mapping):
-        raise ValueError(f"the arguments of a gold call must be a mapping, or its JSON text, not {given!r}: {item!r}")
+        raise ValueError(
+            f"the arguments of a gold call must be a mapping, or its JSON text, not {given!r}: "
+            f"{item!r}"
+        )
     return dict(read)
 
 
@@ -66,14 +82,20 @@ def matches(made: Sequence[Call], gold: Sequence[Wanted]) -> str:
     taken: dict[int, int] = {}  # index of a gold call -> of the call that it is matched with
     for i, (name, arguments) in enumerate(made):
         if not _matched(i, made, gold, taken, set()):
-            differences = [_differs(arguments, allowed) for gold_name, allowed in gold if gold_name == name]
+            differences = [
+                _differs(arguments, allowed) for gold_name, allowed in gold if gold_name == name
+            ]
             why = next(filter(None, differences), "made once too often")
             return f"{name}: {why}" if differences else f"{name} is not wanted"
     return ""
 
 
-def _matched(call: int, made: Sequence[Call], gold: Sequence[Wanted], taken: dict[int, int], tried: set[int]) -> bool:
-    """Whether the call gets a gold call, those before it moving to others where they can: an augmenting path of a bipartite matching."""
+def _matched(
+    call: int, made: Sequence[Call], gold: Sequence[Wanted], taken: dict[int, int], tried: set[int]
+) -> bool:
+    """Whether the call gets a gold call, those before it moving to others where they can: an
+    augmenting path of a bipartite matching.
+    """
     name, arguments = made[call]
     for n, (gold_name, allowed) in enumerate(gold):
         if n in tried or gold_name != name or _differs(arguments, allowed):
@@ -91,7 +113,9 @@ def _differs(arguments: Mapping[str, Any], allowed: Mapping[str, list[Any]]) -> 
             return f"argument {name} is not wanted"
         if not any(_same(value, v) for v in allowed[name]):
             return f"{name} is {value!r}"
-    missing = [name for name, values in allowed.items() if name not in arguments and "" not in values]
+    missing = [
+        name for name, values in allowed.items() if name not in arguments and "" not in values
+    ]
     return f"{missing[0]} is missing" if missing else ""
 
 
@@ -104,5 +128,6 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         allowed = {k: v if isinstance(v, list) else [v] for k, v in b.items()}
-        return not _differs(a, {k: v if len(v) == 1 else [*v, v] for k, v in allowed.items()})  # or a list as a whole
+        # or a list as a whole
+        return not _differs(a, {k: v if len(v) == 1 else [*v, v] for k, v in allowed.items()})
     return bool(a == b)

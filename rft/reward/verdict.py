@@ -1,6 +1,8 @@
-"""The verdict in a judge's reply: one JSON object at its end, on lines of its own, every field on its scale; anything else is unreadable.
+"""The verdict in a judge's reply: one JSON object at its end, on lines of its own, every field on
+its scale; anything else is unreadable.
 
-Knows no model.  Invariant: a verdict without the key of the call, a second one, or one with a word after it is never read.
+Knows no model.  Invariant: a verdict without the key of the call, a second one, or one with a word
+after it is never read.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from rft.types.thoughts import split_thought
 
 _OPENERS = re.compile(
     r"(?:(?:sure|okay|ok|certainly)\W*)?"
-    r"(?:(?:my |the )?(?:thought process|thinking|reasoning|solution|explanation|(?:final )?answer)(?: is)?"
-    r"|let'?s (?:think|solve|work)(?: \w+){0,4} step by step|here is (?:the|my) \w+|thinking process|step by step"
-    r"|(?:la |mi |el |meine? |die |der |ma |il |a |o )?(?:soluci[oó]n|respuesta|razonamiento|pensamiento|l[oö]sung|antwort|begr[uü]ndung"
+    r"(?:(?:my |the )?(?:thought process|thinking|reasoning|solution|explanation|(?:final "
+    r")?answer)(?: is)?"
+    r"|let'?s (?:think|solve|work)(?: \w+){0,4} step by step|here is (?:the|my) \w+|thinking "
+    r"process|step by step"
+    r"|(?:la |mi |el |meine? |die |der |ma |il |a |o "
+    r")?(?:soluci[oó]n|respuesta|razonamiento|pensamiento|l[oö]sung|antwort|begr[uü]ndung"
     r"|denkprozess|r[eé]ponse|raisonnement|r[eé]flexion|soluzione|risposta|ragionamento|solu[cç][aã]o|resposta|racioc[ií]nio)"
     r"|решение|ответ|рассуждение|ход мыслей|解|解答|解析|答案|答|回答|思考过程|思考過程|推理过程|让我们一步一步(?:地)?思考"
     r"|かいせつ|解説|答え|풀이|정답|답|해설|الحل|الجواب|उत्तर|हल)\W*",
@@ -46,12 +51,15 @@ def read(reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
     try:
         found = json.loads(last, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
-        raise UnreadableVerdict(f"the last line is no verdict ({str(e)[:80]}): {last[:120]!r}") from None
+        raise UnreadableVerdict(
+            f"the last line is no verdict ({str(e)[:80]}): {last[:120]!r}"
+        ) from None
     if not isinstance(found, dict) or found.pop("key", None) != delimit.key:
         raise UnreadableVerdict(f"the last line does not have the key of this call: {last[:120]!r}")
     if found.keys() != delimit.fields.keys():
         raise UnreadableVerdict(
-            f"the verdict has {', '.join(map(str, found)) or 'nothing'} instead of {', '.join(delimit.fields)}"
+            f"the verdict has {', '.join(map(str, found)) or 'nothing'} instead of "
+            f"{', '.join(delimit.fields)}"
         )
     try:
         return {name: field.check(found[name]) for name, field in delimit.fields.items()}
@@ -60,7 +68,9 @@ def read(reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
 
 
 def says_nothing(answer: str) -> bool:
-    """Whether an answer has no letter and no digit, or is only the opening of one; such texts can talk a judge into full marks."""
+    """Whether an answer has no letter and no digit, or is only the opening of one; such texts can
+    talk a judge into full marks.
+    """
     text = answer.strip()
     return not any(c.isalnum() for c in text) or _OPENERS.fullmatch(text) is not None
 

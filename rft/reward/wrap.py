@@ -1,4 +1,6 @@
-"""A reward laid over another one: every score of the inner reward is changed, everything else is passed on."""
+"""A reward laid over another one: every score of the inner reward is changed, everything else is
+passed on.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ class ChangedReward(Reward):
     """`inner`, each of its scores passed through `change`."""
 
     def __init__(self, inner: Reward, change: Change) -> None:
-        self._inner, self._change = inner, change
-        self.whole_group, self.remarks = inner.whole_group, inner.remarks  # type: ignore[method-assign]
-        self.check_models, self.gold_answer = inner.check_models, inner.gold_answer  # type: ignore[method-assign]
+        self._inner = inner
+        self._change = change
+        self.whole_group = inner.whole_group  # type: ignore[method-assign]
+        self.remarks = inner.remarks
+        self.check_models = inner.check_models  # type: ignore[method-assign]
+        self.gold_answer = inner.gold_answer
 
     async def __call__(self, task: Task, transcript: Any) -> Any:
         transcripts = transcript if self.whole_group else [transcript]

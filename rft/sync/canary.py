@@ -1,33 +1,37 @@
-"""Does an engine really serve the weights it claims to?  Compares log-probs of tokens it just generated with the trainer's.
+"""Does an engine really serve the weights it claims to?  Compares log-probs of tokens it just
+generated with the trainer's.
 
-Knows neither how weights travel nor when. The one invariant: a verdict rests only on tokens the engine generated
-under the version in question, never on what it reports about itself.
+Knows neither how weights travel nor when. The one invariant: a verdict rests only on tokens the
+engine generated under the version in question, never on what it reports about itself.
 
-Why a stale engine cannot pass once the step moved the probe. Let y' be the tokens of the previous version's probe,
-E' the engine's log-probs of them then, S the trainer's log-probs under the new weights, and d = max |S(y') - E'(y')|,
-how far the step moved the probe (at most `limit` of it is the engine's own error). Prompts and seeds never change,
-so an engine that still serves the old weights draws y' again and reports E'(y') up to its repetition noise n, and its
-error is, by the triangle inequality,
+Why a stale engine cannot pass once the step moved the probe. Let y' be the tokens of the previous
+version's probe, E' the engine's log-probs of them then, S the trainer's log-probs under the new
+weights, and d = max |S(y') - E'(y')|, how far the step moved the probe (at most `limit` of it is
+the engine's own error). Prompts and seeds never change, so an engine that still serves the old
+weights draws y' again and reports E'(y') up to its repetition noise n, and its error is, by the
+triangle inequality,
 
     max |S(y') - E_now(y')|  >=  max |S(y') - E'(y')| - max |E'(y') - E_now(y')|  >=  d - n.
 
-`limit` is at least 5 times the error of the first version, and n is at most twice that error (two runs, each that
-near to the truth), so n < limit, and for d > 3 * limit the error is above 2 * limit: the probe fails. Where d is
-smaller the verdict says `below_noise`, and hashes and packed-layer probes have to carry the proof. (If noise makes
-it draw another token, everything before is still compared.)
+`limit` is at least 5 times the error of the first version, and n is at most twice that error (two
+runs, each that near to the truth), so n < limit, and for d > 3 * limit the error is above 2 *
+limit: the probe fails. Where d is smaller the verdict says `below_noise`, and hashes and
+packed-layer probes have to carry the proof. (If noise makes it draw another token, everything
+before is still compared.)
 
-A partly stale engine is no different from any wrong one: its own tokens are scored by the trainer, and the difference
-must be in limits.
+A partly stale engine is no different from any wrong one: its own tokens are scored by the trainer,
+and the difference must be in limits.
 
-Source of the limits: float32 engines and trainers agree to 1e-5..1e-4 nats; 1e-3 is the stop limit of the first
-version.  In shorter types the mean over the tokens is judged (and the largest, with a wide limit), and the limits are
-multiples of the noise of this model, see `rft.types.noise`: the trainer, whose arithmetic is proven when it loads the
-model, scores the first version's tokens once more with other roundings.  What is said above holds for means as for
-maxima, up to the first token that is drawn otherwise; behind it other tokens of the same weights are compared.
+Source of the limits: float32 engines and trainers agree to 1e-5..1e-4 nats; 1e-3 is the stop limit
+of the first version.  In shorter types the mean over the tokens is judged (and the largest, with a
+wide limit), and the limits are multiples of the noise of this model, see `rft.types.noise`: the
+trainer, whose arithmetic is proven when it loads the model, scores the first version's tokens once
+more with other roundings.  What is said above holds for means as for maxima, up to the first token
+that is drawn otherwise; behind it other tokens of the same weights are compared.
 
-With router replay the trainer scores a probe through the experts that the engine chose: of two experts with equal
-weights either may be taken, which moves a log-prob by whole nats and says nothing of the weights.  That the routers'
-own weights arrived is told by hashes and layer probes.
+With router replay the trainer scores a probe through the experts that the engine chose: of two
+experts with equal weights either may be taken, which moves a log-prob by whole nats and says
+nothing of the weights.  That the routers' own weights arrived is told by hashes and layer probes.
 """
 
 from __future__ import annotations
@@ -52,14 +56,16 @@ from rft.types.task import SamplingArgs
 log = logging.getLogger(__name__)
 
 MIN_TOKENS = 64
-MOVED_TOKENS = 16  # in float32 at least so many tokens of the previous probe tell how far the version moved it
+# in float32 at least so many tokens of the previous probe tell how far the version moved it
+MOVED_TOKENS = 16
 KEY = "synchronizer.canary_tolerance"
 _STALE = ", which is what an engine with the old weights would show"
 _SEED = 20_000  # prompt i is always drawn with seed _SEED + i
 
 
 class Probe(Struct, frozen=True):
-    """What one engine generated for the probe prompts: per prompt int32 [R] tokens and float32 [R] log-probs.
+    """What one engine generated for the probe prompts: per prompt int32 [R] tokens and float32 [R]
+    log-probs.
 
     `experts`: which they went through, where the engine tells.
     """
@@ -75,16 +81,22 @@ class Probe(Struct, frozen=True):
         return sum(len(t) for t in self.tokens)
 
     def first(self, tokens: int) -> Probe:
-        """Its first prompts, at least two (they take turns in temperature), until `tokens` were generated for them."""
+        """Its first prompts, at least two (they take turns in temperature), until `tokens` were
+        generated for them.
+        """
         ends = np.cumsum([len(t) for t in self.tokens])
         n = max(2, int(np.searchsorted(ends, tokens)) + 1)
-        return Probe(self.version, self.prompts[:n], self.tokens[:n], self.logprobs[:n], self.experts[:n])
+        return Probe(
+            self.version, self.prompts[:n], self.tokens[:n], self.logprobs[:n], self.experts[:n]
+        )
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """A passed canary, nats.  `moved` = how far the version moved the previous probe's log-probs (0 for the first version).
+    """A passed canary, nats.  `moved` = how far the version moved the previous probe's log-probs (0
+    for the first version).
 
-    `noise`: what other roundings did to the trainer's when the run began; None in float32, where it is not measured.
+    `noise`: what other roundings did to the trainer's when the run began; None in float32, where it
+    is not measured.
     """
 
     error: Difference
@@ -96,18 +108,24 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 class Canary:
-    """Probes of `prompts` (token ids).  With `kv_cache: keep` they must be shorter than a cache block."""
+    """Probes of `prompts` (token ids).  With `kv_cache: keep` they must be shorter than a cache
+    block.
+    """
 
-    def __init__(self, settings: SyncSettings, prompts: Sequence[Sequence[int]], scorer: Scorer) -> None:
+    def __init__(
+        self, settings: SyncSettings, prompts: Sequence[Sequence[int]], scorer: Scorer
+    ) -> None:
         asked = len(prompts) * settings.canary_tokens
         if asked < MIN_TOKENS or not all(len(p) for p in prompts):
             raise ConfigError(
-                f"{len(prompts)} prompts x {settings.canary_tokens} tokens = {asked} probe tokens; at least {MIN_TOKENS} "
+                f"{len(prompts)} prompts x {settings.canary_tokens} tokens = {asked} probe tokens; "
+                f"at least {MIN_TOKENS} "
                 "are needed, and no prompt may be empty. Raise canary_prompts or canary_tokens.",
                 key="synchronizer",
             )
         self._prompts = tuple(tuple(int(t) for t in p) for p in prompts)
-        self._num_tokens, self._temperature = settings.canary_tokens, settings.canary_temperature or 1.0
+        self._num_tokens = settings.canary_tokens
+        self._temperature = settings.canary_temperature or 1.0
         self._settings = settings
         self._exact = settings.canary_dtype == "float32"
         self._noise: Difference | None = None
@@ -116,47 +134,73 @@ class Canary:
 
     @property
     def limit(self) -> Difference:
-        """What passes: for the first version that of the type or of the noise; then its error counts, too."""
+        """What passes: for the first version that of the type or of the noise; then its error
+        counts, too.
+        """
         first = self._first or Difference(0.0, 0.0)
         if self._exact:
             largest = max(self._settings.canary_limit, 5 * first.largest)
             return Difference(largest, largest)
         assert self._noise is not None, "measured with the first version"
-        noise = Difference(max(self._noise.mean, first.mean), max(self._noise.largest, first.largest))
+        noise = Difference(
+            max(self._noise.mean, first.mean), max(self._noise.largest, first.largest)
+        )
         return allowed(noise, self._settings.canary_dtype, self._settings.canary_tolerance)
 
     async def probe(self, engine: Engine, version: Version) -> Probe:
-        """Let `engine` generate.  Raises WeightSyncFailed when the answer is unusable or says it is of another version."""
-        done = await asyncio.gather(*(engine.generate(self._request(i, version)) for i in range(len(self._prompts))))
+        """Let `engine` generate.  Raises WeightSyncFailed when the answer is unusable or says it is
+        of another version.
+        """
+        done = await asyncio.gather(
+            *(engine.generate(self._request(i, version)) for i in range(len(self._prompts)))
+        )
         return _probe([answers[0] for answers in done], version)
 
-    async def check(self, probes: Sequence[Probe], previous: Sequence[Probe], *, names: Sequence[int] | None = None) -> Verdict:
-        """One call of the scorer judges all engines' `probes`, and how far the version moved the `previous` ones.
+    async def check(
+        self,
+        probes: Sequence[Probe],
+        previous: Sequence[Probe],
+        *,
+        names: Sequence[int] | None = None,
+    ) -> Verdict:
+        """One call of the scorer judges all engines' `probes`, and how far the version moved the
+        `previous` ones.
 
-        Raises WeightSyncFailed naming the engine by its place in `probes` (or among `names`), the difference and the limit.
+        Raises WeightSyncFailed naming the engine by its place in `probes` (or among `names`), the
+        difference and the limit.
         """
         if self._exact:
             previous = [p.first(MOVED_TOKENS) for p in previous]
         scored = await self._score([*probes, *previous])
         errors = [_difference(p.logprobs, s) for p, s in zip(probes, scored, strict=False)]
-        moves = [_difference(p.logprobs, s) for p, s in zip(previous, scored[len(probes) :], strict=True)]
+        moves = [
+            _difference(p.logprobs, s) for p, s in zip(previous, scored[len(probes) :], strict=True)
+        ]
         moved = max(map(self._judged, moves), default=0.0)
         limit = self.limit
-        worst = int(np.argmax([math.inf if not e.within(limit) else self._judged(e) for e in errors]))
-        error, enough = errors[worst], 3 * self._judged(limit)
+        worst = int(
+            np.argmax([math.inf if not e.within(limit) else self._judged(e) for e in errors])
+        )
+        error = errors[worst]
+        enough = 3 * self._judged(limit)
         if not error.within(limit):
             stale = moved > enough and self._judged(error) >= moved / 2
             raise WeightSyncFailed(
-                f"engine {worst if names is None else names[worst]}: its log-probs of {probes[worst].num_tokens} generated tokens "
-                f"differ from the trainer's by {self._said(error)}, allowed are {self._said(limit)}{self._source()}; "
+                f"engine {worst if names is None else names[worst]}: its log-probs of "
+                f"{probes[worst].num_tokens} generated tokens "
+                f"differ from the trainer's by {self._said(error)}, allowed are "
+                f"{self._said(limit)}{self._source()}; "
                 f"the version moved them by {moved:.2e}{_STALE if stale else ''}"
             )
         if self._first is None:
             self._first = error
             log.info(
                 "canary: the first version differs by %s, allowed are %s%s; from now on %s",
-                self._said(error), self._said(limit), self._source(), self._said(self.limit),
-            )  # fmt: skip
+                self._said(error),
+                self._said(limit),
+                self._source(),
+                self._said(self.limit),
+            )
         return Verdict(
             error=error,
             limit=limit,
@@ -177,37 +221,54 @@ class Canary:
         if self._noise is None:
             return ""
         s = self._settings
-        return f" ({KEY} {s.canary_tolerance:g} x the noise of this model in {s.canary_dtype}, {self._noise})"
+        return (
+            f" ({KEY} {s.canary_tolerance:g} x the noise of this model in {s.canary_dtype}, "
+            f"{self._noise})"
+        )
 
     def prove_same(self, now: Probe, before: Probe) -> None:
-        """Raises WeightSyncFailed unless `now` is what the weights of `before` say: a roll-back verified without the trainer.
+        """Raises WeightSyncFailed unless `now` is what the weights of `before` say: a roll-back
+        verified without the trainer.
 
-        Same prompts and seeds draw the same tokens; where noise made one differ, the prompt is compared up to there, and of all
-        tokens half must be comparable, in shorter types a quarter.
+        Same prompts and seeds draw the same tokens; where noise made one differ, the prompt is
+        compared up to there, and of all tokens half must be comparable, in shorter types a quarter.
         """
         compared = _comparable(now, before)
         if (2 if self._exact else 4) * len(compared) < before.num_tokens:
             raise WeightSyncFailed(
-                f"only {len(compared)} of {before.num_tokens} probe tokens are those that {before.version} generated"
+                f"only {len(compared)} of {before.num_tokens} probe tokens are those that "
+                f"{before.version} generated"
             )
         error = Difference.of(compared)
         if not error.within(self.limit):
             raise WeightSyncFailed(
-                f"log-probs differ from those of {before.version} by {self._said(error)}, allowed are {self._said(self.limit)}"
+                f"log-probs differ from those of {before.version} by {self._said(error)}, allowed "
+                f"are {self._said(self.limit)}"
             )
 
     def _request(self, index: int, version: Version) -> GenerateRequest:
         sampling = SamplingArgs(
-            temperature=self._temperature_of(index), max_tokens=self._num_tokens, ignore_eos=True, seed=_SEED + index
+            temperature=self._temperature_of(index),
+            max_tokens=self._num_tokens,
+            ignore_eos=True,
+            seed=_SEED + index,
         )
-        return GenerateRequest(prompt_tokens=self._prompts[index], sampling=sampling, request_id=f"canary-{version}-{index}")
+        return GenerateRequest(
+            prompt_tokens=self._prompts[index],
+            sampling=sampling,
+            request_id=f"canary-{version}-{index}",
+        )
 
     def _temperature_of(self, index: int) -> float:
-        """Prompts take turns between 1 and the temperature of training, at which dtypes can differ too."""
+        """Prompts take turns between 1 and the temperature of training, at which dtypes can differ
+        too.
+        """
         return self._temperature if index % 2 else 1.0
 
     async def _score(self, probes: Sequence[Probe]) -> list[tuple[np.ndarray, ...]]:
-        """Per probe and prompt float32 [R]; equal sequences (engines that drew the same) are scored once."""
+        """Per probe and prompt float32 [R]; equal sequences (engines that drew the same) are scored
+        once.
+        """
         rows: dict[bytes, tuple[int, ScoreRow]] = {}
         places: list[list[int]] = []
         for probe in probes:
@@ -226,9 +287,14 @@ class Canary:
         scores = await self._scorer.score([row for _, row in rows.values()])
         for (_, row), score in zip(rows.values(), scores, strict=True):
             if len(score) != len(row.tokens) - row.prompt_length:
-                raise WeightSyncFailed(f"the trainer scored {len(score)} of {len(row.tokens) - row.prompt_length} probe tokens")
+                raise WeightSyncFailed(
+                    f"the trainer scored {len(score)} of {len(row.tokens) - row.prompt_length} "
+                    f"probe tokens"
+                )
         if self._first is None and not self._exact:
-            otherwise = [replace(row, rounded=self._settings.canary_dtype) for _, row in rows.values()]
+            otherwise = [
+                replace(row, rounded=self._settings.canary_dtype) for _, row in rows.values()
+            ]
             self._noise = _difference(scores, await self._scorer.score(otherwise))
         return [tuple(scores[i] for i in place) for place in places]
 
@@ -246,9 +312,13 @@ def _probe(completions: Sequence[Completion], version: Version) -> Probe:
 
 
 def _comparable(now: Probe, before: Probe) -> np.ndarray:
-    """Differences of the log-probs of two probes of the same prompts and seeds, of each prompt up to the first token that differs."""
+    """Differences of the log-probs of two probes of the same prompts and seeds, of each prompt up
+    to the first token that differs.
+    """
     found = []
-    for ours, theirs, a, b in zip(now.tokens, before.tokens, now.logprobs, before.logprobs, strict=True):
+    for ours, theirs, a, b in zip(
+        now.tokens, before.tokens, now.logprobs, before.logprobs, strict=True
+    ):
         n = min(len(ours), len(theirs))
         differ = np.flatnonzero(ours[:n] != theirs[:n])
         n = int(differ[0]) if len(differ) else n
@@ -260,13 +330,19 @@ def _check_answer(completion: Completion, version: Version) -> None:
     labels = {s.version for s in completion.version_spans}
     if labels != {version}:
         raise WeightSyncFailed(
-            f"its probe answer is labelled {', '.join(map(str, sorted(labels))) or 'with nothing'}, not {version}"
+            f"its probe answer is labelled "
+            f"{', '.join(map(str, sorted(labels))) or 'with nothing'}, not {version}"
         )
     if len(completion.tokens) == 0 or len(completion.tokens) != len(completion.logprobs):
-        raise WeightSyncFailed(f"its probe answer has {len(completion.tokens)} tokens and {len(completion.logprobs)} log-probs")
+        raise WeightSyncFailed(
+            f"its probe answer has {len(completion.tokens)} tokens and {len(completion.logprobs)} "
+            f"log-probs"
+        )
     if not np.isfinite(completion.logprobs).all():
         raise WeightSyncFailed("its probe answer has log-probs that are not finite")
 
 
 def _difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> Difference:
-    return Difference.of(np.concatenate([a.astype(np.float64) - b for a, b in zip(ours, theirs, strict=True)]))
+    return Difference.of(
+        np.concatenate([a.astype(np.float64) - b for a, b in zip(ours, theirs, strict=True)])
+    )

@@ -1,6 +1,8 @@
-"""The set of engines: which belong to it, how all of them are asked at once, and how one that died is restarted.
+"""The set of engines: which belong to it, how all of them are asked at once, and how one that died
+is restarted.
 
-Knows neither versions nor schedules.  Invariant: an engine's number is never used again, and every question has a deadline.
+Knows neither versions nor schedules.  Invariant: an engine's number is never used again, and every
+question has a deadline.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class Died(Rejected):
 class EngineSet:
     """Engines by number.  Those of an owner may leave; the others stay for the whole run.
 
-    `restart(i)` gives engine i a new process, without weights; None: an engine that died stays dead.  `on_evicted(owner, why)` hears
-    that the engines of an owner had to leave.
+    `restart(i)` gives engine i a new process, without weights; None: an engine that died stays
+    dead.  `on_evicted(owner, why)` hears that the engines of an owner had to leave.
     """
 
     def __init__(
@@ -54,8 +56,12 @@ class EngineSet:
         self._numbers = itertools.count(len(engines))
         self._dead: set[int] = set()  # to restart before anything is asked of them
         self._stalled: set[int] = set()  # of them, those that hang
-        self._restarts = {"engines_restarted": 0, "engines_stalled": 0}  # since they were reported last
-        self._waits, self._timeout_s, self._restart, self._on_evicted = waits, timeout_s, restart, on_evicted
+        # since they were reported last
+        self._restarts = {"engines_restarted": 0, "engines_stalled": 0}
+        self._waits = waits
+        self._timeout_s = timeout_s
+        self._restart = restart
+        self._on_evicted = on_evicted
         self.departures = 0
 
     # ------------------------------------------------------------ membership
@@ -71,7 +77,9 @@ class EngineSet:
         """How many workers each of these engines has."""
         return {i: self._workers.get(i, 1) for i in numbers}
 
-    def add(self, owner: str | None, engines: Sequence[Engine], workers: Sequence[int]) -> tuple[int, ...]:
+    def add(
+        self, owner: str | None, engines: Sequence[Engine], workers: Sequence[int]
+    ) -> tuple[int, ...]:
         """Numbers for new engines.  With an `owner` they may leave."""
         numbers = tuple(itertools.islice(self._numbers, len(engines)))
         self._engines |= dict(zip(numbers, engines, strict=True))
@@ -106,12 +114,15 @@ class EngineSet:
     async def ask_all(
         self, what: str, ask: Callable[[Engine], Awaitable[T]], numbers: Sequence[int] | None = None
     ) -> dict[int, T]:
-        """The answers of all engines, or of those with `numbers`; a failure becomes Rejected and names the engine."""
+        """The answers of all engines, or of those with `numbers`; a failure becomes Rejected and
+        names the engine.
+        """
         asked = self.numbers if numbers is None else numbers
         return await self.gather({i: self.ask(i, what, ask) for i in asked})
 
     async def gather(self, asked: Mapping[int, Awaitable[T]]) -> dict[int, T]:
-        """All answers.  Of several failures the one that says something against the weights counts, before an engine that died.
+        """All answers.  Of several failures the one that says something against the weights counts,
+        before an engine that died.
 
         Engines that have left meanwhile do not count; raises NoEngines when all have.
         """
@@ -131,7 +142,9 @@ class EngineSet:
                     raise EngineFailed("it has left")
                 return await ask(engine)
         except TimeoutError:
-            raise Rejected(f"engine {index} did not answer `{what}` within {self._timeout_s:g} s") from None
+            raise Rejected(
+                f"engine {index} did not answer `{what}` within {self._timeout_s:g} s"
+            ) from None
         except Exception as e:  # a remote engine may raise anything; all of it means the way back
             why = f"engine {index}: {what}: {type(e).__name__}: {e}"
             if isinstance(e, EngineFailed) and self._restart is not None and index in self._engines:
@@ -156,7 +169,8 @@ class EngineSet:
         return ""
 
     async def restart_dead(self) -> list[int]:
-        """Restart every dead engine; one that cannot be restarted leaves with its owner, or raises Rejected if it has none.
+        """Restart every dead engine; one that cannot be restarted leaves with its owner, or raises
+        Rejected if it has none.
 
         Returns those that were restarted, which have no weights.
         """

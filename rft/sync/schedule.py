@@ -1,7 +1,8 @@
 """When weights move: two questions, answered from numbers alone.
 
-Knows no clock, engine or buffer. The one invariant: whatever answers yes, a row is never trained more than
-`staleness_bound` optimizer steps after the version that began it, and explorer or trainer can always go on.
+Knows no clock, engine or buffer. The one invariant: whatever answers yes, a row is never trained
+more than `staleness_bound` optimizer steps after the version that began it, and explorer or trainer
+can always go on.
 
     style             step t publishes                    explore batch e waits for
     fixed             t is a multiple of the interval k   weights of step >= k * floor((f(e) - s) / k), s the offset
@@ -9,19 +10,22 @@ Knows no clock, engine or buffer. The one invariant: whatever answers yes, a row
     explorer_driven   when the explorer asks              at e = s + k, s + 2k, ...: the newest weights there are, or are being made
     fully_async       t is a multiple of k                its quota: groups that may begin in one window of k steps
 
-Batch e (from 0) first feeds step f(e) + 1; with one batch for each step f(e) = e.  In every style batch e also waits for
-weights of step >= l(e) - max_staleness, where l(e) + 1 is the last step that it feeds.  It never waits for a step that itself needs batch e
-(no deadlock): the newest version below step t is at least that of step t - k, so any `max_staleness` >= k - 1 (plus the steps that one
-batch is spread over) can be kept; one that cannot is refused.
+Batch e (from 0) first feeds step f(e) + 1; with one batch for each step f(e) = e.  In every style
+batch e also waits for weights of step >= l(e) - max_staleness, where l(e) + 1 is the last step that
+it feeds.  It never waits for a step that itself needs batch e (no deadlock): the newest version
+below step t is at least that of step t - k, so any `max_staleness` >= k - 1 (plus the steps that
+one batch is spread over) can be kept; one that cannot is refused.
 
-fixed: batch e is trained when f(e) steps are done, so staleness <= f(e) - k * floor((f(e) - s) / k), at most s + k - 1.
+fixed: batch e is trained when f(e) steps are done, so staleness <= f(e) - k * floor((f(e) - s) /
+k), at most s + k - 1.
 
-fully_async: with `threshold` sigma and W units (groups, or rows) in a window of k steps, unit u may begin under the version of step v iff
-u < v * step_units + Q, Q = floor(W (1 + sigma)): what has begun and was not yet consumed at the last sync never exceeds Q.  So the last
-one is at most floor((Q - 1) / step_units) steps old; sigma = 0 gives k - 1, the same as fixed without offset.
+fully_async: with `threshold` sigma and W units (groups, or rows) in a window of k steps, unit u may
+begin under the version of step v iff u < v * step_units + Q, Q = floor(W (1 + sigma)): what has
+begun and was not yet consumed at the last sync never exceeds Q.  So the last one is at most
+floor((Q - 1) / step_units) steps old; sigma = 0 gives k - 1, the same as fixed without offset.
 
-Where a train step does not take exactly one explore batch, `batch_units` and `step_units` count both in one unit (groups, or rows):
-f(e) = floor(e * batch_units / step_units).
+Where a train step does not take exactly one explore batch, `batch_units` and `step_units` count
+both in one unit (groups, or rows): f(e) = floor(e * batch_units / step_units).
 """
 
 from __future__ import annotations
@@ -37,10 +41,12 @@ Style = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`start_step`: of the weights the run begins or resumes with; steps count from 1, batches from 0, over the whole run.
+    """`start_step`: of the weights the run begins or resumes with; steps count from 1, batches from
+    0, over the whole run.
 
-    `interval` counts train steps, in explorer_driven explore batches.  `group_units` = units of one group of a batch.  `threshold` =
-    share of a window that may begin beyond it (fully_async); None = no quota.
+    `interval` counts train steps, in explorer_driven explore batches.  `group_units` = units of one
+    group of a batch.  `threshold` = share of a window that may begin beyond it (fully_async); None
+    = no quota.
 
     Raises ConfigError on a `max_staleness` that this schedule cannot keep.
     """
@@ -56,34 +62,52 @@ class Schedule:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        if self.start_step < 0 or min(self.interval, self.batch_units, self.step_units, self.group_units) < 1:
+        if (
+            self.start_step < 0
+            or min(self.interval, self.batch_units, self.step_units, self.group_units) < 1
+        ):
             raise ValueError(f"{self}: start_step counts from 0, interval and units from 1")
         if self.max_staleness is not None and self.max_staleness < self.least_staleness:
-            raise ConfigError(self._too_low(), key="synchronizer.max_staleness", given=self.max_staleness)
+            raise ConfigError(
+                self._too_low(), key="synchronizer.max_staleness", given=self.max_staleness
+            )
 
     def _too_low(self) -> str:
-        least, k, what = self.least_staleness, self.interval, f"{self.max_staleness} cannot be kept: "
+        least = self.least_staleness
+        k = self.interval
+        what = f"{self.max_staleness} cannot be kept: "
         if self.style == "fixed":
             return (
-                f"{what}interval {k} and offset {self.offset} let rows be up to {least} steps old. Allow {least}, or lower "
+                f"{what}interval {k} and offset {self.offset} let rows be up to {least} steps old. "
+                f"Allow {least}, or lower "
                 "sync_interval or sync_offset."
             )
         if self.style == "explorer_driven":
-            return f"{what}one explore batch is spread over {least + 1} train steps. Allow {least}, or train larger batches."
-        return f"{what}weights move every {k} steps, so rows are up to {least} steps old. Allow {least}, or lower sync_interval."
+            return (
+                f"{what}one explore batch is spread over {least + 1} train steps. Allow "
+                f"{least}, or train larger batches."
+            )
+        return (
+            f"{what}weights move every {k} steps, so rows are up to {least} steps old. Allow "
+            f"{least}, or lower sync_interval."
+        )
 
     # ------------------------------------------------------------ bounds
 
     @property
     def least_staleness(self) -> int:
-        """The lowest `max_staleness` that can be kept: everything an explorer that waits as much as it may still needs."""
+        """The lowest `max_staleness` that can be kept: everything an explorer that waits as much as
+        it may still needs.
+        """
         if self.style == "fixed":
             return self.offset + self.interval - 1 + self._spread
         return (0 if self.style == "explorer_driven" else self.interval - 1) + self._spread
 
     @property
     def staleness_bound(self) -> int | None:
-        """The oldest a trained row can be, in optimizer steps; 0 is on-policy; None = no bound.  Fixed, even: s + k - 1."""
+        """The oldest a trained row can be, in optimizer steps; 0 is on-policy; None = no bound.
+        Fixed, even: s + k - 1.
+        """
         if self.style == "fixed":
             return self.least_staleness
         bounds = [b for b in (self.max_staleness, self._quota_bound) if b is not None]
@@ -91,7 +115,9 @@ class Schedule:
 
     @property
     def quota(self) -> int | None:
-        """Q = floor(W (1 + threshold)): units that may have begun and not been consumed at the last sync; None without a threshold."""
+        """Q = floor(W (1 + threshold)): units that may have begun and not been consumed at the last
+        sync; None without a threshold.
+        """
         if self.style != "fully_async" or self.threshold is None:
             return None
         return int(self.interval * self.step_units * (1 + Fraction(str(self.threshold))))
@@ -100,19 +126,25 @@ class Schedule:
     def _quota_bound(self) -> int | None:
         if self.quota is None:
             return None
-        # position of a group in its batch may change (others are refilled), so the whole batch counts; this repeats with batch_units steps
+        # position of a group in its batch may change (others are refilled), so the whole batch
+        # counts; this repeats with batch_units steps
         return max(self._last_of(self._first_beyond(v) - 1) - v for v in range(self.batch_units))
 
     def _first_beyond(self, version_step: int) -> int:
         """The first batch of which nothing may begin under the quota of `version_step`."""
         assert self.quota is not None
-        begun, needed = version_step * self.step_units + self.quota, (version_step + self.interval) * self.step_units
-        return max(begun // self.batch_units + (begun % self.batch_units >= self.group_units), -(-needed // self.batch_units))
+        begun = version_step * self.step_units + self.quota
+        needed = (version_step + self.interval) * self.step_units
+        return max(
+            begun // self.batch_units + (begun % self.batch_units >= self.group_units),
+            -(-needed // self.batch_units),
+        )
 
     @property
     def _spread(self) -> int:
         """How many steps after its first row the last row of a batch can be trained, at worst."""
-        batch, step = self.batch_units, self.step_units
+        batch = self.batch_units
+        step = self.step_units
         if batch % step == 0:
             return batch // step - 1
         if step % batch == 0:
@@ -136,45 +168,70 @@ class Schedule:
         return self.quota is not None
 
     def syncs_before(self, batch: int) -> bool:
-        """Whether the explorer asks for new weights before `batch` (explorer_driven).  Batches before it are to be complete then."""
+        """Whether the explorer asks for new weights before `batch` (explorer_driven).  Batches
+        before it are to be complete then.
+        """
         return self.on_demand and batch > self.offset and (batch - self.offset) % self.interval == 0
 
     def required_step(self, batch: int, group: int | None = None) -> int:
-        """The oldest train step whose weights may begin explore batch `batch`: all of it, or its group number `group`."""
-        first = batch * self.batch_units // self.step_units  # steps done before the first that it feeds
+        """The oldest train step whose weights may begin explore batch `batch`: all of it, or its
+        group number `group`.
+        """
+        # steps done before the first that it feeds
+        first = batch * self.batch_units // self.step_units
         need = 0
         if self.style == "fixed":
             need = (first - self.offset) // self.interval * self.interval
         elif self.max_staleness is not None:
             need = self._last_of(batch) - self.max_staleness
         if self.quota is not None:
-            units = self.batch_units if group is None else min(self.batch_units, (group + 1) * self.group_units)
+            units = (
+                self.batch_units
+                if group is None
+                else min(self.batch_units, (group + 1) * self.group_units)
+            )
             begun = -(-(batch * self.batch_units + units - self.quota) // self.step_units)
-            need = max(need, min(begun, first - self.interval + 1))  # a step's own batch is never held back
+            # a step's own batch is never held back
+            need = max(need, min(begun, first - self.interval + 1))
         return max(self.start_step, need)
 
     def first_after(self, step: int) -> int | None:
-        """The first explore batch that may be whole only after `step` was trained (and a later version published); None = no such batch."""
+        """The first explore batch that may be whole only after `step` was trained (and a later
+        version published); None = no such batch.
+        """
         if self.style == "fixed":
             newest = max(self.start_step, (step - 1) // self.interval * self.interval)
             later = (newest // self.interval + 1) * self.interval  # the version after it
             return -(-(later + self.offset) * self.step_units // self.batch_units)
-        k, batch, size = 1 if self.on_demand else self.interval, self.batch_units, self.step_units
+        k = 1 if self.on_demand else self.interval
+        batch = self.batch_units
+        size = self.step_units
         newest = max(self.start_step, (step - 1) // k * k)
         found = []
         if self.max_staleness is not None:
             found.append(-(-((newest + self.max_staleness + 1) * size + 1) // batch) - 1)
         if self.quota is not None:
-            found.append(max((newest * size + self.quota) // batch, -(-(newest + k) * size // batch)))
+            found.append(
+                max((newest * size + self.quota) // batch, -(-(newest + k) * size // batch))
+            )
         return min(found, default=None)
 
     def may_explore(
-        self, batch: int, published_step: int, *, group: int | None = None, held: int = -1, newest: int = 0, ahead: int = 0
+        self,
+        batch: int,
+        published_step: int,
+        *,
+        group: int | None = None,
+        held: int = -1,
+        newest: int = 0,
+        ahead: int = 0,
     ) -> bool:
-        """May explore batch `batch` start (or its group `group`), now that the engines hold the weights of step `published_step`?
+        """May explore batch `batch` start (or its group `group`), now that the engines hold the
+        weights of step `published_step`?
 
-        Where the explorer asks for weights first (`syncs_before`): `held` = step of those it had when it asked, `newest` = newest step
-        that is trained or being trained.  `ahead` = batches that steps which lacked rows took beyond their own.
+        Where the explorer asks for weights first (`syncs_before`): `held` = step of those it had
+        when it asked, `newest` = newest step that is trained or being trained.  `ahead` = batches
+        that steps which lacked rows took beyond their own.
         """
         if published_step < self.required_step(max(0, batch - ahead), group):
             return False
@@ -183,7 +240,8 @@ class Schedule:
     # ------------------------------------------------------------ must step t publish?
 
     def must_publish(self, step: int, *, asked: bool = False) -> bool:
-        """Must the weights of step `step` be published?  (The last step of a run is published whatever this says.)
+        """Must the weights of step `step` be published?  (The last step of a run is published
+        whatever this says.)
 
         `asked`: an explorer waits for them; where it does not ask, that changes nothing.
         """

@@ -14,7 +14,8 @@ class SyncSettings:
     """When weights move and how."""
 
     method: str = "memory"  # memory | checkpoint | nccl
-    backend: Literal["gloo", "nccl"] = "gloo"  # nccl: of the broadcast; gloo where trainer or an engine has no GPU
+    # nccl: of the broadcast; gloo where trainer or an engine has no GPU
+    backend: Literal["gloo", "nccl"] = "gloo"
     bucket_bytes: int | None = 1 << 30  # nccl: sent at once; None = tensor by tensor
     overlap: bool = False  # nccl: the next bucket is received while one is verified
     workers: tuple[int, ...] = ()  # nccl: of each rollout engine; empty = one each
@@ -22,12 +23,18 @@ class SyncSettings:
     interval: int = 1  # train steps; explorer_driven: explore batches
     offset: int = 0
     max_staleness: int | None = None
-    threshold: float | None = None  # fully_async: groups that may begin beyond one window, as a share of it; None = no quota
-    in_turns: bool = False  # engines sleep from the first train step of a window until its weights are published
-    at_a_time: int | None = None  # engines that load a version together while the others serve; None: all
-    drain_s: float = 10.0  # with `at_a_time`: how long requests under way may take to end before their engine is paused
-    partial_rollout: bool = True  # groups under way when weights move go on under the new ones; else they are waited for
-    shares_cores: bool = False  # engines stand still while the trainer scores the canary: both compute on the same CPUs
+    # fully_async: groups that may begin beyond one window, as a share of it; None = no quota
+    threshold: float | None = None
+    # engines sleep from the first train step of a window until its weights are published
+    in_turns: bool = False
+    # engines that load a version together while the others serve; None: all
+    at_a_time: int | None = None
+    # with `at_a_time`: how long requests under way may take to end before their engine is paused
+    drain_s: float = 10.0
+    # groups under way when weights move go on under the new ones; else they are waited for
+    partial_rollout: bool = True
+    # engines stand still while the trainer scores the canary: both compute on the same CPUs
+    shares_cores: bool = False
     timeout_s: float = 3600.0
     kv_cache: Literal["recompute", "keep"] = "recompute"
     canary_prompts: int = 8
@@ -38,7 +45,9 @@ class SyncSettings:
     retries: int = 1
     engine_dtype: str = "float32"  # of the rollout engines, "float32" | "bfloat16" | "float16"
     trainer_dtype: str = "float32"
-    batch_units: int = 1  # of one explore batch: groups, or rows where a train step takes a number of them; see sync/schedule.py
+    # of one explore batch: groups, or rows where a train step takes a number of them; see
+    # sync/schedule.py
+    batch_units: int = 1
     step_units: int = 1  # of one train step
     group_units: int = 1  # of one group of a batch
 

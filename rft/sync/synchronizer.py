@@ -1,16 +1,20 @@
-"""Brings one weight version at a time into all engines, has it verified, and lets explore batches start when they may.
+"""Brings one weight version at a time into all engines, has it verified, and lets explore batches
+start when they may.
 
-Knows nothing of how weights are made or staged.  Invariant: engines run only with one whole version, and rows count
-(`wait_verified` returns True) only after the canary of the very attempt that wrote them has passed.
+Knows nothing of how weights are made or staged.  Invariant: engines run only with one whole
+version, and rows count (`wait_verified` returns True) only after the canary of the very attempt
+that wrote them has passed.
 
     publish:    engines load and resume -> canary, while rollouts of the version already run -> served
-    on failure: back to the version before, verified by its canary record -> the next attempt, with its own label -> WeightSyncFailed
+    on failure: back to the version before, verified by its canary record -> the next attempt, with
+    its own label -> WeightSyncFailed
 
     engines.py  which engines there are, how they are asked and restarted        update.py  one load, its proof, and the way back
     gate.py     who may explore, which rows count: state without waiting         waits.py   waits with names and deadlines
 
-Without partial rollouts, groups under way end before the pause and no other one begins.  An engine that died is restarted with the
-newest verified version.  Engines of explorers that come and go (`join`, `leave`) are verified before they count.
+Without partial rollouts, groups under way end before the pause and no other one begins.  An engine
+that died is restarted with the newest verified version.  Engines of explorers that come and go
+(`join`, `leave`) are verified before they count.
 """
 
 from __future__ import annotations
@@ -39,11 +43,13 @@ log = logging.getLogger(__name__)
 
 
 class Synchronizer:
-    """Implements `WeightSync` for the trainer and the weights' part of `ExploreGate`.  `start` is the version the run begins with.
+    """Implements `WeightSync` for the trainer and the weights' part of `ExploreGate`.  `start` is
+    the version the run begins with.
 
-    Without `engines` it waits for engines to join.  Prompts of the canary are given as token ids.  `sender` sends versions that are
-    broadcast.  `restart`, `on_evicted`: see `EngineSet`.  Lives in one event loop; every wait ends by an event, an error or `timeout_s`
-    without any news from the trainer.
+    Without `engines` it waits for engines to join.  Prompts of the canary are given as token ids.
+    `sender` sends versions that are broadcast.  `restart`, `on_evicted`: see `EngineSet`.  Lives in
+    one event loop; every wait ends by an event, an error or `timeout_s` without any news from the
+    trainer.
     """
 
     def __init__(
@@ -61,17 +67,24 @@ class Synchronizer:
         self._settings = settings
         self._gate = GateState(schedule, start)
         self._waits = Waits(settings.timeout_s)
-        self._engines = EngineSet(engines, settings.workers, self._waits, settings.timeout_s, restart, on_evicted)
+        self._engines = EngineSet(
+            engines, settings.workers, self._waits, settings.timeout_s, restart, on_evicted
+        )
         rounds = Rounds(sender, settings.timeout_s)
-        self._updates = WeightUpdates(settings, self._engines, Canary(settings, probes, scorer), rounds)
+        self._updates = WeightUpdates(
+            settings, self._engines, Canary(settings, probes, scorer), rounds
+        )
         self._publishing = asyncio.Lock()
         self._idle = WaitShare()
-        self.owned, self.fail = self._engines.owned, self._waits.fail
+        self.owned = self._engines.owned
+        self.fail = self._waits.fail
 
     # ------------------------------------------------------------ trainer's side
 
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
-        """See `WeightSync`.  When cancelled, the version before is restored first.  Without engines it waits for one to join."""
+        """See `WeightSync`.  When cancelled, the version before is restored first.  Without engines
+        it waits for one to join.
+        """
         while True:
             await self._wait_for_engines(manifest.version)
             async with self._publishing:
@@ -80,7 +93,10 @@ class Synchronizer:
                     return await self._publish(manifest)
                 except NoEngines:
                     self._gate.loaded = self._gate.verified
-                    log.warning("version %s: every engine has left; it is published to those that join", manifest.version)
+                    log.warning(
+                        "version %s: every engine has left; it is published to those that join",
+                        manifest.version,
+                    )
 
     async def _publish(self, manifest: WeightManifest) -> list[Metric]:
         self._gate.check_order(manifest.version)
@@ -94,7 +110,8 @@ class Synchronizer:
     async def _attempts(self, manifest: WeightManifest) -> list[Metric]:
         failures = 0
         while True:
-            version, departures = self._gate.label(manifest.version), self._engines.departures
+            version = self._gate.label(manifest.version)
+            departures = self._engines.departures
             try:
                 began = time.perf_counter()
                 async with self._groups_ended(version):
@@ -103,7 +120,8 @@ class Synchronizer:
             except Rejected as e:
                 log.error("version %s: %s", version, e)
                 restored = await self._restore()
-                failures += self._engines.departures == departures  # else nothing is said against the weights
+                # else nothing is said against the weights
+                failures += self._engines.departures == departures
                 if restored is not None or failures > self._settings.retries:
                     why = self._gate.failure(manifest.version, str(e), max(1, failures), restored)
                     await self.fail(WeightSyncFailed(why))
@@ -121,18 +139,29 @@ class Synchronizer:
             if self._updates.provisional == manifest.version:
                 self._gate.reject(manifest.version)
             raise
-        window, bound = self._idle.window(), self._gate.schedule.staleness_bound
+        window = self._idle.window()
+        bound = self._gate.schedule.staleness_bound
         self._gate.verify(manifest.version)
         await self._waits.changed()
         return [
-            *(Metric(f"sync/{name}", float(count), "sum") for name, count in self._engines.take_restarts().items()),
+            *(
+                Metric(f"sync/{name}", float(count), "sum")
+                for name, count in self._engines.take_restarts().items()
+            ),
             *metrics(manifest, waves),
             *([] if bound is None else [Metric("sync/staleness_bound", float(bound), "last")]),
-            *(Metric(name, window, "mean") for name in ("explorer/idle_ratio", "rollouter/idle_ratio") if window is not None),
+            *(
+                Metric(name, window, "mean")
+                for name in ("explorer/idle_ratio", "rollouter/idle_ratio")
+                if window is not None
+            ),
         ]
 
     async def step_finished(self, step: int, *, finished: bool = False) -> bool:
-        self._gate.trained, self._gate.finished = max(step, self._gate.trained), finished or self._gate.finished
+        self._gate.trained, self._gate.finished = (
+            max(step, self._gate.trained),
+            finished or self._gate.finished,
+        )
         await self._waits.changed()
         return self._gate.wants(step)
 
@@ -141,11 +170,15 @@ class Synchronizer:
         gate = self._gate
         mine = gate.demand = object()
         await self._waits.changed()
-        await self._waits.without_deadline(lambda: gate.demand is not mine or gate.finished or gate.wants(step))
+        await self._waits.without_deadline(
+            lambda: gate.demand is not mine or gate.finished or gate.wants(step)
+        )
         return gate.wants(step)
 
     async def step_started(self, step: int) -> None:
-        """See `WeightSync`.  Engines that take turns with the trainer sleep when this returns, until the next version."""
+        """See `WeightSync`.  Engines that take turns with the trainer sleep when this returns,
+        until the next version.
+        """
         self._gate.demand = None
         await self._waits.changed()
         if self._settings.in_turns:
@@ -154,19 +187,27 @@ class Synchronizer:
                 await self._updates.sleep(step)
 
     async def allow_batch(self, batch: int) -> None:
-        log.info("explore batch %d may begin before its turn: step %d lacks rows", batch, self._gate.trained + 1)
+        log.info(
+            "explore batch %d may begin before its turn: step %d lacks rows",
+            batch,
+            self._gate.trained + 1,
+        )
         self._gate.allow(batch)
         await self._waits.changed()
 
     # ------------------------------------------------------------ explorer's side
 
     async def may_explore(self, batch: int) -> Version | None:
-        """Wait until explore batch `batch` (from 0) may start; the version to expect, perhaps provisional.
+        """Wait until explore batch `batch` (from 0) may start; the version to expect, perhaps
+        provisional.
 
         None: the trainer is finished and nothing more needs to be explored.
         """
-        gate, who = self._gate, f"explore batch {batch}"
-        await self._wait(lambda: gate.batches_before_are_done(batch), who, f"the explore batches before {batch}")
+        gate = self._gate
+        who = f"explore batch {batch}"
+        await self._wait(
+            lambda: gate.batches_before_are_done(batch), who, f"the explore batches before {batch}"
+        )
         whom = f"weights of train step {gate.schedule.required_step(batch)} or later"
         if gate.schedule.syncs_before(batch):
             whom = "the newest weights"
@@ -174,7 +215,9 @@ class Synchronizer:
         await self._waits.changed()
         try:
             with self._idle.waiting():
-                await self._wait(lambda: gate.may_start(batch, 0 if gate.schedule.by_group else None), who, whom)
+                await self._wait(
+                    lambda: gate.may_start(batch, 0 if gate.schedule.by_group else None), who, whom
+                )
         finally:
             gate.stop_asking(batch)
         version = gate.start(batch)
@@ -183,7 +226,11 @@ class Synchronizer:
 
     async def acquire_group(self, batch: int, group: int | None) -> bool:
         with self._idle.waiting():
-            await self._wait(lambda: self._gate.may_acquire(batch, group), f"a group of explore batch {batch}", "newer weights")
+            await self._wait(
+                lambda: self._gate.may_acquire(batch, group),
+                f"a group of explore batch {batch}",
+                "newer weights",
+            )
         self._gate.groups += not self._gate.finished
         self._idle.busy(self._gate.playing)
         return not self._gate.finished
@@ -197,9 +244,14 @@ class Synchronizer:
         gate = self._gate
         if gate.is_verified(version):
             return True  # also after a failure: these rows are good
-        await self._wait(lambda: gate.is_decided(version), f"rows of version {version}", "its canary")
+        await self._wait(
+            lambda: gate.is_decided(version), f"rows of version {version}", "its canary"
+        )
         if not gate.is_verified(version) and not gate.is_rejected(version):
-            raise WeightSyncFailed(f"version {version} was never verified and never will be; served is {gate.served_text}")
+            raise WeightSyncFailed(
+                f"version {version} was never verified and never will be; served is "
+                f"{gate.served_text}"
+            )
         return gate.is_verified(version)
 
     async def explored(self, batch: int) -> None:
@@ -215,12 +267,19 @@ class Synchronizer:
     # ------------------------------------------------------------ launcher's side
 
     async def join(
-        self, owner: str, engines: Sequence[Engine], workers: Sequence[int] = (), *, may_leave: bool = True
+        self,
+        owner: str,
+        engines: Sequence[Engine],
+        workers: Sequence[int] = (),
+        *,
+        may_leave: bool = True,
     ) -> tuple[int, ...]:
-        """The engines that explorer `owner` brings count from now on: they serve the newest verified version, where there is one.
+        """The engines that explorer `owner` brings count from now on: they serve the newest
+        verified version, where there is one.
 
-        `workers`: of each engine, empty = one each.  `may_leave` False: the run ends when one of them cannot be brought back.
-        Returns their numbers.  Raises WeightSyncFailed, and leaves everything as it was, when they cannot be brought to that version.
+        `workers`: of each engine, empty = one each.  `may_leave` False: the run ends when one of
+        them cannot be brought back. Returns their numbers.  Raises WeightSyncFailed, and leaves
+        everything as it was, when they cannot be brought to that version.
         """
         async with self._publishing:
             self._waits.raise_failure()
@@ -231,19 +290,26 @@ class Synchronizer:
             except BaseException as e:
                 await self._engines.remove(numbers)
                 if isinstance(e, Rejected | NoEngines):
-                    raise WeightSyncFailed(f"the engines of explorer {owner} do not serve {self._gate.served_text}: {e}") from e
+                    raise WeightSyncFailed(
+                        f"the engines of explorer {owner} do not serve {self._gate.served_text}: "
+                        f"{e}"
+                    ) from e
                 raise
         await self._waits.changed()
         return numbers
 
     async def leave(self, owner: str) -> None:
-        """The engines of `owner` are gone, or must not be asked any more.  Also in the middle of a publish, which goes on without them."""
+        """The engines of `owner` are gone, or must not be asked any more.  Also in the middle of a
+        publish, which goes on without them.
+        """
         await self._engines.remove(self._engines.owned(owner))
 
     async def revive(self, index: int) -> None:
-        """Engine `index` failed an answer: when it is dead, restart it with the newest verified version and verify that.
+        """Engine `index` failed an answer: when it is dead, restart it with the newest verified
+        version and verify that.
 
-        Returns when it serves again.  Raises EngineFailed when that cannot be reached: the run ends, or the engine's owner has left it.
+        Returns when it serves again.  Raises EngineFailed when that cannot be reached: the run
+        ends, or the engine's owner has left it.
         """
         async with self._publishing:
             self._waits.raise_failure()
@@ -266,7 +332,12 @@ class Synchronizer:
                 raise failure from e
             if index not in self._engines:  # its explorer had to leave
                 raise EngineFailed(f"engine {index} could not be brought back")
-            log.info("engine %d serves %s again after %.1f s", index, self._gate.served_text, time.perf_counter() - began)
+            log.info(
+                "engine %d serves %s again after %.1f s",
+                index,
+                self._gate.served_text,
+                time.perf_counter() - began,
+            )
 
     # ------------------------------------------------------------ inside
 
@@ -300,7 +371,11 @@ class Synchronizer:
             except asyncio.CancelledError:
                 continue  # asked again to stop: the way back has its own deadlines
         if (why := restoring.result()) is not None:
-            await self.fail(WeightSyncFailed(f"a cancelled publish could not be rolled back: {why}. Restart the engines."))
+            await self.fail(
+                WeightSyncFailed(
+                    f"a cancelled publish could not be rolled back: {why}. Restart the engines."
+                )
+            )
 
     async def _restore_or_leave(self) -> str | None:
         try:
@@ -311,7 +386,8 @@ class Synchronizer:
     async def _wait(self, done: Callable[[], bool], who: str, whom: str) -> None:
         def remedy() -> str:
             return (
-                f" and the trainer did nothing in that time (trained step {self._gate.trained}, served {self._gate.served_text}). "
+                f" and the trainer did nothing in that time (trained step {self._gate.trained}, "
+                f"served {self._gate.served_text}). "
                 "Raise synchronizer.sync_timeout if a train step takes longer."
             )
 
@@ -325,4 +401,9 @@ class Synchronizer:
             ", and none is there: start one (mode: explore), or raise synchronizer.sync_timeout.  "
             "The run resumes from its last checkpoint when it is started again"
         )
-        await self._waits.until(lambda: bool(self._engines.numbers), f"version {version}", "an explorer to join", lambda: remedy)
+        await self._waits.until(
+            lambda: bool(self._engines.numbers),
+            f"version {version}",
+            "an explorer to join",
+            lambda: remedy,
+        )

@@ -1,6 +1,8 @@
-"""A picture of a schedule: who works and who waits, if an explore batch and a train step take the times they are given.
+"""A picture of a schedule: who works and who waits, if an explore batch and a train step take the
+times they are given.
 
-A simulation for people; runs follow the schedule itself.  Invariant: it asks nothing but the schedule's two questions.
+A simulation for people; runs follow the schedule itself.  Invariant: it asks nothing but the
+schedule's two questions.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ _OVER = 1e-9  # what is left of work that has ended, as floats are
 
 @dataclass(frozen=True)
 class Span:
-    """From `begin` to `end` (in the unit of the given times) explore batch or train step `number`; `version` = step of its weights."""
+    """From `begin` to `end` (in the unit of the given times) explore batch or train step `number`;
+    `version` = step of its weights.
+    """
 
     number: int
     begin: float
@@ -42,10 +46,12 @@ def simulate(
     sync_s: float = 0.0,
     overlap: float = 1.0,
 ) -> Timeline:
-    """One explorer and one trainer, from the first step on.  Raises RuntimeError when neither can continue.
+    """One explorer and one trainer, from the first step on.  Raises RuntimeError when neither can
+    continue.
 
-    Up to `at_once` batches are explored at a time: one takes `explore_s`, and n together `explore_s + (n - 1) * more_s`.
-    `sync_s`: of a publication, in which neither side works.  `overlap`: speed of each side while both work, 1 on devices of their own.
+    Up to `at_once` batches are explored at a time: one takes `explore_s`, and n together `explore_s
+    + (n - 1) * more_s`. `sync_s`: of a publication, in which neither side works.  `overlap`: speed
+    of each side while both work, 1 on devices of their own.
     """
     run = _Simulated(schedule, explore_s, more_s, at_once, train_s, sync_s, overlap)
     while True:
@@ -68,28 +74,52 @@ class _Simulated:
     """The state of both sides at `now`."""
 
     def __init__(
-        self, schedule: Schedule, explore_s: float, more_s: float, at_once: int, train_s: float, sync_s: float, overlap: float
+        self,
+        schedule: Schedule,
+        explore_s: float,
+        more_s: float,
+        at_once: int,
+        train_s: float,
+        sync_s: float,
+        overlap: float,
     ) -> None:
-        self._schedule, self._overlap, self._at_once = schedule, overlap, at_once
-        self._explore_s, self._more_s, self._train_s, self._sync_s = explore_s, more_s, train_s, sync_s
+        self._schedule = schedule
+        self._overlap = overlap
+        self._at_once = at_once
+        self._explore_s = explore_s
+        self._more_s = more_s
+        self._train_s = train_s
+        self._sync_s = sync_s
         self.explored: list[Span] = []
         self.trained: list[Span] = []
         self.published = [(0.0, 0)]
         self.exploring: list[_Work] = []
         self.training: _Work | None = None
         self.syncing: _Work | None = None
-        self._now, self._version, self._held = 0.0, 0, 0
+        self._now = 0.0
+        self._version = 0
+        self._held = 0
 
     def begin_what_may(self) -> None:
-        s, done = self._schedule, len(self.trained)
+        s = self._schedule
+        done = len(self.trained)
         if self.training is None and len(self.explored) * s.batch_units // s.step_units > done:
-            oldest = min(x.version for x in self.explored[done * s.step_units // s.batch_units : self._batches_of(done + 1)])
+            oldest = min(
+                x.version
+                for x in self.explored[
+                    done * s.step_units // s.batch_units : self._batches_of(done + 1)
+                ]
+            )
             self.training = _Work(done + 1, self._now, self._train_s, oldest)
         while len(self.exploring) < self._at_once:
             batch = len(self.explored) + len(self.exploring)
             if self.exploring and s.syncs_before(batch):
                 return
-            if s.on_demand and self.training is None and not self._may_explore(batch, self._version):
+            if (
+                s.on_demand
+                and self.training is None
+                and not self._may_explore(batch, self._version)
+            ):
                 self._publish(asked=self._may_explore(batch, done))
             if self.syncing is not None or not self._may_explore(batch, self._version):
                 return
@@ -99,21 +129,27 @@ class _Simulated:
     def advance(self) -> None:
         """To the next end of anything."""
         if not (working := self._speeds()):
-            state = f"{len(self.trained)} steps trained, {self._version} published, batch {len(self.explored)} waits"
+            state = (
+                f"{len(self.trained)} steps trained, {self._version} published, batch "
+                f"{len(self.explored)} waits"
+            )
             raise RuntimeError(f"neither side can continue: {state}")
         passed = min(work.left / speed for work, speed in working)
         self._now += passed
         for work, speed in working:
             work.left -= passed * speed
         if self.syncing is not None:
-            self._version, self.syncing = self.syncing.number, None
+            self._version = self.syncing.number
+            self.syncing = None
             self.published.append((self._now, self._version))
             return
         if self.training is not None and self.training.left <= _OVER:
             self.trained.append(self._ended(self.training))
             self.training, done, batch = None, len(self.trained), len(self.explored)
             self._publish(
-                asked=not self.exploring and self._may_explore(batch, done) and not self._may_explore(batch, self._version)
+                asked=not self.exploring
+                and self._may_explore(batch, done)
+                and not self._may_explore(batch, self._version)
             )
         while self.exploring and self.exploring[0].left <= _OVER:
             self.explored.append(self._ended(self.exploring.pop(0)))
@@ -124,15 +160,22 @@ class _Simulated:
         if self.syncing is not None:
             return [(self.syncing, 1.0)]
         speed = self._overlap if self.exploring and self.training is not None else 1.0
-        each = self._explore_s / (self._explore_s + (len(self.exploring) - 1) * self._more_s) if len(self.exploring) > 1 else 1.0
-        return [(x, speed * each) for x in self.exploring] + ([(self.training, speed)] if self.training is not None else [])
+        each = (
+            self._explore_s / (self._explore_s + (len(self.exploring) - 1) * self._more_s)
+            if len(self.exploring) > 1
+            else 1.0
+        )
+        return [(x, speed * each) for x in self.exploring] + (
+            [(self.training, speed)] if self.training is not None else []
+        )
 
     def _publish(self, *, asked: bool) -> None:
         done = len(self.trained)
         if done > self._version and self._schedule.must_publish(done, asked=asked):
             self.syncing = _Work(done, self._now, self._sync_s, done)
             if not self._sync_s:
-                self._version, self.syncing = done, None
+                self._version = done
+                self.syncing = None
                 self.published.append((self._now, done))
 
     def _may_explore(self, batch: int, version: int) -> bool:
@@ -151,7 +194,9 @@ WIDTH = 4  # columns of one unit of time
 
 
 def picture(schedule: Schedule, *, columns: int = 72) -> list[str]:
-    """Three lines: explore batches, train steps and published versions over time, where both sides take equally long."""
+    """Three lines: explore batches, train steps and published versions over time, where both sides
+    take equally long.
+    """
     size = schedule.batch_units / schedule.step_units  # train steps of a batch
     steps = 2 * schedule.interval + schedule.offset + 4
     found = simulate(schedule, steps=steps, explore_s=max(1.0, size), train_s=max(1.0, 1 / size))
@@ -159,7 +204,11 @@ def picture(schedule: Schedule, *, columns: int = 72) -> list[str]:
     for row, spans in ((0, found.explored), (1, found.trained)):
         for x in spans:
             width = round((x.end - x.begin) * WIDTH)
-            lines[row] = lines[row].ljust(8 + round(x.begin * WIDTH)) + str(x.number).center(width - 1, "▓▒"[row]) + " "
+            lines[row] = (
+                lines[row].ljust(8 + round(x.begin * WIDTH))
+                + str(x.number).center(width - 1, "▓▒"[row])
+                + " "
+            )
     for at, step in found.published:
         place = 8 + round(at * WIDTH)
         if len(lines[2]) <= place:

@@ -1,19 +1,24 @@
-"""One weight update: load a version into the engines, verify that they serve it, and go back to the one before if they do not.
+"""One weight update: load a version into the engines, verify that they serve it, and go back to the
+one before if they do not.
 
-    update:  pause -> load and check the reports -> resume -> probes, then explorers may begin with it -> the trainer scores the probes
-    rolling: drain -> the same -> admit, a few engines after the other, while the others serve the version before
-    restore: pause -> load the version before -> resume -> compare with its canary record -> admit
+    update:  pause -> load and check the reports -> resume -> probes, then explorers may begin with
+    it -> the trainer scores the probes rolling: drain -> the same -> admit, a few engines after the
+    other, while the others serve the version before restore: pause -> load the version before ->
+    resume -> compare with its canary record -> admit
     sleep:   pause -> sleep, until one of them; engines that share their GPUs with the trainer
 
-The probes come first because they are short: behind the prompts of a batch or an evaluation they would wait for all of these.  Engines
-that have no other work get new work together with the probes, since eight more rows cost a step of generation next to nothing.
-In a rolling update an engine takes requests again only after its canary, so clients meet no weights that are not verified.  What
-fails concerns the engines that were touched: the others never stop.  Engines that share CPUs with the trainer pause while it scores.
+The probes come first because they are short: behind the prompts of a batch or an evaluation they
+would wait for all of these.  Engines that have no other work get new work together with the probes,
+since eight more rows cost a step of generation next to nothing. In a rolling update an engine takes
+requests again only after its canary, so clients meet no weights that are not verified.  What fails
+concerns the engines that were touched: the others never stop.  Engines that share CPUs with the
+trainer pause while it scores.
 
-A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no side waits for an engine that failed.
+A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no
+side waits for an engine that failed.
 
-Knows the engines, not who explores with them.  Invariant: after `run` or `restore` the engines serve one whole verified version, or
-the error says that they do not.
+Knows the engines, not who explores with them.  Invariant: after `run` or `restore` the engines
+serve one whole verified version, or the error says that they do not.
 """
 
 from __future__ import annotations
@@ -36,27 +41,44 @@ from rft.types.metrics import Metric
 from rft.types.ports import LoadReport, Sender, WeightManifest
 
 log = logging.getLogger(__name__)
-PROBE_LIMIT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # of a packed layer's output, relative to its scale
+# of a packed layer's output, relative to its scale
+PROBE_LIMIT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 Ask = Callable[[int, WeightManifest], Awaitable[LoadReport]]
 
 
 class Rounds:
-    """Loads of versions that are broadcast, numbered.  When a round ends, in whatever way, everyone in it has been told."""
+    """Loads of versions that are broadcast, numbered.  When a round ends, in whatever way, everyone
+    in it has been told.
+    """
 
     def __init__(self, sender: Sender | None, timeout_s: float) -> None:
-        self._sender, self._timeout_s = sender, timeout_s
+        self._sender = sender
+        self._timeout_s = timeout_s
         self._number = 0
 
-    async def load(self, manifest: WeightManifest, engines: Mapping[int, int], ask: Ask) -> dict[int, LoadReport]:
-        """The reports of `engines` (with the number of workers of each), each of which is asked by `ask`.
+    async def load(
+        self, manifest: WeightManifest, engines: Mapping[int, int], ask: Ask
+    ) -> dict[int, LoadReport]:
+        """The reports of `engines` (with the number of workers of each), each of which is asked by
+        `ask`.
 
-        Raises what an engine raised (the first one's), else WeightSyncFailed that says why the trainer could not send.
+        Raises what an engine raised (the first one's), else WeightSyncFailed that says why the
+        trainer could not send.
         """
         if self._sender is None or manifest.broadcast is None:
-            raise WeightSyncFailed(f"version {manifest.version} has to be sent, but no sender was named")
+            raise WeightSyncFailed(
+                f"version {manifest.version} has to be sent, but no sender was named"
+            )
         self._number += 1
-        group = replace(manifest.broadcast, round=self._number, engines=tuple(engines), workers=tuple(engines.values()))
-        sending = asyncio.ensure_future(self._send(self._sender, replace(manifest, broadcast=group)))
+        group = replace(
+            manifest.broadcast,
+            round=self._number,
+            engines=tuple(engines),
+            workers=tuple(engines.values()),
+        )
+        sending = asyncio.ensure_future(
+            self._send(self._sender, replace(manifest, broadcast=group))
+        )
         loading = [
             asyncio.ensure_future(ask(i, replace(manifest, broadcast=replace(group, place=place))))
             for place, i in enumerate(engines)
@@ -99,12 +121,16 @@ class Rounds:
             async with asyncio.timeout(self._timeout_s):
                 await sender.send(manifest)
         except TimeoutError:
-            raise WeightSyncFailed(f"the trainer did not send {manifest.version} within {self._timeout_s:g} s") from None
+            raise WeightSyncFailed(
+                f"the trainer did not send {manifest.version} within {self._timeout_s:g} s"
+            ) from None
 
 
 @dataclass(frozen=True)
 class Wave:
-    """What the update of engines that load together says.  Times are moments of `time.perf_counter`."""
+    """What the update of engines that load together says.  Times are moments of
+    `time.perf_counter`.
+    """
 
     probes: dict[int, Probe]
     reports: tuple[LoadReport, ...]
@@ -122,17 +148,31 @@ class Wave:
 class WeightUpdates:
     """Updates of one set of engines, one at a time; the newest verified version is `manifest`."""
 
-    def __init__(self, settings: SyncSettings, engines: EngineSet, canary: Canary, rounds: Rounds) -> None:
-        self._settings, self._engines, self._canary, self._rounds = settings, engines, canary, rounds
+    def __init__(
+        self, settings: SyncSettings, engines: EngineSet, canary: Canary, rounds: Rounds
+    ) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._canary = canary
+        self._rounds = rounds
         self.manifest: WeightManifest | None = None
         self._records: dict[int, Probe] = {}  # canary of `manifest`, by engine
-        self._touched: set[int] = set()  # engines that may hold other weights than those of `manifest`
+        # engines that may hold other weights than those of `manifest`
+        self._touched: set[int] = set()
         self._asleep = False
-        self.provisional: Version | None = None  # what engines may have written with, besides verified versions
+        # what engines may have written with, besides verified versions
+        self.provisional: Version | None = None
         self._proofs: tuple[Probe, ...] = ()  # one of them, kept when all engines have left
 
-    async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]], *, idle: bool = False) -> list[Wave]:
-        """Serve `manifest`; `resumed` is awaited once all engines have answered its probes, or together with these where they are `idle`.
+    async def run(
+        self,
+        manifest: WeightManifest,
+        resumed: Callable[[], Awaitable[None]],
+        *,
+        idle: bool = False,
+    ) -> list[Wave]:
+        """Serve `manifest`; `resumed` is awaited once all engines have answered its probes, or
+        together with these where they are `idle`.
 
         Raises Rejected, NoEngines.
         """
@@ -143,7 +183,8 @@ class WeightUpdates:
         rolling = self._rolls and self.manifest is not None
         while left:
             size = self._settings.at_a_time if rolling else None
-            numbers, left = left[:size], left[size or len(left) :]
+            numbers = left[:size]
+            left = left[size or len(left) :]
             try:
                 opens = resumed if not left and self.manifest is not None else _nothing
                 waves.append(await self._wave(manifest, numbers, began, rolling, opens, idle))
@@ -180,7 +221,9 @@ class WeightUpdates:
         self.provisional = manifest.version
         await self._resume(numbers)
         at = time.perf_counter()
-        probing = self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers)
+        probing = self._engines.ask_all(
+            "probe", lambda e: self._canary.probe(e, manifest.version), numbers
+        )
         probes, _ = await asyncio.gather(probing, opens() if idle else _nothing())
         if not idle:
             await opens()
@@ -194,14 +237,18 @@ class WeightUpdates:
             await self._engines.ask_all("admit", lambda e: e.admit(), numbers)
         ended = time.perf_counter()
         opened = ended if self.manifest is None else at if idle else probed
-        return Wave(probes, reports, verdict, began, drained, paused, loaded, at, opened, probed, ended)
+        return Wave(
+            probes, reports, verdict, began, drained, paused, loaded, at, opened, probed, ended
+        )
 
     @property
     def _rolls(self) -> bool:
         return self._settings.at_a_time is not None
 
     async def sleep(self, step: int) -> None:
-        """The engines give their memory back for train step `step`, until the next load.  Raises WeightSyncFailed."""
+        """The engines give their memory back for train step `step`, until the next load.  Raises
+        WeightSyncFailed.
+        """
         if self._asleep:
             return
         try:
@@ -209,21 +256,31 @@ class WeightUpdates:
             await self._engines.ask_all("sleep", lambda e: e.sleep())
         except NoEngines:
             log.info("train step %d: every engine has left", step)
-        except Rejected as e:  # a process that died holds no memory, and is restarted with the next version
+        except (
+            Rejected
+        ) as e:  # a process that died holds no memory, and is restarted with the next version
             if not self._engines.dead:
-                raise WeightSyncFailed(f"train step {step} needs the engines' memory, and they do not give it: {e}") from e
+                raise WeightSyncFailed(
+                    f"train step {step} needs the engines' memory, and they do not give it: {e}"
+                ) from e
             log.warning("%s; it is restarted with the next weights", e)
         self._asleep = True
 
     async def sync(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
-        """Bring these engines to the verified version `manifest`, and verify that they serve it.  Raises Rejected, NoEngines."""
+        """Bring these engines to the verified version `manifest`, and verify that they serve it.
+        Raises Rejected, NoEngines.
+        """
         await self._pause(numbers)
         await self._load(manifest, numbers)
         await self._resume(numbers)
-        probes = await self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers)
+        probes = await self._engines.ask_all(
+            "probe", lambda e: self._canary.probe(e, manifest.version), numbers
+        )
         for index, now in probes.items():
             try:
-                self._canary.prove_same(now, self._records[index] if index in self._records else self._proofs[0])
+                self._canary.prove_same(
+                    now, self._records[index] if index in self._records else self._proofs[0]
+                )
             except WeightSyncFailed as e:
                 raise Rejected(f"engine {index}: {e}") from e
             self._records.setdefault(index, now)
@@ -257,7 +314,9 @@ class WeightUpdates:
     async def _resume(self, numbers: Sequence[int]) -> None:
         await self._engines.ask_all("resume", lambda e: e.resume(), numbers)
 
-    async def _load(self, manifest: WeightManifest, numbers: Sequence[int]) -> dict[int, LoadReport]:
+    async def _load(
+        self, manifest: WeightManifest, numbers: Sequence[int]
+    ) -> dict[int, LoadReport]:
         """Load the version; every engine's report is good."""
         self._asleep = False  # to load is to wake
 
@@ -277,7 +336,10 @@ class WeightUpdates:
         return reports
 
     async def _verify(self, probes: Mapping[int, Probe], numbers: Sequence[int]) -> Verdict:
-        before = tuple(p for i, p in self._records.items() if i in numbers and i in self._engines) or self._proofs
+        before = (
+            tuple(p for i, p in self._records.items() if i in numbers and i in self._engines)
+            or self._proofs
+        )
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 return await self._canary.check(tuple(probes.values()), before, names=tuple(probes))
@@ -286,8 +348,12 @@ class WeightUpdates:
             raise Rejected(why) from None
         except WeightSyncFailed as e:
             raise Rejected(str(e)) from e
-        except Exception as e:  # whatever the trainer's side raises, the engines must go back to verified weights
-            raise Rejected(f"the trainer could not score the canary: {type(e).__name__}: {e}") from e
+        except (
+            Exception
+        ) as e:  # whatever the trainer's side raises, the engines must go back to verified weights
+            raise Rejected(
+                f"the trainer could not score the canary: {type(e).__name__}: {e}"
+            ) from e
 
     def _objection(self, report: LoadReport, manifest: WeightManifest) -> str:
         limit = PROBE_LIMIT.get(self._settings.engine_dtype, PROBE_LIMIT["bfloat16"])
@@ -321,7 +387,9 @@ def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
         "load/meeting_s": max(r.meeting_s for r in reports),
         "load/transfer_s": max(r.transfer_s for r in reports),
         "load/verify_s": max(r.verify_s for r in reports),
-        "load/model_s": max(r.load_s - r.meeting_s - r.transfer_s - r.verify_s - r.probe_s for r in reports),
+        "load/model_s": max(
+            r.load_s - r.meeting_s - r.transfer_s - r.verify_s - r.probe_s for r in reports
+        ),
         "load/probe_s": max(r.probe_s for r in reports),
         "resume_s": sum(w.resumed - w.loaded for w in waves),
         "opened_s": waves[-1].opened - waves[0].began,
@@ -336,7 +404,11 @@ def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
         Metric("sync/requests_aborted", float(sum(h.aborted for h in held)), "sum"),
         Metric("sync/recomputed_tokens", float(sum(h.recomputed_tokens for h in held)), "sum"),
         Metric(
-            "sync/lost_tokens", sum(sum(r.held.tokens_per_s for r in w.reports) * (w.resumed - w.drained) for w in waves), "sum"
+            "sync/lost_tokens",
+            sum(
+                sum(r.held.tokens_per_s for r in w.reports) * (w.resumed - w.drained) for w in waves
+            ),
+            "sum",
         ),
         Metric("sync/version", float(manifest.version.step), "last"),
         Metric("sync/attempt", float(manifest.version.attempt), "max"),

@@ -1,4 +1,5 @@
-"""Waits of one event loop: each has a name and a deadline, hears of every change, and ends with the first failure.
+"""Waits of one event loop: each has a name and a deadline, hears of every change, and ends with the
+first failure.
 
 Knows nothing of weights.  Invariant: after `fail` every wait, now or later, raises that failure.
 """
@@ -36,18 +37,32 @@ class Waits:
 
     def raise_failure(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(None) if isinstance(self._error, RftError) else WeightSyncFailed(str(self._error))
+            raise (
+                self._error.with_traceback(None)
+                if isinstance(self._error, RftError)
+                else WeightSyncFailed(str(self._error))
+            )
 
-    async def until(self, done: Callable[[], bool], who: str, whom: str, remedy: Callable[[], str]) -> None:
-        """Wait until `done()`.  Raises DeadlineExceeded with `remedy` once nothing has changed for too long."""
+    async def until(
+        self, done: Callable[[], bool], who: str, whom: str, remedy: Callable[[], str]
+    ) -> None:
+        """Wait until `done()`.  Raises DeadlineExceeded with `remedy` once nothing has changed for
+        too long.
+        """
         try:
             with idles(f"{who} waits for {whom}"):
                 await self.without_deadline(done, self._timeout_s)
         except TimeoutError:
-            raise DeadlineExceeded(f"{who} waited {self._timeout_s:g} s for {whom}{remedy()}") from None
+            raise DeadlineExceeded(
+                f"{who} waited {self._timeout_s:g} s for {whom}{remedy()}"
+            ) from None
 
-    async def without_deadline(self, done: Callable[[], bool], quiet_s: float | None = None) -> None:
-        """Wait until `done()`.  Raises TimeoutError only when `quiet_s` is given and nothing has changed for so long."""
+    async def without_deadline(
+        self, done: Callable[[], bool], quiet_s: float | None = None
+    ) -> None:
+        """Wait until `done()`.  Raises TimeoutError only when `quiet_s` is given and nothing has
+        changed for so long.
+        """
         async with self._condition:
             while not done() or self._error is not None:
                 self.raise_failure()
@@ -56,12 +71,15 @@ class Waits:
 
 
 class WaitShare:
-    """The share of the time between two versions in which someone waited at the gate while nothing was under way."""
+    """The share of the time between two versions in which someone waited at the gate while nothing
+    was under way.
+    """
 
     def __init__(self) -> None:
         self._began: float | None = None  # of the window; None before the first version
         self._since = self._waited = 0.0
-        self._count, self._busy = 0, False
+        self._count = 0
+        self._busy = False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -74,15 +92,19 @@ class WaitShare:
             self._count -= 1
 
     def busy(self, busy: bool) -> None:
-        """Whether anything is under way from now on: who asks for the next batch meanwhile loses nothing by waiting."""
+        """Whether anything is under way from now on: who asks for the next batch meanwhile loses
+        nothing by waiting.
+        """
         self._until_now()
         self._busy = busy
 
     def window(self) -> float | None:
         """Share of the window that ends now; None where there was none."""
         now = self._until_now()
-        began, waited = self._began, self._waited
-        self._began, self._waited = now, 0.0
+        began = self._began
+        waited = self._waited
+        self._began = now
+        self._waited = 0.0
         return None if began is None or now <= began else min(1.0, waited / (now - began))
 
     def _until_now(self) -> float:
@@ -95,7 +117,9 @@ class WaitShare:
 
 @asynccontextmanager
 async def race(*works: Awaitable[Any]) -> AsyncIterator[tuple[asyncio.Future[Any], ...]]:
-    """Tasks of all `works`, as soon as the first is done; all are cancelled and collected at the end."""
+    """Tasks of all `works`, as soon as the first is done; all are cancelled and collected at the
+    end.
+    """
     tasks = tuple(map(asyncio.ensure_future, works))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """What a taskset is, what a source of rows is, and the rule how a row becomes a task.
 
-It knows neither engines nor rewards (a task carries their names).  Invariant: `task(i)` depends on the source and `i` alone.
+It knows neither engines nor rewards (a task carries their names).  Invariant: `task(i)` depends on
+the source and `i` alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 CHECKED = 100_000  # tables with at most this many rows are checked as a whole when they are opened
 MAX_CHARS = 32 << 20  # of a prompt
-OTHER_ROWS = "the rows of {} are not those of earlier evaluations: do not compare their values with later ones"
+OTHER_ROWS = (
+    "the rows of {} are not those of earlier evaluations: do not compare their values "
+    "with later ones"
+)
 _NAMED = 3  # errors that are reported of rows that are left out
 
 
@@ -43,14 +47,26 @@ class Skipped:
 
     def __str__(self) -> str:
         rest = f"; and {more} more" if (more := self.count - len(self.why)) else ""
-        return f"{self.count} of {self.total} rows are left out (skip_bad_rows): {'; '.join(self.why)}{rest}"
+        return (
+            f"{self.count} of {self.total} rows are left out (skip_bad_rows): "
+            f"{'; '.join(self.why)}{rest}"
+        )
 
 
 class ByIndex(Sequence[Row]):
-    """Rows fetched one at a time, so that a large table is not turned into Python objects as a whole.  `scan` gives all in order."""
+    """Rows fetched one at a time, so that a large table is not turned into Python objects as a
+    whole.  `scan` gives all in order.
+    """
 
-    def __init__(self, length: int, fetch: Callable[[int], Row], scan: Callable[[], Iterable[Row]] | None = None) -> None:
-        self._length, self._fetch, self._scan = length, fetch, scan
+    def __init__(
+        self,
+        length: int,
+        fetch: Callable[[int], Row],
+        scan: Callable[[], Iterable[Row]] | None = None,
+    ) -> None:
+        self._length = length
+        self._fetch = fetch
+        self._scan = scan
 
     def __len__(self) -> int:
         return self._length
@@ -65,14 +81,16 @@ class ByIndex(Sequence[Row]):
         return self._fetch(index)
 
     def __iter__(self) -> Iterator[Row]:
-        return iter(self._scan()) if self._scan is not None else map(self._fetch, range(self._length))
+        return (
+            iter(self._scan()) if self._scan is not None else map(self._fetch, range(self._length))
+        )
 
 
 class TaskSource:
     """Base of custom task sources: rows by number.  A configuration names one as `storage_type`.
 
-    It is constructed with `path`, `split` and the taskset's `args` by name.  Rows are read when they are needed, so what `__getitem__`
-    returns must not change while the run lasts.
+    It is constructed with `path`, `split` and the taskset's `args` by name.  Rows are read when
+    they are needed, so what `__getitem__` returns must not change while the run lasts.
     """
 
     def __len__(self) -> int:
@@ -86,13 +104,17 @@ class TaskSource:
         return f"row {index}"
 
     def fingerprint(self) -> str:
-        """Changes when the rows change; empty: it is taken from all rows, from a sample of them where they are more than 100,000."""
+        """Changes when the rows change; empty: it is taken from all rows, from a sample of them
+        where they are more than 100,000.
+        """
         return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Rows as a source holds them, before anyone asks what their columns mean.  `where(i)` says in words where row i is."""
+    """Rows as a source holds them, before anyone asks what their columns mean.  `where(i)` says in
+    words where row i is.
+    """
 
     rows: Sequence[Row]
     where: Callable[[int], str]
@@ -102,14 +124,17 @@ class RowSource:
 
 
 class Taskset:
-    """A finite, ordered collection of tasks, over any sequence of rows (a list, an Arrow table, a generator by index).
+    """A finite, ordered collection of tasks, over any sequence of rows (a list, an Arrow table, a
+    generator by index).
 
-    `fingerprint` changes when the rows change; it is compared on resume.  `left_out`: rows that the prompt limit removed; `skipped`: rows
-    that could not be read (skip_bad_rows); None where there was none.
+    `fingerprint` changes when the rows change; it is compared on resume.  `left_out`: rows that the
+    prompt limit removed; `skipped`: rows that could not be read (skip_bad_rows); None where there
+    was none.
     """
 
     def __init__(self, settings: TasksetSettings, source: RowSource) -> None:
-        rows, unreadable = source.rows, source.unreadable
+        rows = source.rows
+        unreadable = source.unreadable
         self.settings = settings
         self._rows = rows
         self._where = source.where
@@ -118,7 +143,11 @@ class Taskset:
         if self._length == 0:
             why = f": {unreadable[0].message}" if unreadable else ""
             path = redact(settings.path)
-            raise ConfigError(f"taskset {settings.name!r}: {path} has no rows{why}", key=_key(settings, "path"), given=path)
+            raise ConfigError(
+                f"taskset {settings.name!r}: {path} has no rows{why}",
+                key=_key(settings, "path"),
+                given=path,
+            )
         self._has_truth = self._truth_is_there()
         self._kept: np.ndarray | None = None  # numbers of the rows that are used; None = all
         self.skipped = self._skip(unreadable) if settings.skip_bad_rows else None
@@ -127,7 +156,9 @@ class Taskset:
                 self._task(i)
         self.left_out: LeftOut | None = None
         if settings.prompt_limit is not None:
-            self.left_out = find_overlong((self._made(i, row) for i, row in self._used_rows()), settings)
+            self.left_out = find_overlong(
+                (self._made(i, row) for i, row in self._used_rows()), settings
+            )
         if self.left_out is not None:
             used = np.arange(self._length) if self._kept is None else self._kept
             self._keep(np.setdiff1d(used, self.left_out.rows, assume_unique=True))
@@ -137,9 +168,13 @@ class Taskset:
         return self._length if self._kept is None else len(self._kept)
 
     def task(self, index: int) -> Task:
-        """Row `index`, 0 <= index < len, as a task.  ConfigError names source, row and key of a bad row."""
+        """Row `index`, 0 <= index < len, as a task.  ConfigError names source, row and key of a bad
+        row.
+        """
         if not 0 <= index < len(self):
-            raise IndexError(f"taskset {self.settings.name!r} has {len(self)} rows; asked for {index}")
+            raise IndexError(
+                f"taskset {self.settings.name!r} has {len(self)} rows; asked for {index}"
+            )
         return self._task(index if self._kept is None else int(self._kept[index]))
 
     def place(self, index: int) -> int | None:
@@ -158,14 +193,25 @@ class Taskset:
         return self._named("workflow_key", self.settings.format.workflow_key)
 
     def features(self, keys: Sequence[str]) -> np.ndarray:
-        """float64 [len, len(keys)]: these columns of every row.  ConfigError names source, row and column of what is no number."""
+        """float64 [len, len(keys)]: these columns of every row.  ConfigError names source, row and
+        column of what is no number.
+        """
         found = np.empty((len(self), len(keys)))
         for place, (row, values) in enumerate(self._used_rows()) if keys else ():
             for k, key in enumerate(keys):
-                if (value := lookup(values, key)) is ABSENT or not isinstance(value, int | float) or not math.isfinite(value):
-                    has = f"is {value!r}" if value is not ABSENT else f"is not there; it has {', '.join(map(str, values))}"
+                if (
+                    (value := lookup(values, key)) is ABSENT
+                    or not isinstance(value, int | float)
+                    or not math.isfinite(value)
+                ):
+                    has = (
+                        f"is {value!r}"
+                        if value is not ABSENT
+                        else f"is not there; it has {', '.join(map(str, values))}"
+                    )
                     raise ConfigError(
-                        f"{self._where(row)}: column {key!r}, by which rows are chosen, must be a finite number, but {has}",
+                        f"{self._where(row)}: column {key!r}, by which rows are chosen, must be a "
+                        f"finite number, but {has}",
                         key=_key(self.settings, "data_selector.feature_keys"),
                         given=key,
                     )
@@ -184,11 +230,16 @@ class Taskset:
         if self._kept is not None and self.skipped is not None:
             return ((int(row), self._rows[int(row)]) for row in self._kept)
         left_out = set(self.left_out.rows) if self.left_out is not None else ()
-        return ((row, values) for row, values in enumerate(itertools.islice(self._rows, self._length)) if row not in left_out)
+        return (
+            (row, values)
+            for row, values in enumerate(itertools.islice(self._rows, self._length))
+            if row not in left_out
+        )
 
     def _truth_is_there(self) -> bool:
         """Where rows are skipped, one of them decides: those without are bad rows then."""
-        key, skips = self.settings.format.response_key, self.settings.skip_bad_rows
+        key = self.settings.format.response_key
+        skips = self.settings.skip_bad_rows
         if not key:
             return False
         for row in range(self._length if skips else 1):
@@ -200,7 +251,8 @@ class Taskset:
         return key != FormatSettings().response_key
 
     def _skip(self, unreadable: Sequence[ConfigError]) -> Skipped | None:
-        good, bad = [], list(unreadable)
+        good = []
+        bad = list(unreadable)
         for row in range(self._length):
             try:
                 self._task(row)
@@ -211,7 +263,9 @@ class Taskset:
         total = self._length + len(unreadable)
         if not good:
             raise ConfigError(
-                f"none of {total} rows can be read; the first: {bad[0].message}", key=bad[0].key, given=bad[0].given
+                f"none of {total} rows can be read; the first: {bad[0].message}",
+                key=bad[0].key,
+                given=bad[0].given,
             )
         if not bad:
             return None
@@ -232,7 +286,8 @@ class Taskset:
 
 
 class FoundRows:
-    """Rows as they are found in a source, with their places (lines), and complaints about what is no row.
+    """Rows as they are found in a source, with their places (lines), and complaints about what is
+    no row.
 
     The first complaint is raised, unless the taskset's bad rows are skipped.
     """
@@ -263,40 +318,78 @@ class FoundRows:
         )
 
 
-def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, has_truth: bool) -> Task:
-    """The task of one row, by the taskset's `format`.  Raises ConfigError naming `where` and the key."""
+def row_to_task(
+    settings: TasksetSettings, row: Row, index: int, where: str, *, has_truth: bool
+) -> Task:
+    """The task of one row, by the taskset's `format`.  Raises ConfigError naming `where` and the
+    key.
+    """
     fmt = settings.format
     if fmt.preset == "verl":
         row = _verl_row(settings, row, where)
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     if fmt.prompt_type == "messages":
-        messages = _messages(settings, _get(settings, row, where, "messages_key", fmt.messages_key), where)
+        messages = _messages(
+            settings, _get(settings, row, where, "messages_key", fmt.messages_key), where
+        )
     else:
         prompt = _get(settings, row, where, "prompt_key", fmt.prompt_key)
         if isinstance(prompt, list) and prompt:
-            messages, prompt = _messages(settings, prompt, where, "prompt_key"), None
+            messages = _messages(settings, prompt, where, "prompt_key")
+            prompt = None
         elif not isinstance(prompt, str) or not prompt:
-            raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, "a non-empty text, or a list of messages")
+            raise _wrong(
+                settings,
+                where,
+                "prompt_key",
+                fmt.prompt_key,
+                prompt,
+                "a non-empty text, or a list of messages",
+            )
         elif len(prompt) > MAX_CHARS:
-            raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, f"at most {MAX_CHARS:,} characters long")
-    system = _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key or "") or fmt.system_prompt
+            raise _wrong(
+                settings,
+                where,
+                "prompt_key",
+                fmt.prompt_key,
+                prompt,
+                f"at most {MAX_CHARS:,} characters long",
+            )
+    system = (
+        _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key or "")
+        or fmt.system_prompt
+    )
     if system and messages and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return Task(
-        taskset=settings.name, index=index, row=row, prompt=prompt, messages=messages, tools=_tools(settings, row, where),
-        prompt_truncation=settings.prompt_truncation, system_prompt=system, chat_template=fmt.chat_template,
+        taskset=settings.name,
+        index=index,
+        row=row,
+        prompt=prompt,
+        messages=messages,
+        tools=_tools(settings, row, where),
+        prompt_truncation=settings.prompt_truncation,
+        system_prompt=system,
+        chat_template=fmt.chat_template,
         chat_template_args=fmt.chat_template_args,
         truth=_get(settings, row, where, "response_key", fmt.response_key) if has_truth else None,
         workflow=_text(settings, row, where, "workflow_key", fmt.workflow_key) or settings.workflow,
         workflow_args=settings.workflow_args,
         reward=_text(settings, row, where, "reward_fn_key", fmt.reward_fn_key) or settings.reward,
-        reward_args=settings.reward_args, sampling=settings.sampling, num_runs=settings.num_runs, is_eval=settings.is_eval,
-    )  # fmt: skip
+        reward_args=settings.reward_args,
+        sampling=settings.sampling,
+        num_runs=settings.num_runs,
+        is_eval=settings.is_eval,
+    )
 
 
-def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000, whole: Callable[[], str] | None = None) -> str:
-    """Of the number of rows, `facts`, and the rows themselves: all of them, or `limit` evenly spread ones behind what `whole` says."""
+def sample_fingerprint(
+    rows: Sequence[Row], *facts: object, limit: int = 1000, whole: Callable[[], str] | None = None
+) -> str:
+    """Of the number of rows, `facts`, and the rows themselves: all of them, or `limit` evenly
+    spread ones behind what `whole` says.
+    """
     count = min(len(rows), limit)
     sample = fingerprint_of((rows[i * len(rows) // count] for i in range(count)), len(rows), facts)
     return sample if whole is None or len(rows) == count else f"{whole()}-{sample}"
@@ -311,7 +404,9 @@ def fingerprint_of(rows: Iterable[Row], *facts: object) -> str:
 
 
 def _as_bytes(row: Row) -> bytes:
-    """The same for equal rows, whatever the order of their keys, and in every version of this package: runs that go on compare it."""
+    """The same for equal rows, whatever the order of their keys, and in every version of this
+    package: runs that go on compare it.
+    """
     try:
         return msgspec.json.encode(row, enc_hook=repr, order="deterministic")
     except TypeError:  # only texts can be put in order
@@ -359,18 +454,22 @@ def of_texts(row: Row, where: str, key: str) -> None:
     """Raises ConfigError for a row with pictures in the columns that other tools have them in."""
     if column := next((c for c in ("images", "videos") if row.get(c)), None):
         raise ConfigError(
-            f"{where}: column {column!r} is not empty; multimodal inputs are not offered.  Use rows of text", key=key
+            f"{where}: column {column!r} is not empty; multimodal inputs are not offered.  Use "
+            f"rows of text",
+            key=key,
         )
 
 
 def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
-    """The row with its data source under the name that rewards look for.  Raises ConfigError for pictures, and for a row that only a
-    model can score where a rule was to."""
+    """The row with its data source under the name that rewards look for.  Raises ConfigError for
+    pictures, and for a row that only a model can score where a rule was to.
+    """
     of_texts(row, where, _key(settings, "format.preset"))
     source = lookup(row, settings.format.data_source_key)
     if settings.format.reward_fn_key and lookup(row, "reward_model.style") == "model":
         raise ConfigError(
-            f"{where}: reward_model.style is 'model', so no rule for data source {source!r} scores it.  Name a reward in "
+            f"{where}: reward_model.style is 'model', so no rule for data source {source!r} scores "
+            f"it.  Name a reward in "
             "default_reward_fn_type",
             key=_key(settings, "format.preset"),
             given="verl",
@@ -378,27 +477,40 @@ def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
     return row if source is ABSENT else {**row, "data_source": source}
 
 
-def _messages(settings: TasksetSettings, value: Any, where: str, which: str = "messages_key") -> tuple[dict[str, Any], ...]:
+def _messages(
+    settings: TasksetSettings, value: Any, where: str, which: str = "messages_key"
+) -> tuple[dict[str, Any], ...]:
     try:
         return as_chat(value)
     except ValueError as e:
-        raise _wrong(settings, where, which, getattr(settings.format, which), value, str(e)) from None
+        raise _wrong(
+            settings, where, which, getattr(settings.format, which), value, str(e)
+        ) from None
 
 
 def as_chat(value: Any) -> tuple[dict[str, Any], ...]:
-    """The messages of a column, also of JSON text, as templates take them.  Raises ValueError that says what it must be."""
+    """The messages of a column, also of JSON text, as templates take them.  Raises ValueError that
+    says what it must be.
+    """
     given = _from_json(value)
-    if not isinstance(given, list) or not given or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given):
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given)
+    ):
         raise ValueError("a list of messages such as {role: user, content: ...}")
     return tuple(map(_message, given))
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    made = {k: v for k, v in given.items() if v is not None or k == "content"}  # templates ask whether a key is there
+    # templates ask whether a key is there
+    made = {k: v for k, v in given.items() if v is not None or k == "content"}
     if isinstance(given.get("content"), list):
         made["content"] = plain_text(given["content"])
         if made["content"] is None:
-            raise ValueError("messages whose content is text; images, sound and videos are not offered")
+            raise ValueError(
+                "messages whose content is text; images, sound and videos are not offered"
+            )
     return made
 
 
@@ -408,7 +520,14 @@ def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, A
         return ()
     given = _from_json(value)
     if not isinstance(given, list) or not all(isinstance(t, dict) for t in given):
-        raise _wrong(settings, where, "tools_key", settings.format.tools_key, value, "a list of tools, or that list as JSON")
+        raise _wrong(
+            settings,
+            where,
+            "tools_key",
+            settings.format.tools_key,
+            value,
+            "a list of tools, or that list as JSON",
+        )
     return tuple(given)
 
 
@@ -423,14 +542,17 @@ def _from_json(value: Any) -> Any:
 
 def _missing(settings: TasksetSettings, where: str, which: str, name: str, row: Row) -> ConfigError:
     return ConfigError(
-        f"{where}: the row has no key {name!r}; its keys are {', '.join(sorted(map(str, row))) or 'none'}.  "
+        f"{where}: the row has no key {name!r}; its keys are "
+        f"{', '.join(sorted(map(str, row))) or 'none'}.  "
         f"Correct the row, or name the right key in format.{which}.",
         key=_key(settings, f"format.{which}"),
         given=name,
     )
 
 
-def _wrong(settings: TasksetSettings, where: str, which: str, name: str, value: Any, wanted: str) -> ConfigError:
+def _wrong(
+    settings: TasksetSettings, where: str, which: str, name: str, value: Any, wanted: str
+) -> ConfigError:
     return ConfigError(
         f"{where}: key {name!r} is {value!r:.80} ({type(value).__name__}); it must be {wanted}.",
         key=_key(settings, f"format.{which}"),

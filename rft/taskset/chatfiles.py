@@ -1,7 +1,9 @@
-"""A model folder's tokenizer and chat template, read with `tokenizers` and `jinja2` alone: how a chat reads, and which are too long.
+"""A model folder's tokenizer and chat template, read with `tokenizers` and `jinja2` alone: how a
+chat reads, and which are too long.
 
-Knows the Hugging Face folder layout, neither torch nor transformers.  What a workflow adds to a chat is not counted.
-Invariants: the same text as the engine sees; the same files and rows leave out the same rows, in however many processes they are counted.
+Knows the Hugging Face folder layout, neither torch nor transformers.  What a workflow adds to a
+chat is not counted. Invariants: the same text as the engine sees; the same files and rows leave out
+the same rows, in however many processes they are counted.
 """
 
 from __future__ import annotations
@@ -56,11 +58,15 @@ class ChatFiles:
         if files:
             return {name: read_template(path, KEY) for name, path in files.items()}
         given = self.tokenizer_config.get("chat_template")
-        if isinstance(given, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in given):
+        if isinstance(given, list) and all(
+            isinstance(t, dict) and {"name", "template"} <= t.keys() for t in given
+        ):
             given = {t["name"]: t["template"] for t in given}
         named = given if isinstance(given, dict) else {} if given is None else {"default": given}
         if not all(isinstance(text, str) for text in named.values()):
-            raise ConfigError(f"{self.folder / 'tokenizer_config.json'}: chat_template must be a text", key=KEY)
+            raise ConfigError(
+                f"{self.folder / 'tokenizer_config.json'}: chat_template must be a text", key=KEY
+            )
         return named
 
     @cached_property
@@ -85,15 +91,22 @@ class ChatFiles:
 
     def count_each(self, texts: Iterable[str]) -> list[int]:
         """Tokens of each text; several at a time are quicker."""
-        return [len(e.ids) for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            len(e.ids)
+            for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def encode_each(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text, as it stands."""
-        return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     @cached_property
     def _marks_beginnings(self) -> bool:
-        """Whether a text begins with other tokens than stand in the middle of one: some tokenizers put a space before it."""
+        """Whether a text begins with other tokens than stand in the middle of one: some tokenizers
+        put a space before it.
+        """
         alone, behind = self.encode_each(("a", "\na"))
         return behind[-len(alone) :] != alone
 
@@ -101,7 +114,8 @@ class ChatFiles:
         """Token ids of pieces of one text, each as it stands behind the one before."""
         if not self._marks_beginnings:
             return self.encode_each(pieces)
-        alone, joined = self.encode_each(pieces), self.encode_each(map("".join, itertools.pairwise(pieces)))
+        alone = self.encode_each(pieces)
+        joined = self.encode_each(map("".join, itertools.pairwise(pieces)))
         behind = zip(alone, joined, alone[1:], strict=False)
         return [alone[0], *(both[len(a) :] if both[: len(a)] == a else b for a, both, b in behind)]
 
@@ -114,9 +128,12 @@ class ChatFiles:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def marked(self, tokens: list[int], mask: list[bool]) -> str:
-        """The text of `tokens`, special ones included; where `mask` is True it stands between « and »."""
+        """The text of `tokens`, special ones included; where `mask` is True it stands between « and
+        ».
+        """
         pieces = [
-            (on, [t for t, _ in part]) for on, part in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
+            (on, [t for t, _ in part])
+            for on, part in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
         ]
         return "".join(f"«{self.text(ids)}»" if on else self.text(ids) for on, ids in pieces)
 
@@ -129,32 +146,53 @@ class ChatFiles:
         opening: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt that the engine will see.  Raises ConfigError when there is no template or it does not work.
+        """The prompt that the engine will see.  Raises ConfigError when there is no template or it
+        does not work.
 
         `opening`: with the beginning of the assistant's next message.
         """
-        source = template or (self._templates.get("tool_use") if tools else None) or self.chat_template
+        source = (
+            template or (self._templates.get("tool_use") if tools else None) or self.chat_template
+        )
         if source is None:
-            raise ConfigError(f"the tokenizer of {self.folder} has no chat template; write model.chat_template_path", key=KEY)
+            raise ConfigError(
+                f"the tokenizer of {self.folder} has no chat template; write "
+                f"model.chat_template_path",
+                key=KEY,
+            )
         names = {**self.special_tokens, **kwargs, "add_generation_prompt": opening}
         return render(source, modelfiles.as_read(messages, source), tools, names)
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """By their names in templates, such as eos_token; older models have them in a file of their own."""
+        """By their names in templates, such as eos_token; older models have them in a file of their
+        own.
+        """
         given = self.tokenizer_config
         if "added_tokens_decoder" not in given:
             given = {**given, **read_settings(self.folder / "special_tokens_map.json")}
-        texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in given.items() if name.endswith("_token")}
+        texts = {
+            name: v.get("content") if isinstance(v, dict) else v
+            for name, v in given.items()
+            if name.endswith("_token")
+        }
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def open_chat(path: str) -> ChatFiles:
-    """Tokenizer and template of a model.  Raises ConfigError where there is no such folder, or tokens cannot be counted in it."""
+    """Tokenizer and template of a model.  Raises ConfigError where there is no such folder, or
+    tokens cannot be counted in it.
+    """
     folder = find_model(path)
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder} has no tokenizer.json, so the tokens of a prompt cannot be counted", key=KEY, given=path)
-    return ChatFiles(folder=folder, tokenizer_config=read_settings(folder / "tokenizer_config.json"))
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, so the tokens of a prompt cannot be counted",
+            key=KEY,
+            given=path,
+        )
+    return ChatFiles(
+        folder=folder, tokenizer_config=read_settings(folder / "tokenizer_config.json")
+    )
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -162,9 +200,15 @@ def read_settings(file: Path) -> dict[str, Any]:
     try:
         found = parse_json(read_regular(file, MAX_TEXT).decode("utf-8")) if file.exists() else {}
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read as JSON: {e}", key=KEY, given=str(file.parent)) from None
+        raise ConfigError(
+            f"{file} cannot be read as JSON: {e}", key=KEY, given=str(file.parent)
+        ) from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds a {type(found).__name__}; it must be a mapping", key=KEY, given=str(file.parent))
+        raise ConfigError(
+            f"{file} holds a {type(found).__name__}; it must be a mapping",
+            key=KEY,
+            given=str(file.parent),
+        )
     return found
 
 
@@ -173,22 +217,46 @@ def read_template(file: Path, key: str) -> str:
     try:
         return read_regular(file, MAX_TEMPLATE).decode("utf-8")
     except OSError as e:
-        raise ConfigError(f"{file} cannot be read: {e.strerror}", key=key, given=str(file)) from None
+        raise ConfigError(
+            f"{file} cannot be read: {e.strerror}", key=key, given=str(file)
+        ) from None
     except UnicodeDecodeError as e:
-        raise ConfigError(f"{file} is not UTF-8 text (byte {e.start})", key=key, given=str(file)) from None
+        raise ConfigError(
+            f"{file} is not UTF-8 text (byte {e.start})", key=key, given=str(file)
+        ) from None
 
 
-def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], names: dict[str, Any]) -> str:
+def render(
+    source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], names: dict[str, Any]
+) -> str:
     """A chat template on `messages`, in Jinja's sandbox, the way transformers does it."""
     from jinja2 import TemplateError
 
     try:
-        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": True, **names}
+        given = {
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": True,
+            **names,
+        }
         return within(RENDER_S, lambda: str(_compiled(source).render(given)))
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as e:
-        raise ConfigError(f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY) from None
+    except (
+        TemplateError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as e:
+        raise ConfigError(
+            f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY
+        ) from None
     except TooLong:
-        raise ConfigError(f"the chat template did not finish these messages within {RENDER_S:g} s", key=KEY) from None
+        raise ConfigError(
+            f"the chat template did not finish these messages within {RENDER_S:g} s", key=KEY
+        ) from None
 
 
 @lru_cache(maxsize=16)
@@ -218,8 +286,10 @@ def _compiled(source: str) -> Any:
             return super().call_binop(context, operator, left, right)
 
     env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    env.filters["tojson"] = lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    env.filters["tojson"] = (
+        lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
     )
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -232,15 +302,23 @@ def find_model(path: str, key: str = KEY) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        advice = "  A GGUF cannot be trained; name the original model that it was made from" if folder.suffix == ".gguf" else ""
+        advice = (
+            "  A GGUF cannot be trained; name the original model that it was made from"
+            if folder.suffix == ".gguf"
+            else ""
+        )
         raise ConfigError(
-            f"{path} is a file; it must be a folder with config.json, tokenizer and safetensors.{advice}", key=key, given=path
+            f"{path} is a file; it must be a folder with config.json, tokenizer and "
+            f"safetensors.{advice}",
+            key=key,
+            given=path,
         )
     if (found := modelfiles.snapshot(path)) is not None:
         return found
     if modelfiles.HUB_ID.fullmatch(path):
         raise ConfigError(
-            f"{path!r} is neither a folder nor a model in the local hub cache ({modelfiles.hub_cache()}).{_near(folder)}  "
+            f"{path!r} is neither a folder nor a model in the local hub cache "
+            f"({modelfiles.hub_cache()}).{_near(folder)}  "
             + (
                 f"Write the tiny model with `python -m rft.testing.tiny {path}`"
                 if folder.name == "tiny-model"
@@ -255,7 +333,8 @@ def find_model(path: str, key: str = KEY) -> Path:
 def _near(path: Path) -> str:
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
-        folder, path = folder.parent, path.parent
+        folder = folder.parent
+        path = path.parent
     try:
         names = [p.name for p in folder.iterdir() if p.is_dir()]
     except OSError:
@@ -269,7 +348,9 @@ _opened = lru_cache(maxsize=1)(open_chat)  # in a process that counts one part a
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """The rows that `option` leaves out, in order, of `total`: they have more tokens than `limit` says, at most `longest`."""
+    """The rows that `option` leaves out, in order, of `total`: they have more tokens than `limit`
+    says, at most `longest`.
+    """
 
     rows: tuple[int, ...]
     total: int
@@ -278,9 +359,12 @@ class LeftOut:
     limit: str
 
     def __str__(self) -> str:
-        named = ", ".join(map(str, self.rows[:_NAMED])) + (", ..." if len(self.rows) > _NAMED else "")
+        named = ", ".join(map(str, self.rows[:_NAMED])) + (
+            ", ..." if len(self.rows) > _NAMED else ""
+        )
         return (
-            f"{len(self.rows)} of {self.total} rows are left out ({self.option}): they have more tokens than {self.limit}, up to "
+            f"{len(self.rows)} of {self.total} rows are left out ({self.option}): they have more "
+            f"tokens than {self.limit}, up to "
             f"{self.longest}.  Rows {named}"
         )
 
@@ -288,7 +372,8 @@ class LeftOut:
 def find_overlong(tasks: Iterable[Task], settings: TasksetSettings) -> LeftOut | None:
     """The tasks beyond `settings.prompt_limit`; None if there is none.
 
-    Raises ConfigError if nothing is left, or cannot be counted, or where the limit says that such a row is to be refused.
+    Raises ConfigError if nothing is left, or cannot be counted, or where the limit says that such a
+    row is to be refused.
     """
     limit = settings.prompt_limit
     assert limit is not None
@@ -301,28 +386,37 @@ def find_overlong(tasks: Iterable[Task], settings: TasksetSettings) -> LeftOut |
             over.append(index)
             if limit.refuse:
                 raise ConfigError(
-                    f"the prompt of row {index} of {settings.path} has {tokens} tokens, more than model.max_prompt_tokens "
-                    f"{limit.max_tokens} (prompt_truncation_side: error).  Raise that, leave such rows out (filter_overlong_prompts), or "
+                    f"the prompt of row {index} of {settings.path} has {tokens} tokens, more than "
+                    f"model.max_prompt_tokens "
+                    f"{limit.max_tokens} (prompt_truncation_side: error).  Raise that, leave such "
+                    f"rows out (filter_overlong_prompts), or "
                     "have prompts cut: prompt_truncation_side left, right or middle",
                     key="model.prompt_truncation_side",
                     given="error",
                 )
     if over and len(over) == total:
         raise ConfigError(
-            f"every prompt of {settings.path} has more than model.max_prompt_tokens {limit.max_tokens} tokens (up to {longest}), so "
+            f"every prompt of {settings.path} has more than model.max_prompt_tokens "
+            f"{limit.max_tokens} tokens (up to {longest}), so "
             "filter_overlong_prompts leaves nothing; raise it",
             key=f"taskset {settings.name}.filter_overlong_prompts",
             given=True,
         )
-    said = {"option": "filter_overlong_prompts", "limit": f"model.max_prompt_tokens {limit.max_tokens}"}
+    said = {
+        "option": "filter_overlong_prompts",
+        "limit": f"model.max_prompt_tokens {limit.max_tokens}",
+    }
     return LeftOut(rows=tuple(over), total=total, longest=longest, **said) if over else None
 
 
-def _counted(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit) -> Iterator[tuple[int, int]]:
+def _counted(
+    tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit
+) -> Iterator[tuple[int, int]]:
     """(row, tokens of its chat) of each task that has a chat."""
     chats = _chats(tasks, settings, limit)
     parts = iter(lambda: list(itertools.islice(chats, parallel.AT_ONCE)), [])
-    first, second = next(parts, []), next(parts, [])
+    first = next(parts, [])
+    second = next(parts, [])
     common = asdict(limit)
     whole = itertools.chain([first], [second] if second else [], parts)
     indexes: list[list[int]] = []
@@ -340,21 +434,31 @@ def _counted(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimi
         yield from zip(indexes.pop(0), answer, strict=True)
 
 
-def _chats(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit) -> Iterator[tuple[int, list[Any], list[Any]]]:
+def _chats(
+    tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit
+) -> Iterator[tuple[int, list[Any], list[Any]]]:
     for task in tasks:
         try:
             messages = task.chat()
         except ValueError as e:
             if limit.refuse:
                 continue  # its workflow makes its own prompt
-            raise ConfigError(str(e), key=f"taskset {settings.name}.filter_overlong_prompts", given=True) from None
+            raise ConfigError(
+                str(e), key=f"taskset {settings.name}.filter_overlong_prompts", given=True
+            ) from None
         yield task.index, messages, list(task.tools)
 
 
 def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:
-    """Tokens of each (messages, tools) under the fields of a PromptLimit; what another process does, too."""
-    files, template, values = _opened(limit["model_path"]), limit["chat_template"], limit["chat_template_args"]
-    texts = [files.render(messages, tools, template=template, **values) for messages, tools in chats]
+    """Tokens of each (messages, tools) under the fields of a PromptLimit; what another process
+    does, too.
+    """
+    files = _opened(limit["model_path"])
+    template = limit["chat_template"]
+    values = limit["chat_template_args"]
+    texts = [
+        files.render(messages, tools, template=template, **values) for messages, tools in chats
+    ]
     keys = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
     new = dict(zip(keys, texts, strict=True))  # data sets repeat their prompts
     counts = dict(zip(new, files.count_each(new.values()), strict=True))

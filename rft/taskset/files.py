@@ -1,6 +1,8 @@
-"""Tasksets from files: jsonl, json, csv and parquet by our own readers, folders and Hugging Face ids through `datasets`.
+"""Tasksets from files: jsonl, json, csv and parquet by our own readers, folders and Hugging Face
+ids through `datasets`.
 
-Every complaint names the file and the line (or row).  Nothing here knows what a column means; that is `base.row_to_task`.
+Every complaint names the file and the line (or row).  Nothing here knows what a column means; that
+is `base.row_to_task`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,19 @@ import xxhash
 from rft.errors import ConfigError, SetupError
 from rft.files.strict_json import parse_json
 from rft.secrets import redact
-from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, fingerprint_of, sample_fingerprint
+from rft.taskset.base import (
+    CHECKED,
+    MAX_CHARS,
+    ByIndex,
+    FoundRows,
+    RowSource,
+    fingerprint_of,
+    sample_fingerprint,
+)
 from rft.taskset.settings import TasksetSettings
 
-_MEDIA = re.compile(r"\bbytes: (large_)?binary")  # part of the Arrow type in which Hugging Face keeps an image, sound or video
+# part of the Arrow type in which Hugging Face keeps an image, sound or video
+_MEDIA = re.compile(r"\bbytes: (large_)?binary")
 _SPOKEN = {"role", "function", "parameters", "arguments"}  # keys of messages, tools and calls
 
 
@@ -31,18 +42,42 @@ def open_path(settings: TasksetSettings) -> RowSource:
     path = Path(settings.path).expanduser()
     if path.is_dir():
         file = _of_split(settings, path)
-        return _open_datasets(settings, path) if file is None else _READERS[file.suffix](settings, file)
+        return (
+            _open_datasets(settings, path)
+            if file is None
+            else _READERS[file.suffix](settings, file)
+        )
     if path.is_file():
         reader = _READERS.get(path.suffix.lower())
         if reader is None:
-            raise _error(settings, f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_READERS)} or a folder")
+            raise _error(
+                settings,
+                f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_READERS)} or "
+                f"a folder",
+            )
         return reader(settings, path)
     if "://" in settings.path:
-        raise _error(settings, f"{redact(settings.path)} is an address; download it, and name the file, or a data set of the hub")
-    if path.suffix.lower() in _READERS or path.is_absolute() or settings.path.startswith((".", "~")):
+        raise _error(
+            settings,
+            f"{redact(settings.path)} is an address; download it, and name the file, or a data set "
+            f"of the hub",
+        )
+    if (
+        path.suffix.lower() in _READERS
+        or path.is_absolute()
+        or settings.path.startswith((".", "~"))
+    ):
         if os.path.lexists(path):
-            raise _error(settings, f"{path} is no plain file (a pipe, a device or a broken link); name a file or a folder")
-        looked = "" if path.is_absolute() else f"; relative paths are looked up in {Path.cwd()} and beside the configuration file"
+            raise _error(
+                settings,
+                f"{path} is no plain file (a pipe, a device or a broken link); name a file or a "
+                f"folder",
+            )
+        looked = (
+            ""
+            if path.is_absolute()
+            else f"; relative paths are looked up in {Path.cwd()} and beside the configuration file"
+        )
         raise _error(settings, f"{path} does not exist{_near(path)}{looked}")
     return _open_datasets(settings, None)
 
@@ -58,7 +93,12 @@ def _jsonl(settings: TasksetSettings, path: Path) -> RowSource:
         except ConfigError as e:
             found.bad(e)
         except json.JSONDecodeError as e:
-            found.bad(_error(settings, f"{path}:{number}: not JSON ({e.msg} at column {e.colno}): {_short(line)}"))
+            found.bad(
+                _error(
+                    settings,
+                    f"{path}:{number}: not JSON ({e.msg} at column {e.colno}): {_short(line)}",
+                )
+            )
         except ValueError as e:
             found.bad(_error(settings, f"{path}:{number}: {e}: {_short(line)}"))
         else:
@@ -66,7 +106,13 @@ def _jsonl(settings: TasksetSettings, path: Path) -> RowSource:
                 found.row(row, number)
             else:
                 kind = type(row).__name__
-                found.bad(_error(settings, f"{path}:{number}: a line must be a JSON object, not {kind}: {_short(line)}"))
+                found.bad(
+                    _error(
+                        settings,
+                        f"{path}:{number}: a line must be a JSON object, not {kind}: "
+                        f"{_short(line)}",
+                    )
+                )
     return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
@@ -77,31 +123,48 @@ def _json(settings: TasksetSettings, path: Path) -> RowSource:
     except json.JSONDecodeError as e:
         if e.msg == "Extra data" and data.lstrip().startswith(b"{"):
             return _jsonl(settings, path)
-        raise _error(settings, f"{path}:{e.lineno}: not JSON ({e.msg} at column {e.colno})") from None
+        raise _error(
+            settings, f"{path}:{e.lineno}: not JSON ({e.msg} at column {e.colno})"
+        ) from None
     except ValueError as e:
         raise _error(settings, f"{path}: {e}") from None
     if not isinstance(rows, list):
-        raise _error(settings, f"{path}: must hold a JSON list of objects, not {type(rows).__name__}")
+        raise _error(
+            settings, f"{path}: must hold a JSON list of objects, not {type(rows).__name__}"
+        )
     found = FoundRows(settings)
     for i, row in enumerate(rows):
         if isinstance(row, dict):
             found.row(row, i)
         else:
-            found.bad(_error(settings, f"{path}, element {i}: must be a JSON object, not {type(row).__name__}"))
+            found.bad(
+                _error(
+                    settings,
+                    f"{path}, element {i}: must be a JSON object, not {type(row).__name__}",
+                )
+            )
     return found.source(lambda i: f"{path}, element {i}", xxhash.xxh3_128_hexdigest(data))
 
 
 def _csv(settings: TasksetSettings, path: Path) -> RowSource:
     data = path.read_bytes()
     csv.field_size_limit(MAX_CHARS)
-    reader = csv.DictReader(io.StringIO(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)), newline=""), strict=True)
+    reader = csv.DictReader(
+        io.StringIO(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)), newline=""),
+        strict=True,
+    )
     found = FoundRows(settings)
     try:
         for row in reader:
             width = len(reader.fieldnames or ())
             if None in row or None in row.values():
                 at = f"{path}:{reader.line_num}"
-                found.bad(_error(settings, f"{at}: the line does not have {width} columns as the first line says"))
+                found.bad(
+                    _error(
+                        settings,
+                        f"{at}: the line does not have {width} columns as the first line says",
+                    )
+                )
             else:
                 found.row(dict(row), reader.line_num)
     except csv.Error as e:
@@ -121,25 +184,42 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
     stored = ByIndex(
         table.num_rows,
         lambda i: table.slice(i, 1).to_pylist()[0],
-        lambda: (row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist()),
+        lambda: (
+            row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist()
+        ),
     )
     rows = ByIndex(len(stored), lambda i: _own(stored[i]), lambda: map(_own, stored))
     where = f"{path}, row "
     fingerprint = sample_fingerprint(
-        stored, table.column_names, whole=lambda: xxhash.xxh3_128_hexdigest(pa.memory_map(str(path)).read_buffer())
+        stored,
+        table.column_names,
+        whole=lambda: xxhash.xxh3_128_hexdigest(pa.memory_map(str(path)).read_buffer()),
     )
-    return RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
+    return RowSource(
+        rows=rows,
+        where=lambda i: where + str(i),
+        fingerprint=fingerprint,
+        check_all=len(rows) <= CHECKED,
+    )
 
 
 def _of_texts(settings: TasksetSettings, source: str, schema: Any) -> None:
     """Raises ConfigError for an Arrow schema with a column of images, sound or videos."""
     if media := [field.name for field in schema if _MEDIA.search(str(field.type))]:
-        offer = "use a data set of texts, or save it without that column (remove_columns, then save_to_disk or to_parquet)"
-        raise _error(settings, f"{source}: column {media[0]!r} holds images, sound or videos, which are not offered; {offer}")
+        offer = (
+            "use a data set of texts, or save it without that column (remove_columns, then "
+            "save_to_disk or to_parquet)"
+        )
+        raise _error(
+            settings,
+            f"{source}: column {media[0]!r} holds images, sound or videos, which are not offered; "
+            f"{offer}",
+        )
 
 
 def _own(value: Any, inside: bool = False) -> Any:
-    """A value of a table; messages, tools and calls in its lists without the nulls that stand there for keys of another one.
+    """A value of a table; messages, tools and calls in its lists without the nulls that stand there
+    for keys of another one.
 
     `inside` such an element.  A message keeps its `content`.
     """
@@ -155,40 +235,85 @@ _READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, "
 
 
 def _of_split(settings: TasksetSettings, folder: Path) -> Path | None:
-    """The file of a folder that is named after the split, such as train.parquet; None where `datasets` has to find the rows."""
-    if settings.subset_name is not None or (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    """The file of a folder that is named after the split, such as train.parquet; None where
+    `datasets` has to find the rows.
+    """
+    if (
+        settings.subset_name is not None
+        or (folder / "state.json").is_file()
+        or (folder / "dataset_dict.json").is_file()
+    ):
         return None
-    found = [folder / f"{settings.split}{suffix}" for suffix in _READERS if (folder / f"{settings.split}{suffix}").is_file()]
+    found = [
+        folder / f"{settings.split}{suffix}"
+        for suffix in _READERS
+        if (folder / f"{settings.split}{suffix}").is_file()
+    ]
     if len(found) > 1:
-        raise _error(settings, f"{folder} holds {' and '.join(f.name for f in found)}; name one of them in path")
+        raise _error(
+            settings,
+            f"{folder} holds {' and '.join(f.name for f in found)}; name one of them in path",
+        )
     return found[0] if found else None
 
 
 def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
-    """A folder (saved with `save_to_disk`, or of data files) or a hub id; HF_HUB_OFFLINE and HF_HOME are honoured."""
+    """A folder (saved with `save_to_disk`, or of data files) or a hub id; HF_HUB_OFFLINE and
+    HF_HOME are honoured.
+    """
     import datasets
 
     source = str(folder) if folder is not None else settings.path
     try:
-        if folder is not None and ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
+        if folder is not None and (
+            (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+        ):
             if settings.subset_name is not None:
-                raise ValueError(f"it has no subsets, and {settings.subset_name!r} is asked for; leave subset_name out")
+                raise ValueError(
+                    f"it has no subsets, and {settings.subset_name!r} is asked for; leave "
+                    f"subset_name out"
+                )
             loaded: Any = datasets.load_from_disk(source)
-            if isinstance(loaded, datasets.Dataset) and settings.split not in ("train", str(loaded.split)):
-                raise ValueError(f"it was saved without splits, and {settings.split!r} is asked for; save a DatasetDict")
+            if isinstance(loaded, datasets.Dataset) and settings.split not in (
+                "train",
+                str(loaded.split),
+            ):
+                raise ValueError(
+                    f"it was saved without splits, and {settings.split!r} is asked for; save a "
+                    f"DatasetDict"
+                )
         else:
             loaded = datasets.load_dataset(source, settings.subset_name, split=settings.split)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, datasets.exceptions.DatasetsError) as e:
-        if isinstance(e, OSError) and not _can_write(cache := Path(datasets.config.HF_DATASETS_CACHE)):
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        datasets.exceptions.DatasetsError,
+    ) as e:
+        if isinstance(e, OSError) and not _can_write(
+            cache := Path(datasets.config.HF_DATASETS_CACHE)
+        ):
             raise SetupError(
-                f"taskset {settings.name}: {source} is read through the cache of Hugging Face datasets, and {cache} cannot be written "
-                f"({e}).  Set HF_HOME or HF_DATASETS_CACHE to a folder that can be, or name a jsonl, csv or parquet file itself."
+                f"taskset {settings.name}: {source} is read through the cache of Hugging Face "
+                f"datasets, and {cache} cannot be written "
+                f"({e}).  Set HF_HOME or HF_DATASETS_CACHE to a folder that can be, or name a "
+                f"jsonl, csv or parquet file itself."
             ) from e
-        hint = "  It is not a local file or folder either; without a network only data sets in the local cache can be used."
-        raise _error(settings, f"{source}: cannot be loaded: {type(e).__name__}: {e}{hint if folder is None else ''}") from e
+        hint = (
+            "  It is not a local file or folder either; without a network only data sets in the "
+            "local cache can be used."
+        )
+        raise _error(
+            settings,
+            f"{source}: cannot be loaded: {type(e).__name__}: {e}{hint if folder is None else ''}",
+        ) from e
     if isinstance(loaded, datasets.DatasetDict):
         if settings.split not in loaded:
-            raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")
+            raise _error(
+                settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}"
+            )
         loaded = loaded[settings.split]
     _of_texts(settings, source, loaded.features.arrow_schema)
     rows = ByIndex(len(loaded), lambda i: _own(loaded[i]), lambda: map(_own, loaded))
@@ -196,7 +321,9 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
     return RowSource(
         rows=rows,
         where=lambda i: f"{source} ({settings.split}), row {i}",
-        fingerprint=sample_fingerprint(loaded, loaded.column_names, whole=lambda: fingerprint_of(plain)),
+        fingerprint=sample_fingerprint(
+            loaded, loaded.column_names, whole=lambda: fingerprint_of(plain)
+        ),
         check_all=len(rows) <= CHECKED,
     )
 
@@ -205,7 +332,9 @@ def _text(settings: TasksetSettings, data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise _error(settings, f"{where}: not UTF-8 (byte {data[e.start]:#04x} at offset {e.start})") from None
+        raise _error(
+            settings, f"{where}: not UTF-8 (byte {data[e.start]:#04x} at offset {e.start})"
+        ) from None
 
 
 def _short(line: bytes) -> str:

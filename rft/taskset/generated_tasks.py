@@ -1,4 +1,6 @@
-"""Tasksets that are made, not read: path `rft.taskset.generated_tasks:seeds` and so on.  No task is in both splits."""
+"""Tasksets that are made, not read: path `rft.taskset.generated_tasks:seeds` and so on.  No task is
+in both splits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import random
 from typing import Any, Literal, get_args
 
 Split = Literal["train", "test"]
-HELD_OUT_DOUBLES, HELD_OUT_OTHERS = 2, 13  # digit pairs
+HELD_OUT_DOUBLES = 2  # digit pairs
+HELD_OUT_OTHERS = 13
 _HELD_OUT_MAPS = 0.3
 _MOST_DRAWS = 10_000  # of sets of numbers, until one belongs to the split
 COUNTDOWN_PROMPT = (
@@ -16,7 +19,8 @@ COUNTDOWN_PROMPT = (
 
 
 def seeds(*, split: Split, count: int = 1000, first: int = 0) -> list[dict[str, Any]]:
-    """Rows {prompt, seed} for environments that make their own worlds: training seeds are even, held-out ones odd.
+    """Rows {prompt, seed} for environments that make their own worlds: training seeds are even,
+    held-out ones odd.
 
     `first` leaves out so many.
     """
@@ -26,11 +30,13 @@ def seeds(*, split: Split, count: int = 1000, first: int = 0) -> list[dict[str, 
 
 
 def digit_sums(*, split: Split, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {prompt, response}, e.g. {"prompt": "What is 3+4? Reply with the number only.", "response": "7"}.
+    """Rows {prompt, response}, e.g. {"prompt": "What is 3+4? Reply with the number only.",
+    "response": "7"}.
 
-    A small pretrained model learns them in minutes.  The 55 unordered digit pairs are divided once per `seed`: 15 of them (2 doubles such
-    as 4+4, 13 others) are the test split and are never trained in either order.  Both splits use both orders, so there are 28 test
-    prompts and 72 train prompts.
+    A small pretrained model learns them in minutes.  The 55 unordered digit pairs are divided once
+    per `seed`: 15 of them (2 doubles such as 4+4, 13 others) are the test split and are never
+    trained in either order.  Both splits use both orders, so there are 28 test prompts and 72 train
+    prompts.
     """
     test = _is_test(split)
     rng = random.Random(seed)
@@ -39,13 +45,21 @@ def digit_sums(*, split: Split, seed: int = 0) -> list[dict[str, Any]]:
     rng.shuffle(doubles)
     rng.shuffle(others)
     held_out = {*doubles[:HELD_OUT_DOUBLES], *others[:HELD_OUT_OTHERS]}
-    ordered = [(a, b) for a in range(10) for b in range(10) if ((min(a, b), max(a, b)) in held_out) == test]
+    ordered = [
+        (a, b) for a in range(10) for b in range(10) if ((min(a, b), max(a, b)) in held_out) == test
+    ]
     rng.shuffle(ordered)
-    return [{"prompt": f"What is {a}+{b}? Reply with the number only.", "response": str(a + b)} for a, b in ordered]
+    return [
+        {"prompt": f"What is {a}+{b}? Reply with the number only.", "response": str(a + b)}
+        for a, b in ordered
+    ]
 
 
-def countdown(*, split: Split, count: int = 1000, size: int = 3, highest: int = 20, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows {prompt, response: {numbers, target}} with `size` numbers from 1 to `highest`, which reach the target with + - * /.
+def countdown(
+    *, split: Split, count: int = 1000, size: int = 3, highest: int = 20, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Rows {prompt, response: {numbers, target}} with `size` numbers from 1 to `highest`, which
+    reach the target with + - * /.
 
     No set of numbers is in both splits, and every task has a solution with whole numbers.
     """
@@ -58,14 +72,20 @@ def countdown(*, split: Split, count: int = 1000, size: int = 3, highest: int = 
     while len(rows) < count:
         draws += 1
         numbers = [rng.randint(1, highest) for _ in range(size)]
-        if (random.Random(str(sorted(numbers))).random() < 0.2) != test:  # in any order they belong to one split
+        # in any order they belong to one split
+        if (random.Random(str(sorted(numbers))).random() < 0.2) != test:
             if not rows and draws > _MOST_DRAWS:
-                raise ValueError(f"size {size}, highest {highest}: no set of numbers belongs to the split {split}; raise highest")
+                raise ValueError(
+                    f"size {size}, highest {highest}: no set of numbers belongs to the split "
+                    f"{split}; raise highest"
+                )
             continue
         target = _reach(rng, numbers)
         rows.append(
             {
-                "prompt": COUNTDOWN_PROMPT.format(numbers=", ".join(map(str, numbers)), target=target),
+                "prompt": COUNTDOWN_PROMPT.format(
+                    numbers=", ".join(map(str, numbers)), target=target
+                ),
                 "response": {"numbers": numbers, "target": target},
             }
         )
@@ -76,7 +96,8 @@ def _reach(rng: random.Random, numbers: list[int]) -> int:
     left = list(numbers)
     rng.shuffle(left)
     while len(left) > 1:
-        a, b = left.pop(), left.pop()
+        a = left.pop()
+        b = left.pop()
         ways = [a + b, a * b, abs(a - b), *([a // b] if b and a % b == 0 else [])]
         left.append(rng.choice(ways))
     return left[0]
@@ -92,15 +113,19 @@ def frozen_lake_maps(
     count: int | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Rows {prompt, desc} for `frozen_lake_workflow`: `desc` are the map's lines of S (start), F (ice), H (hole), G (goal).
+    """Rows {prompt, desc} for `frozen_lake_workflow`: `desc` are the map's lines of S (start), F
+    (ice), H (hole), G (goal).
 
     Every map has a way from start to goal that touches no hole.
-    `corners`: the start is the upper left and the goal the lower right one; else both are anywhere.  Three of ten different maps are
-    the test split.  `distance`: moves of the shortest way at most.  `count`: so many rows; None: all (at most 2000 are drawn).
+    `corners`: the start is the upper left and the goal the lower right one; else both are anywhere.
+     Three of ten different maps are the test split.  `distance`: moves of the shortest way at most.
+      `count`: so many rows; None: all (at most 2000 are drawn).
     """
     test = _is_test(split)
     if not 2 <= size <= 8 or not 0 <= holes <= size * size - 2:
-        raise ValueError(f"size {size}, holes {holes}: need 2 <= size <= 8 and room for a start and a goal")
+        raise ValueError(
+            f"size {size}, holes {holes}: need 2 <= size <= 8 and room for a start and a goal"
+        )
     rng = random.Random(f"{seed}-{size}-{holes}-{distance}-{corners}")
     maps: dict[tuple[str, ...], None] = {}
     for _ in range(6000):
@@ -111,7 +136,8 @@ def frozen_lake_maps(
             break
     if len(maps) < 2:
         raise ValueError(
-            f"size {size} with {holes} holes has too few lakes that can be crossed; use fewer holes or a longer distance"
+            f"size {size} with {holes} holes has too few lakes that can be crossed; use fewer "
+            f"holes or a longer distance"
         )
     ordered = list(maps)
     held_out = max(1, round(_HELD_OUT_MAPS * len(ordered)))
@@ -122,7 +148,9 @@ def frozen_lake_maps(
 def moves(lake: tuple[str, ...]) -> int | None:
     """Moves of the shortest way from start to goal; None where there is none."""
     cells = {(r, c): cell for r, line in enumerate(lake) for c, cell in enumerate(line)}
-    here, seen, count = [at for at, cell in cells.items() if cell == "S"], set[tuple[int, int]](), 0
+    here = [at for at, cell in cells.items() if cell == "S"]
+    seen = set[tuple[int, int]]()
+    count = 0
     while here:
         if any(cells[at] == "G" for at in here):
             return count
@@ -137,7 +165,8 @@ def _draw_map(rng: random.Random, size: int, holes: int, corners: bool) -> tuple
     cells = ["F"] * (size * size)
     places = list(range(size * size))
     if corners:
-        start, goal = 0, size * size - 1
+        start = 0
+        goal = size * size - 1
         taken = rng.sample(places[1:-1], holes)
     else:
         start, goal, *taken = rng.sample(places, holes + 2)

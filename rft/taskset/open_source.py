@@ -11,7 +11,16 @@ from typing import Any
 
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, checked_args, derived, extra_entries
-from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, fingerprint_of, sample_fingerprint
+from rft.taskset.base import (
+    CHECKED,
+    ByIndex,
+    Row,
+    RowSource,
+    Taskset,
+    TaskSource,
+    fingerprint_of,
+    sample_fingerprint,
+)
 from rft.taskset.settings import TasksetSettings
 from rft.worker.threads import blamed, contained
 
@@ -22,13 +31,17 @@ _FACTORY = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
 def open_taskset(settings: TasksetSettings) -> Taskset:
     """The taskset that `settings` name.
 
-    A file (.jsonl, .json, .parquet, .csv), a folder or Hugging Face data set id (read with `datasets`, from its cache when
-    HF_HUB_OFFLINE is set), a table or query of a database, `reasoning_gym://name`, a Python factory `pkg.mod:func` / `file.py:func`,
-    or a `TaskSource` (`storage_type`, or `reader_path` with `reader_name`).  Raises ConfigError.
+    A file (.jsonl, .json, .parquet, .csv), a folder or Hugging Face data set id (read with
+    `datasets`, from its cache when HF_HUB_OFFLINE is set), a table or query of a database,
+    `reasoning_gym://name`, a Python factory `pkg.mod:func` / `file.py:func`, or a `TaskSource`
+    (`storage_type`, or `reader_path` with `reader_name`).  Raises ConfigError.
     """
-    path, kind = settings.path, settings.storage_type
+    path = settings.path
+    kind = settings.storage_type
     if settings.reader_path is not None:
-        return _open_reader(settings, f"{settings.reader_path}:{settings.reader_name}", "reader_name")
+        return _open_reader(
+            settings, f"{settings.reader_path}:{settings.reader_name}", "reader_name"
+        )
     if ":" in kind or kind in REGISTRY.names("task_source"):
         return _open_reader(settings, kind, "storage_type")
     openers = extra_entries("taskset")
@@ -37,7 +50,8 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
     if kind not in BUILT_IN:
         known = ", ".join([*BUILT_IN, *openers, *REGISTRY.names("task_source")])
         raise ConfigError(
-            f"storage type {kind!r} is not known; use {known}, or your own class as path/file.py:Name",
+            f"storage type {kind!r} is not known; use {known}, or your own class as "
+            f"path/file.py:Name",
             key=f"taskset {settings.name}.storage_type",
             given=kind,
         )
@@ -59,25 +73,36 @@ def _open_factory(settings: TasksetSettings) -> Taskset:
     args = _fitting(func, {"split": settings.split, **settings.args}, settings.path, f"{key}.args")
     with blamed(f"{settings.path} failed", f"{key}.path"):
         rows = func(**args)
-    odd = [f" of {type(r).__name__}" for r in rows if not isinstance(r, dict)] if isinstance(rows, Sequence) else [""]
+    odd = (
+        [f" of {type(r).__name__}" for r in rows if not isinstance(r, dict)]
+        if isinstance(rows, Sequence)
+        else [""]
+    )
     if odd:
         what = f"{type(rows).__name__}{odd[0]}; it must return a list of dicts, one per task"
         raise ConfigError(f"{settings.path} returned {what}", key=f"{key}.path")
     where = f"{settings.path}, row "
     fingerprint = sample_fingerprint(rows, limit=len(rows))
-    return Taskset(settings, RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=True))
+    return Taskset(
+        settings,
+        RowSource(
+            rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=True
+        ),
+    )
 
 
 def _open_reader(settings: TasksetSettings, name: str, written: str) -> Taskset:
     """One object of the class `name`, which the configuration names under `written`."""
-    key, whole = f"taskset {settings.name}", f"taskset {settings.name}.{written}"
+    key = f"taskset {settings.name}"
+    whole = f"taskset {settings.name}.{written}"
     plugin = REGISTRY.get("task_source", name)
     made = _source_class(plugin.obj, name, whole)
     args = _source_arguments(plugin, settings, name, key)
     blame = partial(blamed, f"task source {name} failed", whole)
     with blame():
         source = made(**args)
-        count, fingerprint = len(source), str(source.fingerprint() or "")
+        count = len(source)
+        fingerprint = str(source.fingerprint() or "")
 
     def where(i: int) -> str:
         with blame():
@@ -90,29 +115,48 @@ def _open_reader(settings: TasksetSettings, name: str, written: str) -> Taskset:
         except Exception as e:  # a source may raise anything; it is a bad row, named as such
             raise ConfigError(f"{where(i)}: {type(e).__name__}: {e}", key=whole) from e
         if not isinstance(row, dict):
-            raise ConfigError(f"{where(i)}: is {type(row).__name__}; it must be a dict of columns", key=whole)
+            raise ConfigError(
+                f"{where(i)}: is {type(row).__name__}; it must be a dict of columns", key=whole
+            )
         return row
 
     rows = ByIndex(count, fetch)
     if not fingerprint and count and not settings.skip_bad_rows:
-        fingerprint = sample_fingerprint(rows, name, whole=partial(fingerprint_of, rows) if count <= CHECKED else None)
-    found = RowSource(rows=rows, where=where, fingerprint=fingerprint or f"{name}-{count}", check_all=count <= CHECKED)
+        fingerprint = sample_fingerprint(
+            rows, name, whole=partial(fingerprint_of, rows) if count <= CHECKED else None
+        )
+    found = RowSource(
+        rows=rows,
+        where=where,
+        fingerprint=fingerprint or f"{name}-{count}",
+        check_all=count <= CHECKED,
+    )
     return Taskset(settings, found)
 
 
 def _source_class(cls: Any, name: str, key: str) -> type[TaskSource]:
     whole = derived(cls, TaskSource) if inspect.isclass(cls) else None
-    missing = [m for m in ("__len__", "__getitem__") if whole is None or vars(TaskSource)[m] is inspect.getattr_static(whole, m)]
+    missing = [
+        m
+        for m in ("__len__", "__getitem__")
+        if whole is None or vars(TaskSource)[m] is inspect.getattr_static(whole, m)
+    ]
     if whole is None or missing:
         wanted = f"has no {' and no '.join(missing)}" if whole is not None else "is no class"
         raise ConfigError(
-            f"{name} {wanted}; it must be a class with __len__ and __getitem__(i) that gives row i as a dict", key=key
+            f"{name} {wanted}; it must be a class with __len__ and __getitem__(i) that gives row i "
+            f"as a dict",
+            key=key,
         )
     return whole
 
 
-def _source_arguments(plugin: Any, settings: TasksetSettings, name: str, key: str) -> dict[str, Any]:
-    """`path`, `split` and the taskset's `args`, checked against the class's `Args` or its signature."""
+def _source_arguments(
+    plugin: Any, settings: TasksetSettings, name: str, key: str
+) -> dict[str, Any]:
+    """`path`, `split` and the taskset's `args`, checked against the class's `Args` or its
+    signature.
+    """
     given = {"path": settings.path, "split": settings.split}
     if plugin.args is not None:
         return {**given, **checked_args(plugin, settings.args, key=f"{key}.args")}
@@ -125,6 +169,7 @@ def _fitting(call: Any, args: dict[str, Any], name: str, key: str) -> dict[str, 
         inspect.signature(call).bind(**args)
     except TypeError as e:
         raise ConfigError(
-            f"{name}{inspect.signature(call)} cannot be called with {', '.join(args)} by name: {e}", key=key
+            f"{name}{inspect.signature(call)} cannot be called with {', '.join(args)} by name: {e}",
+            key=key,
         ) from None
     return args

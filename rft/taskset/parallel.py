@@ -1,6 +1,8 @@
-"""Work on rows in other processes: `python -m rft.taskset.parallel` answers one part of the rows after the other.
+"""Work on rows in other processes: `python -m rft.taskset.parallel` answers one part of the rows
+after the other.
 
-Invariant: the answers come in the order of the parts, so a result does not depend on how many processes there are.
+Invariant: the answers come in the order of the parts, so a result does not depend on how many
+processes there are.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from rft.worker.process import Codec, WorkerDied, WorkerError, serve
 AT_ONCE = 4096  # rows of one part; a set that is not larger stays in this process
 
 
-def spread(work: str, common: dict[str, Any], parts: Iterable[Any], processes: int) -> Iterator[Any]:
-    """`work(common, part)` of each part, in order, in at most `processes` processes.  Raises what the work raises.
+def spread(
+    work: str, common: dict[str, Any], parts: Iterable[Any], processes: int
+) -> Iterator[Any]:
+    """`work(common, part)` of each part, in order, in at most `processes` processes.  Raises what
+    the work raises.
 
     `work`: "module:function" of this room.
     """
@@ -40,7 +45,10 @@ def spread(work: str, common: dict[str, Any], parts: Iterable[Any], processes: i
 
 
 def _plain(value: Any) -> Any:
-    raise ConfigError(f"a row holds {type(value).__name__} ({value!r:.60}); rows are made of texts, numbers, lists and mappings")
+    raise ConfigError(
+        f"a row holds {type(value).__name__} ({value!r:.60}); rows are made of texts, numbers, "
+        f"lists and mappings"
+    )
 
 
 _MSGPACK = Codec(msgspec.msgpack.Encoder(enc_hook=_plain).encode, msgspec.msgpack.decode)
@@ -49,7 +57,9 @@ _MSGPACK = Codec(msgspec.msgpack.Encoder(enc_hook=_plain).encode, msgspec.msgpac
 def _answer(request: tuple[str, dict[str, Any], Any]) -> dict[str, Any]:
     work, common, part = request
     module, _, name = work.partition(":")
-    function: Callable[[dict[str, Any], Any], Any] = vars(importlib.import_module(f"rft.taskset.{module}"))[name]
+    function: Callable[[dict[str, Any], Any], Any] = vars(
+        importlib.import_module(f"rft.taskset.{module}")
+    )[name]
     try:
         return {"value": msgspec.Raw(_MSGPACK.pack(function(common, part)))}
     except ConfigError as e:

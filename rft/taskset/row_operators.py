@@ -5,8 +5,9 @@
         def apply(self, row):
             return row if len(row["prompt"]) < 200 else None
 
-A row operator sees one row and may run in several processes; a set operator sees all rows and says which stay, in which order.
-Invariant: an operator never sees more columns than `target_fields` names, and what it does not see is kept.
+A row operator sees one row and may run in several processes; a set operator sees all rows and says
+which stay, in which order. Invariant: an operator never sees more columns than `target_fields`
+names, and what it does not see is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ task_operator = kind("task_operator")
 
 
 class _Operator:
-    """`__init__` takes the checked `args` as keyword arguments; `needs` maps libraries to the extra that installs them."""
+    """`__init__` takes the checked `args` as keyword arguments; `needs` maps libraries to the extra
+    that installs them.
+    """
 
     needs: ClassVar[Mapping[str, str]] = {}
 
@@ -79,7 +82,11 @@ class LengthFilter(WithArgs, RowOperator):
         text = column(row, self.args.field)
         if not isinstance(text, str):
             raise wrong(self.args.field, text, "a text")
-        return row if self.args.has(len(text.split()) if self.args.unit == "words" else len(text)) else None
+        return (
+            row
+            if self.args.has(len(text.split()) if self.args.unit == "words" else len(text))
+            else None
+        )
 
 
 @task_operator("range_filter", args=_Bounds)
@@ -107,11 +114,18 @@ class ValueFilter(WithArgs, RowOperator):
     """Keeps or drops rows by the value of a column."""
 
     def apply(self, row: Row) -> Row | None:
-        value, listed = column(row, self.args.field), self.args.keep or self.args.drop
+        value = column(row, self.args.field)
+        listed = self.args.keep or self.args.drop
         others = [v for v in listed if v is not None]
-        if others and value is not None and all(isinstance(v, str) != isinstance(value, str) for v in others):
+        if (
+            others
+            and value is not None
+            and all(isinstance(v, str) != isinstance(value, str) for v in others)
+        ):
             advice = "in quotes they are texts: YAML reads yes, no and 1 as something else"
-            raise wrong(self.args.field, value, f"of the kind of {', '.join(map(repr, others))} ({advice})")
+            raise wrong(
+                self.args.field, value, f"of the kind of {', '.join(map(repr, others))} ({advice})"
+            )
         return row if (value in listed) == bool(self.args.keep) else None
 
 
@@ -133,7 +147,9 @@ class PassRateScore(WithArgs, RowOperator):
 
 class DeduplicateRowsArgs(RowOperatorArgs):
     field: str = Field("prompt", description="Column to compare.")
-    normalize: bool = Field(True, description="Treat texts that differ only in case and white space as equal.")
+    normalize: bool = Field(
+        True, description="Treat texts that differ only in case and white space as equal."
+    )
 
 
 @task_operator("deduplicate", args=DeduplicateRowsArgs)
@@ -160,13 +176,19 @@ class SortRows(WithArgs, SetOperator):
 
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
         values = np.array([number(row, self.args.field) for row in rows])
-        return [int(i) for i in np.argsort(-values if self.args.descending else values, kind="stable")]
+        return [
+            int(i) for i in np.argsort(-values if self.args.descending else values, kind="stable")
+        ]
 
 
 def column(row: Row, name: str) -> Any:
-    """The column, or with dots what lies below one.  Raises ConfigError that names it and those there are."""
+    """The column, or with dots what lies below one.  Raises ConfigError that names it and those
+    there are.
+    """
     if (value := lookup(row, name)) is ABSENT:
-        raise ConfigError(f"there is no column {name!r}; there are {', '.join(map(str, row)) or 'none'}")
+        raise ConfigError(
+            f"there is no column {name!r}; there are {', '.join(map(str, row)) or 'none'}"
+        )
     return value
 
 

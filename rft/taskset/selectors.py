@@ -1,7 +1,8 @@
 """Which rows of a taskset come next: the plugin kind "selector" and the five that are built in.
 
-A selector sees lengths, columns of numbers and pass rates, never prompts.  Invariant: `rows` depends on the view, the arguments, what
-was learnt and what is asked, on nothing else; so a run that learns the same again chooses the same again.
+A selector sees lengths, columns of numbers and pass rates, never prompts.  Invariant: `rows`
+depends on the view, the arguments, what was learnt and what is asked, on nothing else; so a run
+that learns the same again chooses the same again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ selector = kind("selector")
 
 @dataclass(frozen=True)
 class View:
-    """What a selector knows of its taskset.  `rng(*what)` gives the same numbers for the same words, taskset and seeds."""
+    """What a selector knows of its taskset.  `rng(*what)` gives the same numbers for the same
+    words, taskset and seeds.
+    """
 
     length: int
     features: np.ndarray  # float64 [length, number of feature_keys]
@@ -29,20 +32,27 @@ class View:
 
 
 class TaskSelector:
-    """One taskset's order.  `__init__` takes the view, then the checked `kwargs` of data_selector as keyword arguments."""
+    """One taskset's order.  `__init__` takes the view, then the checked `kwargs` of data_selector
+    as keyword arguments.
+    """
 
-    num_features: ClassVar[tuple[int, int | None]] = (0, 0)  # how many feature_keys it takes: least, most
+    # how many feature_keys it takes: least, most
+    num_features: ClassVar[tuple[int, int | None]] = (0, 0)
     learns: ClassVar[bool] = False  # whether it wants pass rates; then it is for training only
 
     def __init__(self, view: View, **args: Any) -> None:
         self.view = view
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
-        """The rows of the taskset's tasks number `first` to `first + count` of the run, which are in explore batch `batch`."""
+        """The rows of the taskset's tasks number `first` to `first + count` of the run, which are
+        in explore batch `batch`.
+        """
         raise NotImplementedError
 
     def learn(self, rows: np.ndarray, pass_rates: np.ndarray) -> None:
-        """Pass rates (0 to 1) of the tasks of one closed batch; called once for each batch in which there are some, in order."""
+        """Pass rates (0 to 1) of the tasks of one closed batch; called once for each batch in which
+        there are some, in order.
+        """
         raise NotImplementedError
 
 
@@ -66,7 +76,9 @@ class Shuffle(TaskSelector):
 
     def __init__(self, view: View) -> None:
         super().__init__(view)
-        self._permutation = lru_cache(maxsize=2)(lambda epoch: view.rng("shuffle", epoch).permutation(view.length))
+        self._permutation = lru_cache(maxsize=2)(
+            lambda epoch: view.rng("shuffle", epoch).permutation(view.length)
+        )
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
         places = (divmod(n, self.view.length) for n in range(first, first + count))
@@ -78,13 +90,17 @@ class Random(TaskSelector):
     """Drawn for each batch, without repetition inside it."""
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
-        drawn = self.view.rng("random", batch).choice(self.view.length, size=count, replace=count > self.view.length)
+        drawn = self.view.rng("random", batch).choice(
+            self.view.length, size=count, replace=count > self.view.length
+        )
         return [int(row) for row in drawn]
 
 
 @selector("offline_easy2hard", args=NoSelectorArgs)
 class OfflineEasyToHard(TaskSelector):
-    """Sorted once by feature_keys, the largest first (then the later row), and taken in that order again and again."""
+    """Sorted once by feature_keys, the largest first (then the later row), and taken in that order
+    again and again.
+    """
 
     num_features = (1, None)
 
@@ -101,12 +117,20 @@ class DifficultyArgs(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     m: int = Field(16, ge=1, description="Runs that one observed pass rate counts as.")
-    lamb: float = Field(0.2, ge=0, le=1, description="Fraction of past observations forgotten in each batch.")
-    rho: float = Field(0.2, ge=0, le=1, description="Weight of interpolated against observed pass rates.")
+    lamb: float = Field(
+        0.2, ge=0, le=1, description="Fraction of past observations forgotten in each batch."
+    )
+    rho: float = Field(
+        0.2, ge=0, le=1, description="Weight of interpolated against observed pass rates."
+    )
     target_reward: float = Field(1.0, ge=0, le=1, description="Target pass rate.")
     tau: float = Field(1.0, ge=0, description="Sampling temperature; 0 takes the best ones.")
-    do_sample: bool = Field(False, description="Draw the pass rate from the posterior instead of taking its mean.")
-    adaptive_rho: bool = Field(False, description="Halve rho when interpolation is off by 0.25 or more on average.")
+    do_sample: bool = Field(
+        False, description="Draw the pass rate from the posterior instead of taking its mean."
+    )
+    adaptive_rho: bool = Field(
+        False, description="Halve rho when interpolation is off by 0.25 or more on average."
+    )
 
 
 _DISCOUNT = 0.9  # of the capability coefficient's moving average
@@ -115,10 +139,12 @@ _FAR_OFF = 0.25  # mean error of the interpolation that halves an adaptive rho
 
 @selector("difficulty_based", args=DifficultyArgs)
 class DifficultyBased(TaskSelector):
-    """Rows whose estimated pass rate is nearest to `target_reward`, by Beta posteriors that pass rates keep up to date (BOTS).
+    """Rows whose estimated pass rate is nearest to `target_reward`, by Beta posteriors that pass
+    rates keep up to date (BOTS).
 
-    The two feature_keys are pass rates of a weaker and a stronger reference model.  With c, the policy's place between them, every row's
-    pass rate is taken to be p = weak + c (strong - weak), or what was observed in this batch.  Then, with s observed passes of m:
+    The two feature_keys are pass rates of a weaker and a stronger reference model.  With c, the
+    policy's place between them, every row's pass rate is taken to be p = weak + c (strong - weak),
+    or what was observed in this batch.  Then, with s observed passes of m:
 
         alpha <- (1 - lamb) alpha + lamb + (1 - rho) s + rho m p,   and beta the same with failures.   arXiv:2510.26374
     """
@@ -129,24 +155,34 @@ class DifficultyBased(TaskSelector):
     def __init__(self, view: View, **args: Any) -> None:
         super().__init__(view)
         self.args = DifficultyArgs(**args)
-        self.alpha, self.beta = np.ones(view.length), np.ones(view.length)
+        self.alpha = np.ones(view.length)
+        self.beta = np.ones(view.length)
         self.rho = self.args.rho
         self.capability: float | None = None  # 0 = the weaker model, 1 = the stronger one
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
-        rng, length = self.view.rng("difficulty", batch), self.view.length
-        expected = rng.beta(self.alpha, self.beta) if self.args.do_sample else self.alpha / (self.alpha + self.beta)
+        rng = self.view.rng("difficulty", batch)
+        length = self.view.length
+        expected = (
+            rng.beta(self.alpha, self.beta)
+            if self.args.do_sample
+            else self.alpha / (self.alpha + self.beta)
+        )
         score = -np.abs(self.args.target_reward - expected)
         found: list[int] = []
         while len(found) < count:  # more tasks than rows: every row again
             size = min(count - len(found), length)
-            keys = score if self.args.tau == 0 else score / self.args.tau + rng.gumbel(size=length)  # softmax without replacement
+            # softmax without replacement
+            keys = score if self.args.tau == 0 else score / self.args.tau + rng.gumbel(size=length)
             found += np.argsort(-keys, kind="stable")[:size].tolist()
         return found
 
     def learn(self, rows: np.ndarray, pass_rates: np.ndarray) -> None:
-        a, weak, strong = self.args, self.view.features[:, 0], self.view.features[:, 1]
-        low, high = weak[rows].mean(), strong[rows].mean()
+        a = self.args
+        weak = self.view.features[:, 0]
+        strong = self.view.features[:, 1]
+        low = weak[rows].mean()
+        high = strong[rows].mean()
         estimate = float((pass_rates.mean() - low) / (high - low + 1e-6))
         old = estimate if self.capability is None else self.capability
         self.capability = _DISCOUNT * old + (1 - _DISCOUNT) * estimate
@@ -154,7 +190,15 @@ class DifficultyBased(TaskSelector):
         if a.adaptive_rho and np.abs(expected[rows] - pass_rates).mean() >= _FAR_OFF:
             self.rho /= 2
         expected[rows] = pass_rates
-        passes, failures = np.zeros(self.view.length), np.zeros(self.view.length)
+        passes = np.zeros(self.view.length)
+        failures = np.zeros(self.view.length)
         passes[rows], failures[rows] = a.m * pass_rates, a.m * (1 - pass_rates)
-        self.alpha = (1 - a.lamb) * self.alpha + a.lamb + (1 - self.rho) * passes + self.rho * a.m * expected
-        self.beta = (1 - a.lamb) * self.beta + a.lamb + (1 - self.rho) * failures + self.rho * a.m * (1 - expected)
+        self.alpha = (
+            (1 - a.lamb) * self.alpha + a.lamb + (1 - self.rho) * passes + self.rho * a.m * expected
+        )
+        self.beta = (
+            (1 - a.lamb) * self.beta
+            + a.lamb
+            + (1 - self.rho) * failures
+            + self.rho * a.m * (1 - expected)
+        )

@@ -24,7 +24,8 @@ class FormatSettings:
     workflow_key: str = ""
     reward_fn_key: str = ""
     prompt_type: str = "plaintext"  # "plaintext" reads prompt_key, "messages" reads messages_key
-    preset: str | None = None  # "verl": rows also keep their data source under the name `data_source`
+    # "verl": rows also keep their data source under the name `data_source`
+    preset: str | None = None
     data_source_key: str = "data_source"  # preset verl: column of the data source
     chat_template: str | None = None  # None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +33,9 @@ class FormatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLimit:
-    """Rows whose chat has more than `max_tokens` tokens under this tokenizer and template are left out, or refused."""
+    """Rows whose chat has more than `max_tokens` tokens under this tokenizer and template are left
+    out, or refused.
+    """
 
     model_path: str  # folder with tokenizer.json
     max_tokens: int
@@ -90,12 +93,15 @@ class TasksetSettings:
     seed: int = SEED
     weight: float | None = None  # share in the mixture; None = proportional to length
     is_eval: bool = False
-    args: dict[str, Any] = field(default_factory=dict)  # of a generator such as reasoning_gym, a reader, or {table, query} of sql
+    # of a generator such as reasoning_gym, a reader, or {table, query} of sql
+    args: dict[str, Any] = field(default_factory=dict)
     max_rows: int | None = None
-    skip_bad_rows: bool = False  # leave out and count rows that cannot be read, instead of refusing the taskset
+    # leave out and count rows that cannot be read, instead of refusing the taskset
+    skip_bad_rows: bool = False
     prompt_limit: PromptLimit | None = None  # None = no prompt is counted
     key: str = field(default="", compare=False)  # where the configuration names it
-    prompt_truncation: str = "error"  # left | right | middle: where the engine cuts an opening prompt that is too long
+    # left | right | middle: where the engine cuts an opening prompt that is too long
+    prompt_truncation: str = "error"
     num_process: int = 1  # processes that count prompt tokens
 
 
@@ -107,10 +113,12 @@ class OfflineDataSettings:
     kind: Literal["chats", "texts", "pairs"]
     model_path: str  # folder with tokenizer.json
     max_tokens: int  # of one row; of a pair's longer side
-    weights_path: str | None = None  # the model's folder, whose end tokens count; None = that of the tokenizer
+    # the model's folder, whose end tokens count; None = that of the tokenizer
+    weights_path: str | None = None
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     every_turn: bool = False  # of a chat: train all answers, not only the last
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
-    filter_overlong: bool = False  # leave out rows that are too long, instead of refusing the data set
+    # leave out rows that are too long, instead of refusing the data set
+    filter_overlong: bool = False

@@ -1,11 +1,13 @@
-"""Tasks that are folders, as Harbor lays them out: path `rft.taskset.task_folders:task_folders`, args `{folder: ...}`.
+"""Tasks that are folders, as Harbor lays them out: path `rft.taskset.task_folders:task_folders`,
+args `{folder: ...}`.
 
     TASK/instruction.md          what the agent is told
     TASK/environment/            files of the project that it sees and changes; a Dockerfile there makes the image
     TASK/tests/                  hidden: copied beside the project when it is judged, never shown
     TASK/task.toml               optional: [environment] docker_image; [metadata] split (train where it is not written)
 
-Invariant: nothing under tests/ is in a prompt, and a task has no file of elsewhere: links are refused.
+Invariant: nothing under tests/ is in a prompt, and a task has no file of elsewhere: links are
+refused.
 """
 
 from __future__ import annotations
@@ -21,23 +23,38 @@ MOST_FILES = 1000
 
 
 def task_folders(*, split: str, folder: str) -> list[dict[str, Any]]:
-    """Rows {prompt, name, files, tests, image, dockerfile} in the order of the folders' names; `files` and `tests` are texts by path.
+    """Rows {prompt, name, files, tests, image, dockerfile} in the order of the folders' names;
+    `files` and `tests` are texts by path.
 
     Raises ValueError for a folder that is no task, OSError where it cannot be read.
     """
     rows = []
     for task in sorted(p for p in Path(folder).iterdir() if p.is_dir()):
-        own = [task, *(task / name for name in ("instruction.md", "task.toml", "environment", "tests"))]
-        if link := next((p for p in (*own, *own[-2].rglob("*"), *own[-1].rglob("*")) if p.is_symlink()), None):
+        own = [
+            task,
+            *(task / name for name in ("instruction.md", "task.toml", "environment", "tests")),
+        ]
+        if link := next(
+            (p for p in (*own, *own[-2].rglob("*"), *own[-1].rglob("*")) if p.is_symlink()), None
+        ):
             raise ValueError(f"{link} is a link; a task has its files in its own folder")
         parts, image = _told(task / "task.toml")
         if parts != split:
             continue
-        files, tests = _texts(task / "environment"), _texts(task / "tests")
+        files = _texts(task / "environment")
+        tests = _texts(task / "tests")
         dockerfile = files.pop("Dockerfile", "")
         if not (task / "instruction.md").is_file() or not files or not tests:
-            raise ValueError(f"{task} is no task: it needs instruction.md, and files under environment/ and tests/")
-        row = {"prompt": _text(task / "instruction.md").strip(), "name": task.name, "files": files, "tests": tests}
+            raise ValueError(
+                f"{task} is no task: it needs instruction.md, and files under environment/ and "
+                f"tests/"
+            )
+        row = {
+            "prompt": _text(task / "instruction.md").strip(),
+            "name": task.name,
+            "files": files,
+            "tests": tests,
+        }
         rows.append({**row, "image": image, "dockerfile": dockerfile})
     if not rows:
         raise ValueError(f"{folder} has no task of split {split!r}")
@@ -50,16 +67,22 @@ def _told(file: Path) -> tuple[str, str]:
         return "train", ""
     try:
         told = tomllib.loads(_text(file))
-        found = told.get("metadata", {}).get("split", "train"), told.get("environment", {}).get("docker_image", "")
+        found = (
+            told.get("metadata", {}).get("split", "train"),
+            told.get("environment", {}).get("docker_image", ""),
+        )
     except (tomllib.TOMLDecodeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{file} cannot be read: {e}") from None
     if not all(isinstance(x, str) for x in found):
-        raise ValueError(f"{file}: metadata.split and environment.docker_image are texts; given {found!r}")
+        raise ValueError(
+            f"{file}: metadata.split and environment.docker_image are texts; given {found!r}"
+        )
     return found
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    found, size = {}, 0
+    found = {}
+    size = 0
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if not path.is_file() or "__pycache__" in name.parts:
@@ -67,7 +90,9 @@ def _texts(folder: Path) -> dict[str, str]:
         found[str(name)] = _text(path)
         size += len(found[str(name)])
         if size > MOST_BYTES or len(found) > MOST_FILES:
-            raise ValueError(f"{folder} is too large; at most {MOST_BYTES} bytes in {MOST_FILES} files are taken")
+            raise ValueError(
+                f"{folder} is too large; at most {MOST_BYTES} bytes in {MOST_FILES} files are taken"
+            )
     return found
 
 

@@ -1,7 +1,8 @@
-"""The task pipeline: rows of files through operators, ordered and cut, once before the run, into the file that a taskset reads.
+"""The task pipeline: rows of files through operators, ordered and cut, once before the run, into
+the file that a taskset reads.
 
-Knows neither engine nor buffer.  Invariant: the file appears whole or not at all, beside a note of what it was made from; a file that
-was made from something else is never used and never overwritten.
+Knows neither engine nor buffer.  Invariant: the file appears whole or not at all, beside a note of
+what it was made from; a file that was made from something else is never used and never overwritten.
 """
 
 from __future__ import annotations
@@ -52,17 +53,24 @@ class PreparedRows:
     def source(self, settings: TaskPipelineSettings) -> RowSource:
         """The rows as a source that a taskset can be made of."""
         return RowSource(
-            rows=self.rows, where=lambda i: f"{settings.output}:{i + 1}", fingerprint=self.fingerprint, check_all=True
+            rows=self.rows,
+            where=lambda i: f"{settings.output}:{i + 1}",
+            fingerprint=self.fingerprint,
+            check_all=True,
         )
 
 
 def prepare(settings: TaskPipelineSettings) -> PreparedRows:
     """The result, without writing it; read from the file if it exists.  Plugins must be loaded.
 
-    Raises ConfigError naming the operator, row and column of what is wrong, or an output that exists and is not this result.
+    Raises ConfigError naming the operator, row and column of what is wrong, or an output that
+    exists and is not this result.
     """
     made = [_build(o) for o in settings.operators]
-    sources = [open_path(TasksetSettings(name="inputs", path=path, workflow="")) for path in settings.inputs]
+    sources = [
+        open_path(TasksetSettings(name="inputs", path=path, workflow=""))
+        for path in settings.inputs
+    ]
     fingerprint = _fingerprint(settings, sources)
     output = Path(settings.output)
     if output.exists():
@@ -83,51 +91,75 @@ def prepare(settings: TaskPipelineSettings) -> PreparedRows:
         steps.append((f"top {settings.top_k}", len(rows)))
     if not rows:
         told = " → ".join(f"{what} {count}" for what, count in steps)
-        raise ConfigError(f"no row is left: {told}.  Widen the bounds of the operator that removes the last ones", key=KEY)
+        raise ConfigError(
+            f"no row is left: {told}.  Widen the bounds of the operator that removes the last ones",
+            key=KEY,
+        )
     found = PreparedRows(rows, tuple(steps), fingerprint)
     _KEPT.clear()
     _KEPT[fingerprint] = found
     return found
 
 
-def opened(settings: TasksetSettings, pipeline: TaskPipelineSettings | None, prepared: PreparedRows | None = None) -> Taskset:
-    """A taskset of a run; one that takes the pipeline's result (`prepared`, where it is known) has it before its file is written, too."""
+def opened(
+    settings: TasksetSettings,
+    pipeline: TaskPipelineSettings | None,
+    prepared: PreparedRows | None = None,
+) -> Taskset:
+    """A taskset of a run; one that takes the pipeline's result (`prepared`, where it is known) has
+    it before its file is written, too.
+    """
     if pipeline is None or settings.path != pipeline.output:
         return open_taskset(settings)
     return Taskset(settings, (prepared or prepare(pipeline)).source(pipeline))
 
 
 def write(settings: TaskPipelineSettings) -> PreparedRows:
-    """The result in its file, written aside and renamed; a file that was made from the same inputs is kept."""
+    """The result in its file, written aside and renamed; a file that was made from the same inputs
+    is kept.
+    """
     found = prepare(settings)
     if not found.reused:
         output = Path(settings.output)
         output.parent.mkdir(parents=True, exist_ok=True)
         data = b"".join(_line(row, i) for i, row in enumerate(found.rows))
-        note = {"fingerprint": found.fingerprint, "rows": len(found.rows), "xxh3": xxhash.xxh3_128_hexdigest(data)}
+        note = {
+            "fingerprint": found.fingerprint,
+            "rows": len(found.rows),
+            "xxh3": xxhash.xxh3_128_hexdigest(data),
+        }
         write_whole(_note(output), json.dumps({**note, "steps": found.steps}, indent=1), mode=0o666)
         write_whole(output, data, mode=0o666)
         _KEPT.clear()
     return found
 
 
-_KEPT: dict[str, PreparedRows] = {}  # what a check has made, until the run that it comes before writes it; by its fingerprint
+# what a check has made, until the run that it comes before writes it; by its fingerprint
+_KEPT: dict[str, PreparedRows] = {}
 
 
 def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any]]:
-    """The operator's plugin and its checked arguments.  Raises ConfigError with the operator's configuration key."""
-    name, key = written.name, written.key
+    """The operator's plugin and its checked arguments.  Raises ConfigError with the operator's
+    configuration key.
+    """
+    name = written.name
+    key = written.key
     try:
         plugin = REGISTRY.get("task_operator", name)
     except PluginError as e:
         message = e.message
         if name.startswith(_ASKS):
-            message = f"{name} of Data-Juicer asks a service or a person; do so beforehand and name the file in inputs"
+            message = (
+                f"{name} of Data-Juicer asks a service or a person; do so beforehand and "
+                f"name the file in inputs"
+            )
         elif "juicer" in name.lower() or name.endswith(_DATA_JUICER):
             known = ", ".join(REGISTRY.names("task_operator"))
             message = (
-                f"{name} is none of the operators here ({known}).  A filter of Data-Juicer's is {{name: data_juicer_filter, args: "
-                f"{{operators: [{{name: {name}}}]}}}}; write other operators yourself (@task_operator in --plugin-dir)"
+                f"{name} is none of the operators here ({known}).  A filter of Data-Juicer's is "
+                f"{{name: data_juicer_filter, args: "
+                f"{{operators: [{{name: {name}}}]}}}}; write other operators yourself "
+                f"(@task_operator in --plugin-dir)"
             )
         raise ConfigError(message, key=f"{key}.name", given=name) from None
     if not (inspect.isclass(plugin.obj) and issubclass(plugin.obj, RowOperator | SetOperator)):
@@ -139,7 +171,9 @@ def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any
     for library, extra in plugin.obj.needs.items():
         if importlib.util.find_spec(library) is None:
             raise ConfigError(
-                f"{name} needs the package {library}: pip install 'rft-platform[{extra}]'", key=f"{key}.name", given=name
+                f"{name} needs the package {library}: pip install 'rft-platform[{extra}]'",
+                key=f"{key}.name",
+                given=name,
             )
     return plugin, checked_args(plugin, written.args, key=f"{key}.args")
 
@@ -167,15 +201,28 @@ def _step(
     rows: list[Row],
     places: list[str],
 ) -> tuple[list[Row], list[str]]:
-    seen = rows if not settings.target_fields else [_part_of(row, settings, p) for row, p in zip(rows, places, strict=True)]
+    seen = (
+        rows
+        if not settings.target_fields
+        else [_part_of(row, settings, p) for row, p in zip(rows, places, strict=True)]
+    )
     if isinstance(operator, SetOperator):
         stay = _arranged(operator, written, seen)
         return [rows[i] for i in stay], [places[i] for i in stay]
     if settings.num_process > 1 and len(rows) > parallel.AT_ONCE:
         common = {"operator": asdict(written), "plugin_dirs": list(settings.plugin_dirs)}
         size = parallel.AT_ONCE
-        parts = ({"rows": seen[i : i + size], "places": places[i : i + size]} for i in range(0, len(seen), size))
-        given = [row for part in parallel.spread("task_pipeline:operate", common, parts, settings.num_process) for row in part]
+        parts = (
+            {"rows": seen[i : i + size], "places": places[i : i + size]}
+            for i in range(0, len(seen), size)
+        )
+        given = [
+            row
+            for part in parallel.spread(
+                "task_pipeline:operate", common, parts, settings.num_process
+            )
+            for row in part
+        ]
     else:
         given = _applied(operator, written, seen, places.__getitem__)
     kept = [i for i, row in enumerate(given) if row is not None]
@@ -187,26 +234,45 @@ def _part_of(row: Row, settings: TaskPipelineSettings, place: str) -> Row:
         return {name: row[name] for name in settings.target_fields}
     except KeyError as e:
         raise ConfigError(
-            f"{place}: there is no column {e}; there are {', '.join(map(str, row))}", key=f"{KEY}.target_fields", given=e.args[0]
+            f"{place}: there is no column {e}; there are {', '.join(map(str, row))}",
+            key=f"{KEY}.target_fields",
+            given=e.args[0],
         ) from None
 
 
 def _applied(
-    operator: RowOperator, written: TaskOperatorSettings, rows: Sequence[Row], where: Callable[[int], str]
+    operator: RowOperator,
+    written: TaskOperatorSettings,
+    rows: Sequence[Row],
+    where: Callable[[int], str],
 ) -> list[Row | None]:
     found: list[Row | None] = []
     for i, row in enumerate(rows):
         given = _guarded(written, partial(operator.apply, dict(row)), where(i))
         if given is not None and not isinstance(given, dict):
-            raise _error(written, f"{where(i)}: apply returned {type(given).__name__}; it must return the row or None")
+            raise _error(
+                written,
+                f"{where(i)}: apply returned {type(given).__name__}; it must return the row or "
+                f"None",
+            )
         found.append(given)
     return found
 
 
-def _arranged(operator: SetOperator, written: TaskOperatorSettings, rows: Sequence[Row]) -> list[int]:
-    stay = [int(i) for i in _guarded(written, lambda: operator.arrange([dict(row) for row in rows]), "all rows")]
+def _arranged(
+    operator: SetOperator, written: TaskOperatorSettings, rows: Sequence[Row]
+) -> list[int]:
+    stay = [
+        int(i)
+        for i in _guarded(
+            written, lambda: operator.arrange([dict(row) for row in rows]), "all rows"
+        )
+    ]
     if len(set(stay)) != len(stay) or not all(0 <= i < len(rows) for i in stay):
-        raise _error(written, f"arrange must return numbers of rows (0 to {len(rows) - 1}), each at most once")
+        raise _error(
+            written,
+            f"arrange must return numbers of rows (0 to {len(rows) - 1}), each at most once",
+        )
     return stay
 
 
@@ -231,19 +297,28 @@ def _ordered(settings: TaskPipelineSettings, rows: Sequence[Row]) -> list[int]:
 
 def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray:
     """Sum of weight x score; each score column is scaled to 0 to 1 over all rows.  float64 [rows]"""
-    total, used = np.zeros(len(rows)), False
+    total = np.zeros(len(rows))
+    used = False
     for name, weight in settings.priority_weights.items():
         if weight == 0 or not any(name in row for row in rows):
             continue
         written = TaskOperatorSettings(name="order", key=f"{KEY}.priority_weights.{name}")
-        score = np.array([_guarded(written, partial(row_operators.number, row, name), f"row {i}") for i, row in enumerate(rows)])
-        low, high = score.min(), score.max()
+        score = np.array(
+            [
+                _guarded(written, partial(row_operators.number, row, name), f"row {i}")
+                for i, row in enumerate(rows)
+            ]
+        )
+        low = score.min()
+        high = score.max()
         total += weight * (score - low) / (high - low if high > low else 1)
         used = True
     if not used:
         raise ConfigError(
-            f"rows can be sorted by {', '.join(settings.priority_weights)}, but there is no column for any weight; the columns are "
-            f"{', '.join(map(str, rows[0]))}.  Let an operator write one (pass_rate_score), or write order: keep",
+            f"rows can be sorted by {', '.join(settings.priority_weights)}, but there is no column "
+            f"for any weight; the columns are "
+            f"{', '.join(map(str, rows[0]))}.  Let an operator write one (pass_rate_score), or "
+            f"write order: keep",
             key=f"{KEY}.order",
             given="sort",
         )
@@ -251,7 +326,9 @@ def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray
 
 
 def _fingerprint(settings: TaskPipelineSettings, sources: Sequence[RowSource]) -> str:
-    """What the result depends on: the inputs, the operators with their arguments and the source of custom ones, the order."""
+    """What the result depends on: the inputs, the operators with their arguments and the source of
+    custom ones, the order.
+    """
     package = str(Path(row_operators.__file__).parent)
     own = {}
     for o in settings.operators:
@@ -260,9 +337,12 @@ def _fingerprint(settings: TaskPipelineSettings, sources: Sequence[RowSource]) -
             own[o.name] = xxhash.xxh3_128_hexdigest(source.read_bytes())
     plain = replace(settings, inputs=(), output="", num_process=1, plugin_dirs=(), operators=())
     what = [(o.name, o.args) for o in settings.operators]
-    marks = [s.fingerprint.rpartition("-") for s in sources]  # earlier versions knew the end of each alone
+    # earlier versions knew the end of each alone
+    marks = [s.fingerprint.rpartition("-") for s in sources]
     facts = (_FORMAT, [end for *_, end in marks], what, own, asdict(plain))
-    made = xxhash.xxh3_128_hexdigest(msgspec.json.encode(facts, enc_hook=repr, order="deterministic"))
+    made = xxhash.xxh3_128_hexdigest(
+        msgspec.json.encode(facts, enc_hook=repr, order="deterministic")
+    )
     return "-".join([*(whole for whole, *_ in marks if whole), made])
 
 
@@ -277,7 +357,8 @@ def _read(output: Path, fingerprint: str) -> Sequence[Row]:
     if made:
         why = "it was changed since" if same else "it was made from other inputs or operators"
     raise ConfigError(
-        f"{output} exists, and {why}; it is not overwritten.  Remove or rename it, or name another path; to use it as it is, take "
+        f"{output} exists, and {why}; it is not overwritten.  Remove or rename it, or name another "
+        f"path; to use it as it is, take "
         "data_processor.task_pipeline out",
         key=f"{KEY}.output",
         given=str(output),
@@ -292,4 +373,6 @@ def _line(row: Row, number: int) -> bytes:
     try:
         return msgspec.json.encode(row) + b"\n"
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"row {number} of the result cannot be written as JSON: {e}", key=f"{KEY}.output") from None
+        raise ConfigError(
+            f"row {number} of the result cannot be written as JSON: {e}", key=f"{KEY}.output"
+        ) from None

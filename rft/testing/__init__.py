@@ -1,4 +1,5 @@
-"""What authors of workflows, rewards and judges test with; no model is needed, and neither torch nor an engine's library is loaded.
+"""What authors of workflows, rewards and judges test with; no model is needed, and neither torch
+nor an engine's library is loaded.
 
     from rft.testing import ScriptedModel, run_workflow
 

@@ -6,8 +6,9 @@
             ...
             yield Subject(engine, weights, tied, tmp_path)   # already loaded with `weights` as version 1:0 and running
 
-Needs pytest with asyncio_mode=auto.  It knows engines only through `rft.types.ports.Engine` and writes published weights itself; one
-engine may serve all tests, each leaves it running with the weights it was given.
+Needs pytest with asyncio_mode=auto.  It knows engines only through `rft.types.ports.Engine` and
+writes published weights itself; one engine may serve all tests, each leaves it running with the
+weights it was given.
 """
 
 from __future__ import annotations
@@ -34,26 +35,45 @@ Weights = Mapping[str, np.ndarray]  # float32, by Hugging Face parameter name; t
 _steps = itertools.count(1)
 
 
-def stage(path: Path, weights: Weights, version: Version, tied: dict[str, str] | None = None) -> WeightManifest:
+def stage(
+    path: Path, weights: Weights, version: Version, tied: dict[str, str] | None = None
+) -> WeightManifest:
     """Write `weights` to `path` the way a transport does, and describe them."""
     specs: list[TensorSpec] = []
     blob = bytearray()
     for name, array in weights.items():
         raw = np.ascontiguousarray(array, np.float32).tobytes()
         blob += b"\0" * (-len(blob) % 64)
-        specs.append(TensorSpec(name, "F32", tuple(array.shape), len(blob), len(raw), xxhash.xxh3_128_hexdigest(raw)))
+        specs.append(
+            TensorSpec(
+                name, "F32", tuple(array.shape), len(blob), len(raw), xxhash.xxh3_128_hexdigest(raw)
+            )
+        )
         blob += raw
     path.write_bytes(blob)
-    return WeightManifest(version=version, transport="checkpoint", path=str(path), tensors=tuple(specs), tied=tied or {})
+    return WeightManifest(
+        version=version,
+        transport="checkpoint",
+        path=str(path),
+        tensors=tuple(specs),
+        tied=tied or {},
+    )
 
 
 def shaken(weights: Weights, seed: int, scale: float = 0.3) -> dict[str, np.ndarray]:
-    """Other weights of the same shapes: each tensor moved by `scale` times its own standard deviation."""
+    """Other weights of the same shapes: each tensor moved by `scale` times its own standard
+    deviation.
+    """
     random = np.random.default_rng(seed)
-    return {n: (w + scale * (w.std() + 1e-3) * random.standard_normal(w.shape)).astype(np.float32) for n, w in weights.items()}
+    return {
+        n: (w + scale * (w.std() + 1e-3) * random.standard_normal(w.shape)).astype(np.float32)
+        for n, w in weights.items()
+    }
 
 
-def ask(text: str = "hello", *, n: int = 1, max_tokens: int = 8, **sampling: object) -> GenerateRequest:
+def ask(
+    text: str = "hello", *, n: int = 1, max_tokens: int = 8, **sampling: object
+) -> GenerateRequest:
     return GenerateRequest(
         messages=({"role": "user", "content": text},),
         n=n,
@@ -70,16 +90,24 @@ class Subject:
     tied: dict[str, str]
     folder: Path
     max_prompt_tokens: int = 500
-    hold: Callable[[], None] = field(default=lambda: None)  # make the next answers stop half-way, for engines that are too quick
+    # make the next answers stop half-way, for engines that are too quick
+    hold: Callable[[], None] = field(default=lambda: None)
     release: Callable[[], None] = field(default=lambda: None)
 
     async def publish(
-        self, weights: Weights | None = None, version: Version | None = None, *, clear_cache: bool = True
+        self,
+        weights: Weights | None = None,
+        version: Version | None = None,
+        *,
+        clear_cache: bool = True,
     ) -> LoadReport:
         """pause, load, resume."""
         version = version or Version(1, next(_steps))
         manifest = stage(
-            self.folder / f"weights-{version.step % 4}", self.weights if weights is None else weights, version, self.tied
+            self.folder / f"weights-{version.step % 4}",
+            self.weights if weights is None else weights,
+            version,
+            self.tied,
         )
         await self.engine.pause(clear_cache=clear_cache)
         report = await self.engine.load(manifest)
@@ -88,12 +116,18 @@ class Subject:
 
 
 def clean(report: LoadReport) -> bool:
-    return not (report.missing or report.unexpected or report.bad_hash) and report.probe_error < 1e-4
+    return (
+        not (report.missing or report.unexpected or report.bad_hash) and report.probe_error < 1e-4
+    )
 
 
 def check_completion(c: Completion, sampling: SamplingArgs) -> None:
     count = len(c.tokens)
-    assert c.prompt_tokens.dtype == np.int32 and c.tokens.dtype == np.int32 and c.logprobs.dtype == np.float32
+    assert (
+        c.prompt_tokens.dtype == np.int32
+        and c.tokens.dtype == np.int32
+        and c.logprobs.dtype == np.float32
+    )
     assert len(c.logprobs) == count > 0 and count <= sampling.max_tokens
     assert np.isfinite(c.logprobs).all() and (c.logprobs <= 1e-4).all()
     assert c.finish_reason in ("stop", "length") and c.sampling == sampling and c.engine
@@ -115,7 +149,9 @@ class EngineContract:
     async def test_given_tokens_are_the_prompt(self, subject: Subject) -> None:
         first = (await subject.engine.generate(ask()))[0]
         prompt = tuple(int(t) for t in (*first.prompt_tokens, *first.tokens))
-        again = await subject.engine.generate(GenerateRequest(prompt_tokens=prompt, sampling=SamplingArgs(max_tokens=4)))
+        again = await subject.engine.generate(
+            GenerateRequest(prompt_tokens=prompt, sampling=SamplingArgs(max_tokens=4))
+        )
         assert tuple(again[0].prompt_tokens.tolist()) == prompt
 
     async def test_a_conversation_goes_on_from_its_tokens(self, subject: Subject) -> None:
@@ -123,15 +159,26 @@ class EngineContract:
         (first,) = await subject.engine.generate(request)
         before = np.concatenate([first.prompt_tokens, first.tokens])
         messages = (*request.messages, first.message, {"role": "user", "content": "more"})
-        again = GenerateRequest(messages=messages, prefix_tokens=before, prefix_messages=2, sampling=SamplingArgs(max_tokens=4))
+        again = GenerateRequest(
+            messages=messages,
+            prefix_tokens=before,
+            prefix_messages=2,
+            sampling=SamplingArgs(max_tokens=4),
+        )
         (second,) = await subject.engine.generate(again)
-        assert np.array_equal(second.prompt_tokens[: len(before)], before) and len(second.prompt_tokens) > len(before)
+        assert np.array_equal(second.prompt_tokens[: len(before)], before) and len(
+            second.prompt_tokens
+        ) > len(before)
 
     async def test_a_long_prompt_is_refused_before_generating(self, subject: Subject) -> None:
         with pytest.raises(PromptTooLong, match="at most"):
-            await subject.engine.generate(GenerateRequest(prompt_tokens=(5,) * (subject.max_prompt_tokens + 1)))
+            await subject.engine.generate(
+                GenerateRequest(prompt_tokens=(5,) * (subject.max_prompt_tokens + 1))
+            )
 
-    async def test_token_ids_that_the_model_does_not_have_are_refused(self, subject: Subject) -> None:
+    async def test_token_ids_that_the_model_does_not_have_are_refused(
+        self, subject: Subject
+    ) -> None:
         for wrong in ((5, -1), (2**31 - 1,)):
             with pytest.raises(ValueError, match="token id"):
                 await subject.engine.generate(GenerateRequest(prompt_tokens=wrong))
@@ -151,7 +198,9 @@ class EngineContract:
 
     async def test_many_requests_at_once(self, subject: Subject) -> None:
         requests = [ask(f"question {i % 5}", n=1 + i % 3, max_tokens=1 + i % 7) for i in range(24)]
-        for request, made in zip(requests, await asyncio.gather(*map(subject.engine.generate, requests)), strict=True):
+        for request, made in zip(
+            requests, await asyncio.gather(*map(subject.engine.generate, requests)), strict=True
+        ):
             assert len(made) == request.n
             for c in made:
                 check_completion(c, request.sampling)
@@ -159,8 +208,15 @@ class EngineContract:
     async def test_a_load_names_what_follows(self, subject: Subject) -> None:
         version = Version(1, next(_steps))
         report = await subject.publish(version=version)
-        assert clean(report) and report.version == version and report.num_tensors == len(subject.weights)
-        assert report.nbytes == sum(w.nbytes for w in subject.weights.values()) and report.probed_layers > 0
+        assert (
+            clean(report)
+            and report.version == version
+            and report.num_tensors == len(subject.weights)
+        )
+        assert (
+            report.nbytes == sum(w.nbytes for w in subject.weights.values())
+            and report.probed_layers > 0
+        )
         made = await subject.engine.generate(ask())
         assert {s.version for s in made[0].version_spans} == {version}
 
@@ -186,7 +242,9 @@ class EngineContract:
             assert c.version_spans[0].version <= version
 
     async def test_an_engine_that_slept_wakes_with_the_next_weights(self, subject: Subject) -> None:
-        """Memory goes and comes; what was asked before goes on.  An engine that has nothing to give back does nothing."""
+        """Memory goes and comes; what was asked before goes on.  An engine that has nothing to give
+        back does nothing.
+        """
         subject.hold()
         request = ask("x" * 40, max_tokens=300, ignore_eos=True)
         task = asyncio.create_task(subject.engine.generate(request))
@@ -201,7 +259,9 @@ class EngineContract:
         assert (await subject.engine.generate(ask()))[0].version == version
 
     async def test_a_load_needs_a_pause(self, subject: Subject) -> None:
-        manifest = stage(subject.folder / "unpaused", subject.weights, Version(1, next(_steps)), subject.tied)
+        manifest = stage(
+            subject.folder / "unpaused", subject.weights, Version(1, next(_steps)), subject.tied
+        )
         with pytest.raises(EngineFailed, match="pause"):
             await subject.engine.load(manifest)
 
@@ -222,9 +282,15 @@ class EngineContract:
     async def test_other_names_are_reported_and_not_loaded(self, subject: Subject) -> None:
         before = (await subject.engine.generate(ask()))[0].version
         names = list(subject.weights)
-        some = {n: subject.weights[n] for n in names[1:]} | {"stranger.weight": np.zeros((2, 2), np.float32)}
+        some = {n: subject.weights[n] for n in names[1:]} | {
+            "stranger.weight": np.zeros((2, 2), np.float32)
+        }
         report = await subject.publish(some)
-        assert report.missing == (names[0],) and report.unexpected == ("stranger.weight",) and report.num_tensors == 0
+        assert (
+            report.missing == (names[0],)
+            and report.unexpected == ("stranger.weight",)
+            and report.num_tensors == 0
+        )
         assert (await subject.engine.generate(ask()))[0].version == before
 
     async def test_an_abandoned_request_does_no_harm(self, subject: Subject) -> None:

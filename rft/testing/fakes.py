@@ -1,4 +1,5 @@
-"""Models for tests of workflows: one that says what it is told, one that fails where it is told, one that plays a recording.
+"""Models for tests of workflows: one that says what it is told, one that fails where it is told,
+one that plays a recording.
 
 All fulfil `rft.types.ports.ChatModel`, as the policy or as an auxiliary model.  No torch.
 """
@@ -29,7 +30,9 @@ Messages = list[dict[str, Any]]
 
 
 class ModelCalls(msgspec.Struct, frozen=True):
-    """An answer that calls tools: what a tool-call parser would have found in it, and the text beside."""
+    """An answer that calls tools: what a tool-call parser would have found in it, and the text
+    beside.
+    """
 
     tool_calls: tuple[dict[str, Any], ...]
     text: str = ""
@@ -40,23 +43,30 @@ Answer = Said | Callable[[Messages], Said]
 
 
 def tool_call(*names: str, text: str = "", **arguments: Any) -> ModelCalls:
-    """The answer that calls tool NAME with these arguments: ScriptedModel(tool_call("search", query="rft"), "It is ...").
+    """The answer that calls tool NAME with these arguments: ScriptedModel(tool_call("search",
+    query="rft"), "It is ...").
 
     Several names call each with the same arguments.
     """
     calls = tuple(
-        {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        {
+            "id": f"call_{i}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
         for i, name in enumerate(names)
     )
     return ModelCalls(calls, text)
 
 
 class ScriptedModel(ScriptedEngine):
-    """Answers in order; each is a text, `tool_call(...)`, a function of the messages, or an exception that the call raises.
+    """Answers in order; each is a text, `tool_call(...)`, a function of the messages, or an
+    exception that the call raises.
 
-    `answer` is asked when the list is used up; without it another call raises EngineFailed.  `per_run` gives every run of
-    a task its own list.  `scores` are what `classify` returns: one list for every call, or a function of the messages.
-    `calls` are the requests so far, `unused` the answers that are left.
+    `answer` is asked when the list is used up; without it another call raises EngineFailed.
+    `per_run` gives every run of a task its own list.  `scores` are what `classify` returns: one
+    list for every call, or a function of the messages. `calls` are the requests so far, `unused`
+    the answers that are left.
     """
 
     def __init__(
@@ -66,7 +76,11 @@ class ScriptedModel(ScriptedEngine):
         per_run: Sequence[Sequence[Answer]] | None = None,
         scores: Sequence[float] | Callable[[Messages], Sequence[float]] | None = None,
     ) -> None:
-        super().__init__(settings=EngineSettings(engine_type="scripted", name="scripted-0", max_model_len=1 << 24))
+        super().__init__(
+            settings=EngineSettings(
+                engine_type="scripted", name="scripted-0", max_model_len=1 << 24
+            )
+        )
         if per_run is not None and answers:
             raise ValueError("give the answers of all runs, or per_run, not both")
         self._queue: deque[Answer] = deque(answers)
@@ -89,17 +103,22 @@ class ScriptedModel(ScriptedEngine):
         return [float(v) for v in found]
 
     def _next(self, request: GenerateRequest) -> str:
-        queue, whose = self._queue, ""
+        queue = self._queue
+        whose = ""
         if self._per_run is not None:
             run = ExperienceId.parse(request.request_id.rpartition("-")[0]).run
             if run >= len(self._per_run):
-                raise EngineFailed(f"the script has answers for {len(self._per_run)} runs; this is run {run}")
-            queue, whose = self._per_run[run], f" of run {run}"
+                raise EngineFailed(
+                    f"the script has answers for {len(self._per_run)} runs; this is run {run}"
+                )
+            queue = self._per_run[run]
+            whose = f" of run {run}"
         given: Answer | None = queue.popleft() if queue else self._else
         if given is None:
             last = str(request.messages[-1]["content"])[:200] if request.messages else ""
             raise EngineFailed(
-                f"the script{whose} is over after {len(self.calls) - 1} calls, and the workflow asks again: {last!r}.  "
+                f"the script{whose} is over after {len(self.calls) - 1} calls, and the workflow "
+                f"asks again: {last!r}.  "
                 "Give ScriptedModel more answers, or answer=function"
             )
         said = given([dict(m) for m in request.messages]) if callable(given) else given
@@ -134,10 +153,12 @@ def _hermes(call: Mapping[str, Any]) -> str:
 
 
 class FlakyModel:
-    """A model that goes wrong at given calls, counted from 0 over everything that it is asked; else it is `model`.
+    """A model that goes wrong at given calls, counted from 0 over everything that it is asked; else
+    it is `model`.
 
-    `fail`: the call raises (a ConnectionError, or the exception given for it).  `hang`: the call never ends; only the deadline of its
-    run ends it.  `truncate`: the answer ends after this many tokens, with finish reason "length".
+    `fail`: the call raises (a ConnectionError, or the exception given for it).  `hang`: the call
+    never ends; only the deadline of its run ends it.  `truncate`: the answer ends after this many
+    tokens, with finish reason "length".
     """
 
     def __init__(
@@ -158,7 +179,9 @@ class FlakyModel:
         number = await self._trouble()
         if (most := self._truncate.get(number)) is not None:
             s = request.sampling
-            short = msgspec.structs.replace(s, max_tokens=min(most, s.max_tokens), min_tokens=min(s.min_tokens, most))
+            short = msgspec.structs.replace(
+                s, max_tokens=min(most, s.max_tokens), min_tokens=min(s.min_tokens, most)
+            )
             request = msgspec.structs.replace(request, sampling=short)
         return await self.model.generate(request)
 
@@ -171,7 +194,8 @@ class FlakyModel:
         return await self.model.classify(messages)
 
     async def _trouble(self) -> int:
-        number, self.asked = self.asked, self.asked + 1
+        number = self.asked
+        self.asked = self.asked + 1
         if number in self._hang:
             await asyncio.get_running_loop().create_future()
         if number in self._fail:
@@ -181,7 +205,8 @@ class FlakyModel:
 
 # ---------------------------------------------------------------- recordings
 
-FORMAT = 1  # of a cassette: one JSON file that can be read and reviewed, messages and answers as they were
+# of a cassette: one JSON file that can be read and reviewed, messages and answers as they were
+FORMAT = 1
 Record = Literal["once", "none", "all"]
 Start = Callable[[], Coroutine[Any, Any, ChatModel]]
 
@@ -196,22 +221,32 @@ class CassetteMiss(LookupError):
 
 
 class RecordedModel:
-    """Plays the cassette `path`.  `model` is asked where something is to be recorded: a model, or an async function that starts one.
+    """Plays the cassette `path`.  `model` is asked where something is to be recorded: a model, or
+    an async function that starts one.
 
-    record="once": everything is recorded if the file is not there yet, else it is played and nothing is asked.  "none": only played.
-    "all": everything is asked and the file is written anew.  Equal requests are answered in the order in which they were recorded;
-    any other raises CassetteMiss.  Keep secrets out of prompts.
+    record="once": everything is recorded if the file is not there yet, else it is played and
+    nothing is asked.  "none": only played. "all": everything is asked and the file is written anew.
+     Equal requests are answered in the order in which they were recorded; any other raises
+     CassetteMiss.  Keep secrets out of prompts.
     """
 
-    def __init__(self, path: str | Path, model: ChatModel | Start | None = None, *, record: Record = "once") -> None:
+    def __init__(
+        self, path: str | Path, model: ChatModel | Start | None = None, *, record: Record = "once"
+    ) -> None:
         if record not in ("once", "none", "all"):
             raise ValueError(f"record={record!r}: write once, none or all")
         self.path = Path(path)
         self.recording = record == "all" or (record == "once" and not self.path.exists())
         if self.recording and model is None:
-            raise ValueError(f"{self.path} is to be recorded, but there is no model to ask; give RecordedModel(path, model)")
+            raise ValueError(
+                f"{self.path} is to be recorded, but there is no model to ask; give "
+                f"RecordedModel(path, model)"
+            )
         if not self.recording and not self.path.exists():
-            raise FileNotFoundError(f'cassette {self.path} does not exist; record it once with record="once" and a model')
+            raise FileNotFoundError(
+                f'cassette {self.path} does not exist; record it once with record="once" and a '
+                f"model"
+            )
         self._model = model
         self._started: asyncio.Future[ChatModel] | None = None
         self._calls: list[dict[str, Any]] = [] if self.recording else _read(self.path)
@@ -239,10 +274,14 @@ class RecordedModel:
         return found
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        answer = await self._ask("classify", {"messages": _plain(list(messages))}, lambda m: m.classify(messages))
+        answer = await self._ask(
+            "classify", {"messages": _plain(list(messages))}, lambda m: m.classify(messages)
+        )
         return [float(v) for v in answer]
 
-    async def _ask(self, method: str, asked: Any, ask: Callable[[ChatModel], Awaitable[Any]]) -> Any:
+    async def _ask(
+        self, method: str, asked: Any, ask: Callable[[ChatModel], Awaitable[Any]]
+    ) -> Any:
         key = xxhash.xxh3_128_hexdigest(json.dumps([method, asked], sort_keys=True).encode())
         if self.recording:
             answer = _plain(await ask(await self._real()))
@@ -271,14 +310,24 @@ class RecordedModel:
     def _miss(self, method: str, asked: Any, number: int) -> str:
         what = f"{self.path} has no answer for this {method} request"
         if number:
-            return f'{what}: it was recorded {number} time(s) and is asked again.  Record the cassette again (record="all")'
+            return (
+                f"{what}: it was recorded {number} time(s) and is asked again.  Record the "
+                f'cassette again (record="all")'
+            )
         others = [_text(c["request"]) for c in self._calls if c["method"] == method]
         near = difflib.get_close_matches(mine := _text(asked), others, n=1, cutoff=0.0)
         differs = (
-            difflib.unified_diff(near[0].splitlines(), mine.splitlines(), "recorded", "asked", "", "", 1, "") if near else ()
+            difflib.unified_diff(
+                near[0].splitlines(), mine.splitlines(), "recorded", "asked", "", "", 1, ""
+            )
+            if near
+            else ()
         )
         told = "\n".join(list(differs)[:40]) or "nothing like it was recorded"
-        return f'{what}.  Record the cassette again (record="all"), or correct the workflow.  Against the nearest one:\n{told}'
+        return (
+            f'{what}.  Record the cassette again (record="all"), or correct the workflow.  '
+            f"Against the nearest one:\n{told}"
+        )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -288,7 +337,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"format {held['format']}, this version reads {FORMAT}")
         return [{n: c[n] for n in ("method", "key", "request", "answer")} for c in held["calls"]]
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path} is not a cassette: {e!r}; delete it and record it again") from None
+        raise ValueError(
+            f"{path} is not a cassette: {e!r}; delete it and record it again"
+        ) from None
 
 
 def _plain(value: Any) -> Any:
@@ -310,12 +361,18 @@ def _array(wanted: type, value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """JSON with a line for each entry, but arrays of numbers in one line: for people, and for what shows differences."""
+    """JSON with a line for each entry, but arrays of numbers in one line: for people, and for what
+    shows differences.
+    """
 
     def lines(v: Any, indent: str) -> str:
         deeper = indent + " "
         if isinstance(v, dict) and v:
-            return "{\n" + ",\n".join(f"{deeper}{_json(k)}: {lines(x, deeper)}" for k, x in v.items()) + f"\n{indent}}}"
+            return (
+                "{\n"
+                + ",\n".join(f"{deeper}{_json(k)}: {lines(x, deeper)}" for k, x in v.items())
+                + f"\n{indent}}}"
+            )
         if isinstance(v, list) and any(isinstance(x, dict | list | str) for x in v):
             return "[\n" + ",\n".join(deeper + lines(x, deeper) for x in v) + f"\n{indent}]"
         return _json(v)

@@ -1,10 +1,11 @@
-"""A judge's model without a model: for unit tests of judges, and for finding out whether a prompt can be talked round.
+"""A judge's model without a model: for unit tests of judges, and for finding out whether a prompt
+can be talked round.
 
     assert judged(ClearJudge(), FakeJudge(4), "It is warm because of the sun.").value == 0.8
 
-`FakeJudge(gullible=[...])` does whatever stands outside of the delimiters: it reads the chat as a model does (the marks of a chat template
-begin messages), takes out the blocks of the delimiters that its first message announces, and gives full marks where one of these orders
-is left.
+`FakeJudge(gullible=[...])` does whatever stands outside of the delimiters: it reads the chat as a
+model does (the marks of a chat template begin messages), takes out the blocks of the delimiters
+that its first message announces, and gives full marks where one of these orders is left.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ Says = float | str | dict[str, Any]
 
 
 class FakeJudge:
-    """A `ChatModel`.  `says`: the value of every field of the verdict, values by field, or a function of the prompt that gives one.
+    """A `ChatModel`.  `says`: the value of every field of the verdict, values by field, or a
+    function of the prompt that gives one.
 
-    `replies` come first, in order: texts as they are, or errors that are raised.  `gullible`: orders that it follows where they stand
-    outside of the delimiters.
+    `replies` come first, in order: texts as they are, or errors that are raised.  `gullible`:
+    orders that it follows where they stand outside of the delimiters.
     """
 
     block_end = "<<<end {}>>>"  # a regular expression; {} is the id of the delimiters
@@ -49,7 +51,8 @@ class FakeJudge:
         replies: Iterable[str | Exception] = (),
         gullible: Collection[str] = (),
     ) -> None:
-        self.says, self.gullible = says, tuple(gullible)
+        self.says = says
+        self.gullible = tuple(gullible)
         self.identity = "fake-judge"
         self.calls: list[GenerateRequest] = []
         self._replies = deque(replies)
@@ -67,11 +70,19 @@ class FakeJudge:
     def _chosen(self, request: GenerateRequest) -> Completion:
         """The likelier one of the choices; a number that it says is the probability of the first."""
         _, obeys, said = self._read(request.messages)
-        share = 1.0 if obeys else float(said) if isinstance(said, int | float) else float(said == request.choices[0])
+        share = (
+            1.0
+            if obeys
+            else float(said)
+            if isinstance(said, int | float)
+            else float(said == request.choices[0])
+        )
         word = request.choices[0 if share >= 0.5 else 1]
         logprob = np.log(np.array([max(share, 1 - share)], np.float32))
         told = completion(word, prompt=sum(len(str(m["content"])) // 4 for m in request.messages))
-        return msgspec.structs.replace(told, tokens=told.tokens[:1], logprobs=logprob, finish_reason="length")
+        return msgspec.structs.replace(
+            told, tokens=told.tokens[:1], logprobs=logprob, finish_reason="length"
+        )
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         raise ValueError("a FakeJudge has no log-probs")
@@ -80,7 +91,9 @@ class FakeJudge:
         raise ValueError("a FakeJudge has no classification head")
 
     def _read(self, messages: Sequence[dict[str, Any]]) -> tuple[str, bool, Says]:
-        """(what of the messages stands outside of the delimiters, whether that has an order it follows, what it says)."""
+        """(what of the messages stands outside of the delimiters, whether that has an order it
+        follows, what it says).
+        """
         read = as_read(messages)
         free = _outside(read, self.block_end)
         said = self.says("\n".join(read)) if callable(self.says) else self.says
@@ -111,11 +124,17 @@ def completion(text: str, *, prompt: int = 1) -> Completion:
 
 def make_transcript(answer: str, *, prompt: str = "?") -> Transcript:
     """The transcript of a run in which the policy was asked `prompt` and gave `answer`."""
-    return Transcript(turns=(Turn(messages=({"role": "user", "content": prompt},), completion=completion(answer)),))
+    return Transcript(
+        turns=(
+            Turn(messages=({"role": "user", "content": prompt},), completion=completion(answer)),
+        )
+    )
 
 
 async def score_with(judge: Any, model: Any, answers: Sequence[str], task: Task) -> list[Score]:
-    """What `judge` (a reward that is not prepared yet) says of `answers` to one task, asking `model` under every name."""
+    """What `judge` (a reward that is not prepared yet) says of `answers` to one task, asking
+    `model` under every name.
+    """
     await judge.prepare({judge.args.judge or "judge": model})
     try:
         runs = [make_transcript(a, prompt=task.prompt or "?") for a in answers]
@@ -127,7 +146,13 @@ async def score_with(judge: Any, model: Any, answers: Sequence[str], task: Task)
 
 
 def judged(
-    judge: Any, model: Any, answer: str, *, prompt: str = "?", truth: Any = None, row: dict[str, Any] | None = None
+    judge: Any,
+    model: Any,
+    answer: str,
+    *,
+    prompt: str = "?",
+    truth: Any = None,
+    row: dict[str, Any] | None = None,
 ) -> Score:
     """As `score_with`, of one answer, in its own event loop."""
     task = Task(taskset="test", index=0, prompt=prompt, truth=truth, row=row or {}, workflow="test")
@@ -139,7 +164,9 @@ def judged(
 
 
 class JudgeProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """A text that tries to talk a judge into full marks.  `order` is the part of it that a gullible judge would follow."""
+    """A text that tries to talk a judge into full marks.  `order` is the part of it that a gullible
+    judge would follow.
+    """
 
     name: str
     kind: str
@@ -164,7 +191,9 @@ def probes() -> tuple[JudgeProbe, ...]:
 
 
 def as_read(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """The messages as a model sees them: a mark of the chat template inside a text begins a message too."""
+    """The messages as a model sees them: a mark of the chat template inside a text begins a message
+    too.
+    """
     chat = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     return [part.replace("<|im_end|>", "\n") for part in chat.split("<|im_start|>") if part.strip()]
 
@@ -176,7 +205,9 @@ def _outside(read: Sequence[str], block_end: str) -> str:
         return "\n".join(read)
     id = re.escape(announced[1])
     end = block_end.replace("{}", id)
-    block = re.compile(rf"^<<<[^<>\n]* {id}>>>\n.*?^{end}$", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    block = re.compile(
+        rf"^<<<[^<>\n]* {id}>>>\n.*?^{end}$", re.MULTILINE | re.DOTALL | re.IGNORECASE
+    )
     return "\n".join([read[0], *(block.sub("", text) for text in read[1:])])
 
 
@@ -188,7 +219,9 @@ def _filled(form: str, said: Says, *, best: bool) -> str:
         name = next(values)
         given: Any = said.get(name) if isinstance(said, dict) else said
         if (bounds := _RANGE.search(place[1])) is not None:
-            return bounds[2] if best else json.dumps(given if given is not None else float(bounds[1]))
+            return (
+                bounds[2] if best else json.dumps(given if given is not None else float(bounds[1]))
+            )
         words = re.findall(r'"([^"]+)"', place[1])
         return json.dumps(words[0] if best else given if given in words else words[-1])
 

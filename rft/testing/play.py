@@ -1,7 +1,9 @@
-"""Plays one task with a workflow, as the explorer does, and keeps everything that happened: for tests and for `rft debug`.
+"""Plays one task with a workflow, as the explorer does, and keeps everything that happened: for
+tests and for `rft debug`.
 
-It uses the rooms' own code (`rft.workflow.group`, rewards, records) and adds nothing to it but eyes.  No torch, no Ray, no buffer.
-Every result is checked: its rows are compared with the calls they were made of, because the trainer relies on it.
+It uses the rooms' own code (`rft.workflow.group`, rewards, records) and adds nothing to it but
+eyes.  No torch, no Ray, no buffer. Every result is checked: its rows are compared with the calls
+they were made of, because the trainer relies on it.
 """
 
 from __future__ import annotations
@@ -48,16 +50,23 @@ class OneAnswer(Workflow):
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         opening = bool(task.messages or task.prompt is not None)
-        answer = await ctx.chat(task.chat() if opening else [{"role": "user", "content": json.dumps(task.row, default=str)}])
+        answer = await ctx.chat(
+            task.chat()
+            if opening
+            else [{"role": "user", "content": json.dumps(task.row, default=str)}]
+        )
         run = ctx.transcript()
         if not was_opened(answer.text):
             return run
         answer = msgspec.structs.replace(answer, in_thought=True)
-        return msgspec.structs.replace(run, turns=(msgspec.structs.replace(run.turns[0], completion=answer),))
+        return msgspec.structs.replace(
+            run, turns=(msgspec.structs.replace(run.turns[0], completion=answer),)
+        )
 
 
 def task_of(row: Task | Mapping[str, Any] | str, **fields: Any) -> Task:
-    """A task for a test: a prompt, or a row with `prompt` or `messages` and perhaps `truth`, `response` or `answer`.
+    """A task for a test: a prompt, or a row with `prompt` or `messages` and perhaps `truth`,
+    `response` or `answer`.
 
     `fields` replace fields of the task, e.g. sampling=SamplingArgs(max_tokens=8).
     """
@@ -94,14 +103,16 @@ async def run_workflow_async(
     may_fail: bool = False,
     on_call: Callable[[Call], None] | None = None,
 ) -> WorkflowResult:
-    """Plays all runs of one task in this process; in a test without an event loop write `run_workflow(...)`.
+    """Plays all runs of one task in this process; in a test without an event loop write
+    `run_workflow(...)`.
 
-    `workflow` and `reward` are classes, functions, or names as in a configuration; they default to those of the task.  `model` is the
-    policy, `models` are the auxiliary ones by name.  `n` runs at once (default: the task's, 1).  `on_call` is told of every model call
-    when it ends.
+    `workflow` and `reward` are classes, functions, or names as in a configuration; they default to
+    those of the task.  `model` is the policy, `models` are the auxiliary ones by name.  `n` runs at
+    once (default: the task's, 1).  `on_call` is told of every model call when it ends.
 
-    What a workflow or reward raises is raised here, unless `may_fail`: then look at `result.reason`, `.runs[i].error`, `.traceback`.
-    Always raises ConfigError for arguments that do not fit, and InvariantBroken where experiences are not what was said.
+    What a workflow or reward raises is raised here, unless `may_fail`: then look at
+    `result.reason`, `.runs[i].error`, `.traceback`. Always raises ConfigError for arguments that do
+    not fit, and InvariantBroken where experiences are not what was said.
     """
     plugins.load_all(plugin_dirs)
     given = task_of(task)
@@ -126,7 +137,9 @@ async def run_workflow_async(
         if made is not None:
             await hook(made.prepare, watched)
         policy = _Watched(model, POLICY, eyes)
-        group = await run_group(given, seen, policy, GroupId(1, 0, 0, 0), limits=limits, models=watched)
+        group = await run_group(
+            given, seen, policy, GroupId(1, 0, 0, 0), limits=limits, models=watched
+        )
     finally:
         if made is not None:
             await hook(made.close)
@@ -139,14 +152,19 @@ async def run_workflow_async(
     return WorkflowResult(group, runs, tuple(eyes.calls))
 
 
-def _blocking(play: Callable[P, Coroutine[Any, Any, WorkflowResult]]) -> Callable[P, WorkflowResult]:
+def _blocking(
+    play: Callable[P, Coroutine[Any, Any, WorkflowResult]],
+) -> Callable[P, WorkflowResult]:
     @wraps(play)
     def run(*args: P.args, **kwargs: P.kwargs) -> WorkflowResult:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(play(*args, **kwargs))
-        raise RuntimeError("run_workflow was called inside an event loop; write `await run_workflow_async(...)` there")
+        raise RuntimeError(
+            "run_workflow was called inside an event loop; write `await run_workflow_async(...)` "
+            "there"
+        )
 
     return run
 
@@ -157,7 +175,9 @@ run_workflow = _blocking(run_workflow_async)
 def _told(run: RunResult) -> BaseException:
     """What ended a run, with a word on how to look at it instead."""
     error = run.error if run.error is not None else RunError(run.reason)
-    error.add_note(f"(run {run.number} of the workflow failed; may_fail=True returns its record instead)")
+    error.add_note(
+        f"(run {run.number} of the workflow failed; may_fail=True returns its record instead)"
+    )
     return error
 
 
@@ -179,8 +199,15 @@ def _reward(given: Any, task: Task) -> Reward:
     if inspect.isclass(given) or inspect.isroutine(given):
         return rewards.of(_plugin("reward", given), task.reward_args, key="reward_args")
     if task.reward_args:
-        raise TypeError(f"reward_args are for a class, a function or a name; {type(given).__name__} is an object already")
-    return given if isinstance(given, Reward) else rewards.from_function(_plugin("reward", given), {}, key="reward")
+        raise TypeError(
+            f"reward_args are for a class, a function or a name; {type(given).__name__} is an "
+            f"object already"
+        )
+    return (
+        given
+        if isinstance(given, Reward)
+        else rewards.from_function(_plugin("reward", given), {}, key="reward")
+    )
 
 
 class _Eyes:
@@ -195,9 +222,16 @@ class _Eyes:
         self._readings: dict[int, list[AnswerReading]] = {}
 
     def on(self, recipe: Recipe) -> Recipe:
-        """A recipe that is watched.  An isolated workflow is played in this process, where a debugger reaches it."""
+        """A recipe that is watched.  An isolated workflow is played in this process, where a
+        debugger reaches it.
+        """
         reward = None if recipe.reward is None else _SeenReward(recipe.reward, self)
-        return replace(recipe, make=lambda: cast(Any, _Seen(recipe, self)), reward=cast(Any, reward), place=None)
+        return replace(
+            recipe,
+            make=lambda: cast(Any, _Seen(recipe, self)),
+            reward=cast(Any, reward),
+            place=None,
+        )
 
     def called(self, call: Call) -> None:
         self.calls.append(call)
@@ -213,7 +247,9 @@ class _Eyes:
             self._transcripts.pop(c.run, None)
 
         def given(result: Any) -> Any:
-            for c, t in zip(contexts, result if isinstance(result, list | tuple) else [result], strict=False):
+            for c, t in zip(
+                contexts, result if isinstance(result, list | tuple) else [result], strict=False
+            ):
                 if isinstance(t, Transcript):
                     self._transcripts[c.run] = t
             return result
@@ -228,19 +264,24 @@ class _Eyes:
 
     def run_of(self, scored: Transcript | Sequence[Transcript]) -> int | None:
         """None for several runs, and for a transcript that no run has returned."""
-        return next((run for run, transcript in self._transcripts.items() if transcript is scored), None)
+        return next(
+            (run for run, transcript in self._transcripts.items() if transcript is scored), None
+        )
 
     @contextmanager
     def scoring(self, scored: Transcript | Sequence[Transcript]) -> Iterator[None]:
         number = self.run_of(scored)
-        readings = self._readings.setdefault(0 if number is None else number, [])  # of several together: shown at the first
+        # of several together: shown at the first
+        readings = self._readings.setdefault(0 if number is None else number, [])
         try:
             with explained() as new:
                 yield
             readings += new
         except Exception as e:
             ids = {id(t) for t in ([scored] if isinstance(scored, Transcript) else scored)}
-            self._errors.update((run, e) for run, transcript in self._transcripts.items() if id(transcript) in ids)
+            self._errors.update(
+                (run, e) for run, transcript in self._transcripts.items() if id(transcript) in ids
+            )
             raise
 
     def run(self, number: int, played: PlayedRun) -> RunResult:
@@ -250,14 +291,17 @@ class _Eyes:
             transcript = so_far if so_far.turns else None
         calls = tuple(c for c in self.calls if c.run == number)
         error = self._errors.get(number) if played.failed else None
-        return RunResult(number, played, transcript, calls, error, tuple(self._readings.get(number, ())))
+        return RunResult(
+            number, played, transcript, calls, error, tuple(self._readings.get(number, ()))
+        )
 
 
 class _Seen:
     """A workflow object that is watched."""
 
     def __init__(self, recipe: Recipe, eyes: _Eyes) -> None:
-        self._recipe, self._eyes = recipe, eyes
+        self._recipe = recipe
+        self._eyes = eyes
 
     def run(self, task: Task, ctx: RunContext) -> Any:
         _RUN.set(ctx.run)
@@ -281,7 +325,8 @@ class _SeenReward:
     """A reward that is watched."""
 
     def __init__(self, inner: Reward, eyes: _Eyes) -> None:
-        self._inner, self._eyes = inner, eyes
+        self._inner = inner
+        self._eyes = eyes
         self.whole_group = inner.whole_group
 
     def __call__(self, task: Task, scored: Any) -> Any:
@@ -300,7 +345,9 @@ class _Watched:
     """A model whose calls are seen; in everything else it is that model."""
 
     def __init__(self, model: ChatModel, name: str, eyes: _Eyes) -> None:
-        self._model, self._name, self._eyes = model, name, eyes
+        self._model = model
+        self._name = name
+        self._eyes = eyes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -336,7 +383,8 @@ class _Watched:
         return answer
 
 
-# ---------------------------------------------------------------- what must hold of every group, whatever the workflow does
+# ---------------------------------------------------------------- what must hold of every group,
+# whatever the workflow does
 
 
 class InvariantBroken(AssertionError):
@@ -344,7 +392,9 @@ class InvariantBroken(AssertionError):
 
 
 def check(group: PlayedGroup, transcripts: Sequence[Transcript | None]) -> None:
-    """`transcripts` are those of the runs, in order.  Raises InvariantBroken that names the run and what does not hold."""
+    """`transcripts` are those of the runs, in order.  Raises InvariantBroken that names the run and
+    what does not hold.
+    """
     rows = group.rows
     ids = [x.id for x in rows]
     _holds(len(set(ids)) == len(ids), f"group {group.id}: two experiences have one id")
@@ -352,17 +402,25 @@ def check(group: PlayedGroup, transcripts: Sequence[Transcript | None]) -> None:
     for number, (played, transcript) in enumerate(zip(group.runs, transcripts, strict=True)):
         for step, row in enumerate(played.experiences):
             where = f"run {number}, step {step}"
-            _holds(row.group == group.id and row.id.run == number and row.id.step == step, f"{where}: its id is {row.id}")
+            _holds(
+                row.group == group.id and row.id.run == number and row.id.step == step,
+                f"{where}: its id is {row.id}",
+            )
             try:
                 msgspec.json.encode([row.info, row.metrics, row.messages, row.tools])
             except (TypeError, RecursionError) as e:
-                raise InvariantBroken(f"{where}: info, metrics, messages and tools must be JSON values: {e}") from None
+                raise InvariantBroken(
+                    f"{where}: info, metrics, messages and tools must be JSON values: {e}"
+                ) from None
         if not played.failed:
             _holds(transcript is not None, f"run {number}: it has experiences and no transcript")
             assert transcript is not None
             history(transcript, where=f"run {number}")
             parts = cut(transcript)
-            _holds(len(parts) == len(played.experiences), f"run {number}: {len(parts)} parts, {len(played.experiences)} rows")
+            _holds(
+                len(parts) == len(played.experiences),
+                f"run {number}: {len(parts)} parts, {len(played.experiences)} rows",
+            )
             for step, (turns, row) in enumerate(zip(parts, played.experiences, strict=True)):
                 _row(row, [t.completion for t in turns], f"run {number}, step {step}")
     back = decode(encode(rows))
@@ -370,7 +428,9 @@ def check(group: PlayedGroup, transcripts: Sequence[Transcript | None]) -> None:
 
 
 def history(transcript: Transcript, *, where: str = "run") -> None:
-    """A call that goes on from an earlier one (its messages begin with that one's messages and answer) begins with its tokens."""
+    """A call that goes on from an earlier one (its messages begin with that one's messages and
+    answer) begins with its tokens.
+    """
     for k, turn in enumerate(transcript.turns):
         before = next((t for t in reversed(transcript.turns[:k]) if _goes_on(turn, t)), None)
         if before is None:
@@ -378,29 +438,59 @@ def history(transcript: Transcript, *, where: str = "run") -> None:
         old = np.concatenate([before.completion.prompt_tokens, before.completion.tokens])
         prompt = turn.completion.prompt_tokens
         same = len(prompt) >= len(old) and np.array_equal(prompt[: len(old)], old)
-        _holds(same, f"{where}, call {k}: earlier turns were tokenised again; its prompt does not begin with their tokens")
+        _holds(
+            same,
+            f"{where}, call {k}: earlier turns were tokenised again; its prompt does not begin "
+            f"with their tokens",
+        )
 
 
 def _goes_on(turn: Turn, before: Turn) -> bool:
     n = len(before.messages)
-    return len(turn.messages) > n and turn.messages[:n] == before.messages and turn.messages[n] == before.completion.message
+    return (
+        len(turn.messages) > n
+        and turn.messages[:n] == before.messages
+        and turn.messages[n] == before.completion.message
+    )
 
 
 def _row(x: Experience, said: Sequence[Completion], where: str) -> None:
     last = said[-1]
-    _holds(x.num_tokens == len(last.prompt_tokens) + len(last.tokens), f"{where}: it ends elsewhere than its last call")
-    own, logps = np.zeros(x.num_tokens, np.bool_), np.zeros(x.num_tokens, np.float32)
+    _holds(
+        x.num_tokens == len(last.prompt_tokens) + len(last.tokens),
+        f"{where}: it ends elsewhere than its last call",
+    )
+    own = np.zeros(x.num_tokens, np.bool_)
+    logps = np.zeros(x.num_tokens, np.float32)
     for c in said:
-        start, end = len(c.prompt_tokens), len(c.prompt_tokens) + len(c.tokens)
+        start = len(c.prompt_tokens)
+        end = len(c.prompt_tokens) + len(c.tokens)
         own[start:end] = True
         logps[start:end] = np.minimum(c.logprobs, 0)
-        _holds(np.array_equal(x.tokens[start:end], c.tokens), f"{where}: tokens {start} to {end} are not what the model wrote")
+        _holds(
+            np.array_equal(x.tokens[start:end], c.tokens),
+            f"{where}: tokens {start} to {end} are not what the model wrote",
+        )
         for span in c.version_spans:
-            written = [s for s in x.version_spans if s.start <= start + span.start and start + span.end <= s.end]
+            written = [
+                s
+                for s in x.version_spans
+                if s.start <= start + span.start and start + span.end <= s.end
+            ]
             fits = len(written) == 1 and written[0].version == span.version
-            _holds(fits, f"{where}: tokens {start + span.start} to {start + span.end} must be of version {span.version} alone")
-    _holds(np.array_equal(x.loss_mask, own), f"{where}: loss_mask does not cover exactly the tokens that the policy wrote")
-    _holds(np.array_equal(x.logprobs, logps), f"{where}: log-probs are not those of the model, or are outside loss_mask")
+            _holds(
+                fits,
+                f"{where}: tokens {start + span.start} to {start + span.end} must be of version "
+                f"{span.version} alone",
+            )
+    _holds(
+        np.array_equal(x.loss_mask, own),
+        f"{where}: loss_mask does not cover exactly the tokens that the policy wrote",
+    )
+    _holds(
+        np.array_equal(x.logprobs, logps),
+        f"{where}: log-probs are not those of the model, or are outside loss_mask",
+    )
 
 
 def _holds(it: bool | np.bool_, otherwise: str) -> None:

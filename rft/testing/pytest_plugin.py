@@ -3,8 +3,9 @@
     def test_mine(run_workflow, scripted_model):
         assert run_workflow(Mine, "2+2?", scripted_model("4")).reward == 1.0
 
-`run_workflow` prints each trace, which pytest shows when a test fails; in an async test await `run_workflow_async`.
-`recorded_model(model)` plays cassettes/FILE/TEST.json beside the test's file; --rft-record=all records again.
+`run_workflow` prints each trace, which pytest shows when a test fails; in an async test await
+`run_workflow_async`. `recorded_model(model)` plays cassettes/FILE/TEST.json beside the test's file;
+--rft-record=all records again.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """In a folder without settings pytest-asyncio says so in five lines before every test run; its default is right for our fixtures."""
+    """In a folder without settings pytest-asyncio says so in five lines before every test run; its
+    default is right for our fixtures.
+    """
     del config
-    warnings.filterwarnings("ignore", message="The configuration option .asyncio_default_fixture_loop_scope. is unset")
+    warnings.filterwarnings(
+        "ignore", message="The configuration option .asyncio_default_fixture_loop_scope. is unset"
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rft-record",
         choices=("once", "none", "all"),
         default="once",
-        help="recorded_model: record where there is no cassette (once), never (none), everything (all)",
+        help="recorded_model: record where there is no cassette (once), never (none), everything "
+        "(all)",
     )
 
 

@@ -1,11 +1,12 @@
-"""The tests that every payload storage must pass, behind the real buffer and ledger.  Ships to users.
+"""The tests that every payload storage must pass, behind the real buffer and ledger.  Ships to
+users.
 
     class TestDuck(StorageContract):
         def settings(self, folder):
             return BufferSettings(folder=folder, storage_type="duck")
 
-Needs pytest with asyncio_mode=auto.  It knows storages only through `Buffer`, and asks nothing that the ledger answers alone; what a
-restart must keep depends on `durable`.
+Needs pytest with asyncio_mode=auto.  It knows storages only through `Buffer`, and asks nothing that
+the ledger answers alone; what a restart must keep depends on `durable`.
 """
 
 from __future__ import annotations
@@ -30,13 +31,22 @@ from rft.types.ports import EndOfData, Lease
 
 
 def row(
-    id: ExperienceId, *, reward: float | None = 1.0, tokens: int = 12, version: Version | None = None, trained: bool = True
+    id: ExperienceId,
+    *,
+    reward: float | None = 1.0,
+    tokens: int = 12,
+    version: Version | None = None,
+    trained: bool = True,
 ) -> Experience:
     """A small valid experience; its tokens follow from its id."""
     half = tokens // 2
     mask = np.zeros(tokens, np.bool_)
     mask[half:] = trained
-    values = np.random.default_rng([id.batch, id.task, id.run]).integers(0, 1000, tokens).astype(np.int32)
+    values = (
+        np.random.default_rng([id.batch, id.task, id.run])
+        .integers(0, 1000, tokens)
+        .astype(np.int32)
+    )
     return Experience(
         id=id,
         taskset="toy",
@@ -56,11 +66,20 @@ def row(
 
 
 def group(
-    lineage: int, batch: int, task: int, *, runs: int = 4, version: Version | None = None, explorer: int = 0, tokens: int = 12
+    lineage: int,
+    batch: int,
+    task: int,
+    *,
+    runs: int = 4,
+    version: Version | None = None,
+    explorer: int = 0,
+    tokens: int = 12,
 ) -> list[Experience]:
     """A group with rewards 0, 1, 0, 1 ..."""
     name = GroupId(lineage, explorer, batch, task)
-    return [row(name.run(i), reward=float(i % 2), version=version, tokens=tokens) for i in range(runs)]
+    return [
+        row(name.run(i), reward=float(i % 2), version=version, tokens=tokens) for i in range(runs)
+    ]
 
 
 async def fill(
@@ -78,13 +97,20 @@ async def fill(
     held = {(h.batch, h.task) for h in await writer.stored_groups(batch)}
     for task in range(groups):
         if (batch, task) not in held:
-            await writer.append(encode(group(lineage, batch, task, version=version, explorer=explorer)), accepted=True)
+            await writer.append(
+                encode(group(lineage, batch, task, version=version, explorer=explorer)),
+                accepted=True,
+            )
     if close:
         await writer.close_batch(batch, accepted=groups, wanted=groups, reasons={})
 
 
-async def take(buffer: Buffer, lineage: int, step: int, groups: int = 2, deadline_s: float = 5.0) -> Lease:
-    return await buffer.reader(lineage).lease(step, groups=groups, rows=None, deadline_s=deadline_s, max_staleness=None)
+async def take(
+    buffer: Buffer, lineage: int, step: int, groups: int = 2, deadline_s: float = 5.0
+) -> Lease:
+    return await buffer.reader(lineage).lease(
+        step, groups=groups, rows=None, deadline_s=deadline_s, max_staleness=None
+    )
 
 
 def ids(lease: Lease) -> list[tuple[int, int, int]]:
@@ -175,10 +201,18 @@ class StorageContract:
         await buffer.reader(1).discard(3, "nonfinite")
         audit = await buffer.audit()
         assert seen == [(b, t, r) for b in range(2) for t in range(2) for r in range(4)]
-        assert (audit.used, audit.discarded, audit.available, audit.used_twice, audit.ok) == (16, {"nonfinite": 8}, 0, 0, True)
+        assert (audit.used, audit.discarded, audit.available, audit.used_twice, audit.ok) == (
+            16,
+            {"nonfinite": 8},
+            0,
+            0,
+            True,
+        )
 
     async def test_resume_goes_on_where_the_manifest_was(self, tmp_path: Path) -> None:
-        """Steps 1 to 3 are trained, the manifest is of step 2: step 3 counts no more, and rows of its weights are orphaned."""
+        """Steps 1 to 3 are trained, the manifest is of step 2: step 3 counts no more, and rows of
+        its weights are orphaned.
+        """
         buffer = await self.started(tmp_path)
         for batch in range(4):  # batch b is written by the weights of step b
             await fill(buffer, 1, batch, version=Version(1, batch))
@@ -197,7 +231,12 @@ class StorageContract:
         kept = 8 if self.durable else 0  # batch 2, of weights 1:2
         assert (start.lineage, start.orphaned, start.available, start.cursor) == (2, 8, kept, 2)
         assert [(h.batch, h.task) for h in held] == ([(2, 0), (2, 1)] if self.durable else [])
-        assert (audit.used, audit.num_uses, audit.discarded.get("orphaned"), audit.ok) == (16, 16, 8, True)
+        assert (audit.used, audit.num_uses, audit.discarded.get("orphaned"), audit.ok) == (
+            16,
+            16,
+            8,
+            True,
+        )
         assert audit.discarded.get("not_durable", 0) == 8 - kept
         await fill(buffer, 2, 2, version=Version(2, 2))
         await fill(buffer, 2, 3, version=Version(2, 2))
@@ -213,7 +252,9 @@ class StorageContract:
         buffer = await self.started(tmp_path, max_uses=2)
         await fill(buffer, 1, 0)
         for step in (1, 2):
-            assert ids(await take(buffer, 1, step)) == [(0, t, r) for t in range(2) for r in range(4)]
+            assert ids(await take(buffer, 1, step)) == [
+                (0, t, r) for t in range(2) for r in range(4)
+            ]
             await buffer.reader(1).use(step)
         await buffer.writer(1).finish("done")
         with pytest.raises(EndOfData):

@@ -1,8 +1,9 @@
 """A tiny language model and a task that it learns from scratch, for tests and for `examples/tiny`.
 
-The model is a random Llama of about 0.3 million parameters with a byte-level tokenizer and a chat template; nothing is downloaded.
-The task is to copy the digit that is shown.  Knows nothing of engines, trainer or configuration.  Invariant: the same seed writes
-the same weights and the same rows.
+The model is a random Llama of about 0.3 million parameters with a byte-level tokenizer and a chat
+template; nothing is downloaded. The task is to copy the digit that is shown.  Knows nothing of
+engines, trainer or configuration.  Invariant: the same seed writes the same weights and the same
+rows.
 
     python -m rft.testing.tiny FOLDER      writes the model
 """
@@ -17,24 +18,41 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|pad|>"
+BOS = "<|im_start|>"
+EOS = "<|im_end|>"
 # A role is one letter: short prompts make the task quick to learn and the tests quick to run.
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'][0] + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'][0] + m['content'] + '<|im_end|>' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0, family: str = "llama", **changes: Any) -> Path:
-    """Write a Hugging Face model folder (float32 safetensors, tokenizer, generation config) and return it.
+def make(
+    folder: Path,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    labels: int = 0,
+    family: str = "llama",
+    **changes: Any,
+) -> Path:
+    """Write a Hugging Face model folder (float32 safetensors, tokenizer, generation config) and
+    return it.
 
-    `tied` = the output layer shares the input embedding.  259 tokens: three special ones, then the 256 bytes.
-    `labels`: a reward model instead, whose head gives so many numbers.  `family`: transformers' name of another architecture; `changes`:
-    entries of its configuration.
+    `tied` = the output layer shares the input embedding.  259 tokens: three special ones, then the
+    256 bytes. `labels`: a reward model instead, whose head gives so many numbers.  `family`:
+    transformers' name of another architecture; `changes`: entries of its configuration.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        GenerationConfig,
+    )
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -90,11 +108,15 @@ def tokenizer() -> Any:
     return made
 
 
-def copy_tasks(split: Literal["train", "eval"] = "train", *, n: int | None = None, seed: int = 0) -> list[dict[str, str]]:
-    """Rows {"prompt": "qx7", "response": "7"}: two letters and the digit to copy.  No pair of letters is in both splits.
+def copy_tasks(
+    split: Literal["train", "eval"] = "train", *, n: int | None = None, seed: int = 0
+) -> list[dict[str, str]]:
+    """Rows {"prompt": "qx7", "response": "7"}: two letters and the digit to copy.  No pair of
+    letters is in both splits.
 
-    A taskset of it has the path `rft.testing.tiny:copy_tasks`.  GRPO with 64 tasks x 8 runs of one token and learning rate 1e-3
-    learns it from scratch: about 0.004 before, above 0.9 after 80 steps.  `n` = number of rows; None: 2048 to train, 100 to evaluate.
+    A taskset of it has the path `rft.testing.tiny:copy_tasks`.  GRPO with 64 tasks x 8 runs of one
+    token and learning rate 1e-3 learns it from scratch: about 0.004 before, above 0.9 after 80
+    steps.  `n` = number of rows; None: 2048 to train, 100 to evaluate.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split {split!r} is not known; use train or eval")
@@ -102,17 +124,27 @@ def copy_tasks(split: Literal["train", "eval"] = "train", *, n: int | None = Non
     rng = random.Random(seed)
     rng.shuffle(pairs)
     mine = pairs[:600] if split == "train" else pairs[600:]
-    rows = [{"prompt": f"{pair}{digit}", "response": str(digit)} for pair in mine for digit in range(10)]
+    rows = [
+        {"prompt": f"{pair}{digit}", "response": str(digit)} for pair in mine for digit in range(10)
+    ]
     rng.shuffle(rows)
     return rows[: n if n is not None else {"train": 2048, "eval": 100}[split]]
 
 
-def copy_pairs(split: Literal["train", "eval"] = "train", *, n: int | None = None, seed: int = 0) -> list[dict[str, str]]:
-    """Rows {"prompt": "qx7", "chosen": "7", "rejected": "3"}: the same tasks with the right digit and another one."""
+def copy_pairs(
+    split: Literal["train", "eval"] = "train", *, n: int | None = None, seed: int = 0
+) -> list[dict[str, str]]:
+    """Rows {"prompt": "qx7", "chosen": "7", "rejected": "3"}: the same tasks with the right digit
+    and another one.
+    """
     rng = random.Random(seed)
     rows = copy_tasks(split, n=n, seed=seed)
     return [
-        {"prompt": r["prompt"], "chosen": r["response"], "rejected": rng.choice([d for d in "0123456789" if d != r["response"]])}
+        {
+            "prompt": r["prompt"],
+            "chosen": r["response"],
+            "rejected": rng.choice([d for d in "0123456789" if d != r["response"]]),
+        }
         for r in rows
     ]
 

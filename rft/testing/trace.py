@@ -1,4 +1,5 @@
-"""What a played task gave, and the same as text for people: messages by role, tool calls, rewards by part, trained tokens.
+"""What a played task gave, and the same as text for people: messages by role, tool calls, rewards
+by part, trained tokens.
 
 Knows results only.  Invariant: nothing that a model or a data set says can drive the terminal.
 """
@@ -38,7 +39,9 @@ POLICY = "policy"
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a model: whose it was, what it gave or raised, and how long it took.  `run` is None where it belongs to no run."""
+    """One call of a model: whose it was, what it gave or raised, and how long it took.  `run` is
+    None where it belongs to no run.
+    """
 
     model: str
     run: int | None
@@ -85,7 +88,11 @@ class RunResult:
     def score(self) -> Score:
         """Reward, its parts and its reason."""
         first = self.experiences[0]
-        return Score(value=self.reward, parts=first.reward_parts, reason=str(first.info.get("reward_reason", "")))
+        return Score(
+            value=self.reward,
+            parts=first.reward_parts,
+            reason=str(first.info.get("reward_reason", "")),
+        )
 
     @property
     def answers(self) -> list[str]:
@@ -164,7 +171,9 @@ class WorkflowResult:
         return self.experience.info
 
     def trace(self, *, tokens: bool = False) -> str:
-        """Everything that happened, for people; with `tokens` also which tokens are trained and how likely each was."""
+        """Everything that happened, for people; with `tokens` also which tokens are trained and how
+        likely each was.
+        """
         return trace(self, tokens=tokens)
 
     def __str__(self) -> str:
@@ -177,17 +186,31 @@ _PACKAGE = Path(__file__).parents[1]
 LONGEST = 4000  # characters of one message that are shown
 
 
-def trace(result: WorkflowResult, *, tokens: bool = False, decode: Decode = decode_bytes, width: int = 110) -> str:
-    """The whole result as plain text.  `decode` gives the text of token ids; the default is the scripted model's."""
+def trace(
+    result: WorkflowResult, *, tokens: bool = False, decode: Decode = decode_bytes, width: int = 110
+) -> str:
+    """The whole result as plain text.  `decode` gives the text of token ids; the default is the
+    scripted model's.
+    """
     from rich.console import Console
 
     out = io.StringIO()
-    show(result, Console(file=out, width=width, no_color=True, highlight=False, emoji=False), tokens=tokens, decode=decode)
+    show(
+        result,
+        Console(file=out, width=width, no_color=True, highlight=False, emoji=False),
+        tokens=tokens,
+        decode=decode,
+    )
     return out.getvalue()
 
 
 def show(
-    result: WorkflowResult, out: Console, *, tokens: bool = False, explain: bool = False, decode: Decode = decode_bytes
+    result: WorkflowResult,
+    out: Console,
+    *,
+    tokens: bool = False,
+    explain: bool = False,
+    decode: Decode = decode_bytes,
 ) -> None:
     """Prints the whole result; with `explain` also what rewards read."""
     for run in result.runs:
@@ -205,8 +228,16 @@ def show(
             _call(call, (), out)
     if len(result.runs) > 1:
         told = ", ".join("none" if r is None else f"{r:g}" for r in result.rewards)
-        group = "can be trained" if result.group.accepted else f"cannot be trained: {result.group.reason}"
-        equal = "; all are equal, so the runs cannot be told apart" if len(set(result.rewards)) == 1 else ""
+        group = (
+            "can be trained"
+            if result.group.accepted
+            else f"cannot be trained: {result.group.reason}"
+        )
+        equal = (
+            "; all are equal, so the runs cannot be told apart"
+            if len(set(result.rewards)) == 1
+            else ""
+        )
         _line(out, f"rewards {told}{equal}; the group {group}", "bold")
 
 
@@ -226,13 +257,18 @@ def _run(result: WorkflowResult, run: RunResult, out: Console) -> None:
             _line(out, f"             {line}", "red")
     else:
         _rewards(run, out)
-    spent = f"{run.played.run_s:.3f} s playing, {run.played.reward_s:.3f} s scoring, {len(run.calls)} model calls"
+    spent = (
+        f"{run.played.run_s:.3f} s playing, {run.played.reward_s:.3f} s scoring, "
+        f"{len(run.calls)} model calls"
+    )
     tried = f", attempt {run.played.attempts}" if run.played.attempts > 1 else ""
     _line(out, f"  time       {spent}{tried}", "dim")
 
 
 def traceback_of(run: RunResult) -> str:
-    """Where a failed run's error comes from: the author's own lines; all lines where none is the author's."""
+    """Where a failed run's error comes from: the author's own lines; all lines where none is the
+    author's.
+    """
     if run.error is None:
         return run.traceback
     frames = traceback.extract_tb(run.error.__traceback__)
@@ -246,10 +282,22 @@ def _explain(run: RunResult, out: Console) -> None:
     if run.transcript is not None:
         completion = run.transcript.turns[-1].completion
         thought = len(completion.with_thought) - len(completion.answer)
-        _line(out, f"  answer     {_short(completion.answer)}" + (f"  behind {thought} characters of thought" if thought else ""))
+        _line(
+            out,
+            f"  answer     {_short(completion.answer)}"
+            + (f"  behind {thought} characters of thought" if thought else ""),
+        )
     for reading in run.readings:
-        _line(out, f"  reads      {reading.part}: {'none' if reading.text is None else _short(reading.text)}")
-        _line(out, f"  as         {'nothing that it knows' if reading.value is None else _short(str(reading.value))}")
+        _line(
+            out,
+            f"  reads      {reading.part}: "
+            f"{'none' if reading.text is None else _short(reading.text)}",
+        )
+        _line(
+            out,
+            f"  as         "
+            f"{'nothing that it knows' if reading.value is None else _short(str(reading.value))}",
+        )
         if reading.truth is not None:
             _line(out, f"  truth as   {_short(str(reading.truth))}")
         if reading.right is not None:
@@ -259,41 +307,69 @@ def _explain(run: RunResult, out: Console) -> None:
 
 
 def _rewards(run: RunResult, out: Console) -> None:
-    score, rows = run.score, run.experiences
+    score = run.score
+    rows = run.experiences
     value = "none: unscored, never trained" if score.value is None else f"{score.value:g}"
     parts = "".join(f", {safe(n)} {v:g}" for n, v in score.parts.items()) if len(rows) == 1 else ""
-    _line(out, f"  reward     {value}{parts}" + (f"  ({score.reason})" if score.reason else ""), "bold")
+    _line(
+        out,
+        f"  reward     {value}{parts}" + (f"  ({score.reason})" if score.reason else ""),
+        "bold",
+    )
     if len(rows) > 1:
         for step, row in enumerate(rows):
             own = "none" if row.reward is None else f"{row.reward:g}"
             told = "".join(f", {n} {v:g}" for n, v in row.reward_parts.items())
-            _line(out, f"    step {step}: reward {own}{told}, {row.num_response_tokens} trained tokens")
+            _line(
+                out,
+                f"    step {step}: reward {own}{told}, {row.num_response_tokens} trained tokens",
+            )
     first = rows[0]
     if first.metrics:
         _line(out, "  metrics    " + ", ".join(f"{n} {v:g}" for n, v in first.metrics.items()))
-    info = {n: v for n, v in first.info.items() if n not in ("reward_reason", "gold_answer", exchanges.KEY)}
+    info = {
+        n: v
+        for n, v in first.info.items()
+        if n not in ("reward_reason", "gold_answer", exchanges.KEY)
+    }
     if info:
         _line(out, f"  info       {_short(info)}")
 
 
 def _call(call: Call, shown: tuple[Any, ...], out: Console) -> tuple[Any, ...]:
-    """Prints a call, but not the messages in `shown`; gives back what the policy's next call need not show again."""
+    """Prints a call, but not the messages in `shown`; gives back what the policy's next call need
+    not show again.
+    """
     mine = call.model == POLICY
     if not mine:
         _line(out, f"  {call.model} is asked", "blue")
     asked = call.asked
-    messages = tuple(asked.messages) if isinstance(asked, GenerateRequest) else tuple(asked) if isinstance(asked, list) else ()
+    messages = (
+        tuple(asked.messages)
+        if isinstance(asked, GenerateRequest)
+        else tuple(asked)
+        if isinstance(asked, list)
+        else ()
+    )
     new = messages[len(shown) :] if mine and shown and messages[: len(shown)] == shown else messages
     if mine and shown and new is messages and messages:
         _line(out, "  (a new conversation)", "dim")
     if isinstance(asked, GenerateRequest) and asked.tools and not shown:
-        _line(out, "  tools      " + ", ".join(str(t.get("function", t).get("name")) for t in asked.tools), "dim")
+        _line(
+            out,
+            "  tools      " + ", ".join(str(t.get("function", t).get("name")) for t in asked.tools),
+            "dim",
+        )
     if isinstance(asked, GenerateRequest) and asked.prompt_tokens:
         _line(out, f"  prompt     {len(asked.prompt_tokens)} tokens", "dim")
     for m in new:
         _message(m, out)
     if call.error is not None:
-        _line(out, f"  raised     {type(call.error).__name__}: {call.error}  [{call.took_s:.3f} s]", "red")
+        _line(
+            out,
+            f"  raised     {type(call.error).__name__}: {call.error}  [{call.took_s:.3f} s]",
+            "red",
+        )
         return messages if mine else shown
     for c in call.answers:
         if c.reasoning:
@@ -301,14 +377,25 @@ def _call(call: Call, shown: tuple[Any, ...], out: Console) -> tuple[Any, ...]:
         cut = ", cut off" if c.finish_reason == "length" else ""
         _message(c.message, out, note=f"[{len(c.tokens)} tokens{cut}, {call.took_s:.3f} s]")
     if call.values:
-        _line(out, f"  gives      {', '.join(f'{v:.4g}' for v in call.values[:8])}{' ...' if len(call.values) > 8 else ''}")
+        _line(
+            out,
+            f"  gives      "
+            f"{', '.join(f'{v:.4g}' for v in call.values[:8])}{' ...' if len(call.values) > 8 else ''}",
+        )
     return (*messages, call.answers[0].message) if mine and call.answers else shown
 
 
 def _message(m: Mapping[str, Any], out: Console, note: str = "") -> None:
-    role, content = str(m.get("role", "?")), m.get("content")
+    role = str(m.get("role", "?"))
+    content = m.get("content")
     calls = m.get("tool_calls") or ()
-    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    text = (
+        content
+        if isinstance(content, str)
+        else ""
+        if content is None
+        else json.dumps(content, ensure_ascii=False)
+    )
     if text or not calls:
         _said(role, text, out, _STYLES.get(role, ""), note)
         note = ""
@@ -324,7 +411,9 @@ def _said(role: str, text: str, out: Console, style: str, note: str = "") -> Non
     lines = safe(shown, lines=True).expandtabs(4).split("\n")
     for i, line in enumerate(lines):
         name = safe(role)[:10] if i == 0 else ""
-        _line(out, f"  {name:10} {line}{'  ' + note if note and i == len(lines) - 1 else ''}", style)
+        _line(
+            out, f"  {name:10} {line}{'  ' + note if note and i == len(lines) - 1 else ''}", style
+        )
 
 
 def _tokens(row: Experience, out: Console, decode: Decode) -> None:
@@ -333,7 +422,11 @@ def _tokens(row: Experience, out: Console, decode: Decode) -> None:
 
     trained = row.num_response_tokens
     mean = float(row.logprobs[row.loss_mask].mean()) if trained else 0.0
-    _line(out, f"  tokens     {row.num_tokens}, of which {trained} are trained, mean log-prob {mean:.3f}", "bold")
+    _line(
+        out,
+        f"  tokens     {row.num_tokens}, of which {trained} are trained, mean log-prob {mean:.3f}",
+        "bold",
+    )
     edges = [0, *(np.flatnonzero(np.diff(row.loss_mask)) + 1).tolist(), row.num_tokens]
     for start, end in itertools.pairwise(edges):
         ids = row.tokens[start:end].tolist()
@@ -352,7 +445,15 @@ def _tokens(row: Experience, out: Console, decode: Decode) -> None:
 
 def _heat(logp: float) -> str:
     """Likely tokens are green, unlikely ones red."""
-    return "green" if logp > -0.5 else "yellow" if logp > -1.5 else "dark_orange" if logp > -3 else "red"
+    return (
+        "green"
+        if logp > -0.5
+        else "yellow"
+        if logp > -1.5
+        else "dark_orange"
+        if logp > -3
+        else "red"
+    )
 
 
 def _short(value: Any, most: int = 200) -> str:

@@ -1,7 +1,9 @@
-"""An adapter's folder as peft writes it, and which layers of a model an adapter is for.  Torch-free.
+"""An adapter's folder as peft writes it, and which layers of a model an adapter is for.
+Torch-free.
 
-Knows files and names; not what is trained.  Invariant: an adapter that is accepted here is plain LoRA, of one rank, on linear layers
-that the model has, so that its product can be added to their weights.
+Knows files and names; not what is trained.  Invariant: an adapter that is accepted here is plain
+LoRA, of one rank, on linear layers that the model has, so that its product can be added to their
+weights.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from rft.trainer.settings import LoraSettings
 from rft.types.adapter import split
 from rft.types.modelfiles import fingerprint, header
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-RANK, ALPHA = 32, 32.0
+RANK = 32
+ALPHA = 32.0
 BASE_HASH = "rft_base_sha256"  # metadata of WEIGHTS: `fingerprint` of the base
 KEY = "model.lora_configs[0]"
 # entries of adapter_config.json that change what is computed: only these values are known
@@ -38,13 +42,16 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # the others change the base
+    # the others change the base
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What an adapter adds to the weight of each of `modules`: `scale` x B x A, with A [rank, in] and B [out, rank]."""
+    """What an adapter adds to the weight of each of `modules`: `scale` x B x A, with A [rank, in]
+    and B [out, rank].
+    """
 
     rank: int
     alpha: float
@@ -57,30 +64,47 @@ class Form:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def choose(linear: Collection[str], targets: str | tuple[str, ...], exclude: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Which of the layers `linear` get an adapter.  A name stands for every layer that ends in it; a text is a regular expression.
+def choose(
+    linear: Collection[str], targets: str | tuple[str, ...], exclude: str | tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """Which of the layers `linear` get an adapter.  A name stands for every layer that ends in it;
+    a text is a regular expression.
 
     Raises ConfigError naming a target or an exclusion that is no layer's.
     """
     known = f"there are {', '.join(_ends(linear))}"
-    chosen = set(linear) if targets == ALL_LINEAR else _matching(linear, targets, f"{KEY}.target_modules", known)
-    left = chosen - (_matching(linear, exclude, f"{KEY}.exclude_modules", known) if exclude else set())
+    chosen = (
+        set(linear)
+        if targets == ALL_LINEAR
+        else _matching(linear, targets, f"{KEY}.target_modules", known)
+    )
+    left = chosen - (
+        _matching(linear, exclude, f"{KEY}.exclude_modules", known) if exclude else set()
+    )
     if not left:
-        raise ConfigError("leaves no layer for the adapter", key=f"{KEY}.exclude_modules", given=exclude)
+        raise ConfigError(
+            "leaves no layer for the adapter", key=f"{KEY}.exclude_modules", given=exclude
+        )
     return tuple(name for name in linear if name in left)
 
 
-def _matching(linear: Collection[str], wanted: str | tuple[str, ...], where: str, known: str) -> set[str]:
+def _matching(
+    linear: Collection[str], wanted: str | tuple[str, ...], where: str, known: str
+) -> set[str]:
     if isinstance(wanted, str):
         if not (found := {n for n in linear if re.fullmatch(wanted, n)}):
             raise ConfigError(
-                f"is no name of a linear layer, nor an expression that matches one; {known}", key=where, given=wanted
+                f"is no name of a linear layer, nor an expression that matches one; {known}",
+                key=where,
+                given=wanted,
             )
         return found
     found = set()
     for name in wanted:
         if not (fits := {n for n in linear if n == name or n.endswith(f".{name}")}):
-            raise ConfigError(f"{name} is no linear layer of the model; {known}", key=where, given=list(wanted))
+            raise ConfigError(
+                f"{name} is no linear layer of the model; {known}", key=where, given=list(wanted)
+            )
         found |= fits
     return found
 
@@ -92,7 +116,8 @@ def _ends(names: Iterable[str]) -> list[str]:
 def form(settings: LoraSettings, linear: Mapping[str, tuple[int, int]], model_path: str) -> Form:
     """The adapter of `settings` for a model whose linear layers are `linear`: name -> (out, in).
 
-    Raises ConfigError, with its key, for what does not fit the model, or does not fit the adapter in `settings.path`.
+    Raises ConfigError, with its key, for what does not fit the model, or does not fit the adapter
+    in `settings.path`.
     """
     if settings.path is not None:
         return _there(settings, Path(settings.path), linear, model_path)
@@ -112,9 +137,13 @@ def form(settings: LoraSettings, linear: Mapping[str, tuple[int, int]], model_pa
     return made
 
 
-def _there(settings: LoraSettings, folder: Path, linear: Mapping[str, tuple[int, int]], model_path: str) -> Form:
+def _there(
+    settings: LoraSettings, folder: Path, linear: Mapping[str, tuple[int, int]], model_path: str
+) -> Form:
     def wrong(message: str, name: str = "path", given: object = None) -> ConfigError:
-        return ConfigError(message, key=f"{KEY}.{name}", given=str(folder) if given is None else given)
+        return ConfigError(
+            message, key=f"{KEY}.{name}", given=str(folder) if given is None else given
+        )
 
     try:
         found, shapes, meta = read(folder)
@@ -122,29 +151,53 @@ def _there(settings: LoraSettings, folder: Path, linear: Mapping[str, tuple[int,
         raise wrong(str(e)) from e
     for module, sides in shapes.items():
         if module not in linear:
-            raise wrong(f"adapts {module}, which is no linear layer of {model_path}: it belongs to another model")
+            raise wrong(
+                f"adapts {module}, which is no linear layer of {model_path}: it belongs to another "
+                f"model"
+            )
         out, into = linear[module]
         if sides != {"A": (found.rank, into), "B": (out, found.rank)}:
             raise wrong(
-                f"adapts {module} as {_shown(sides)}, which does not fit the model's [{out}, {into}] at rank {found.rank}"
+                f"adapts {module} as {_shown(sides)}, which does not fit the model's [{out}, "
+                f"{into}] at rank {found.rank}"
             )
     if BASE_HASH in meta:
         if meta[BASE_HASH] != fingerprint(Path(model_path)):
-            raise wrong(f"was trained on other weights than those in {model_path}; name its base in model.model_path")
-    elif found.base_name and settings.base_name and Path(found.base_name).name != Path(settings.base_name).name:
+            raise wrong(
+                f"was trained on other weights than those in {model_path}; name its base in "
+                f"model.model_path"
+            )
+    elif (
+        found.base_name
+        and settings.base_name
+        and Path(found.base_name).name != Path(settings.base_name).name
+    ):
         raise wrong(
-            f"was trained on {found.base_name}, not on {settings.base_name}; if these are the same weights, write that name in "
+            f"was trained on {found.base_name}, not on {settings.base_name}; if these are the same "
+            f"weights, write that name in "
             "base_model_name"
         )
-    for name, written, has in (("lora_rank", settings.rank, found.rank), ("lora_alpha", settings.alpha, found.alpha)):
+    for name, written, has in (
+        ("lora_rank", settings.rank, found.rank),
+        ("lora_alpha", settings.alpha, found.alpha),
+    ):
         if written is not None and written != has:
-            raise wrong(f"is {written:g}, but the adapter in {folder} has {has:g}; leave it out", name, written)
+            raise wrong(
+                f"is {written:g}, but the adapter in {folder} has {has:g}; leave it out",
+                name,
+                written,
+            )
     if settings.target_modules is not None or settings.exclude_modules is not None:
-        asked = choose(tuple(linear), settings.target_modules or ALL_LINEAR, settings.exclude_modules)
+        asked = choose(
+            tuple(linear), settings.target_modules or ALL_LINEAR, settings.exclude_modules
+        )
         if set(asked) != set(found.modules):
             differs = sorted(set(asked) ^ set(found.modules))[0]
             raise wrong(
-                f"names other layers than the adapter in {folder} has, e.g. {differs}; leave it out", "target_modules", asked
+                f"names other layers than the adapter in {folder} has, e.g. {differs}; leave it "
+                f"out",
+                "target_modules",
+                asked,
             )
     return found
 
@@ -157,27 +210,50 @@ def _shown(sides: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def read(folder: Path) -> tuple[Form, dict[str, dict[str, tuple[int, ...]]], dict[str, str]]:
-    """(form, shapes by module and side, metadata) of the adapter in `folder`.  Raises CheckpointInvalid naming what cannot be used."""
+    """(form, shapes by module and side, metadata) of the adapter in `folder`.  Raises
+    CheckpointInvalid naming what cannot be used.
+    """
     if not folder.is_dir():
-        raise CheckpointInvalid(f"{folder} is not a folder; an adapter is a folder with {CONFIG} and {WEIGHTS}")
+        raise CheckpointInvalid(
+            f"{folder} is not a folder; an adapter is a folder with {CONFIG} and {WEIGHTS}"
+        )
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        rank, alpha, name = config.get("r"), config.get("lora_alpha"), config.get("base_model_name_or_path")
+        rank = config.get("r")
+        alpha = config.get("lora_alpha")
+        name = config.get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as e:
         raise CheckpointInvalid(f"{folder / CONFIG} cannot be read: {e}") from e
     for entry, allowed in _DEFAULTS.items():
         if entry in config and config[entry] not in allowed:
-            raise CheckpointInvalid(f"{folder / CONFIG} has {entry}: {config[entry]!r}; only {allowed[0]!r} is supported")
-    if type(rank) is not int or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
-        raise CheckpointInvalid(f"{folder / CONFIG} has r {rank!r} and lora_alpha {alpha!r}; both must be positive numbers")
+            raise CheckpointInvalid(
+                f"{folder / CONFIG} has {entry}: {config[entry]!r}; only {allowed[0]!r} is "
+                f"supported"
+            )
+    if (
+        type(rank) is not int
+        or rank < 1
+        or isinstance(alpha, bool)
+        or not isinstance(alpha, int | float)
+        or not alpha > 0
+    ):
+        raise CheckpointInvalid(
+            f"{folder / CONFIG} has r {rank!r} and lora_alpha {alpha!r}; both must be positive "
+            f"numbers"
+        )
     if not (folder / WEIGHTS).is_file():
-        raise CheckpointInvalid(f"{folder} has no {WEIGHTS}; other formats can run code when read, save it as safetensors")
+        raise CheckpointInvalid(
+            f"{folder} has no {WEIGHTS}; other formats can run code when read, save it as "
+            f"safetensors"
+        )
     tensors, _ = header(folder / WEIGHTS)
     meta = tensors.pop("__metadata__", None) or {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for tensor, about in tensors.items():
         if (named := split(tensor)) is None:
-            raise CheckpointInvalid(f"{folder / WEIGHTS} holds {tensor}, which is not of a linear layer's adapter")
+            raise CheckpointInvalid(
+                f"{folder / WEIGHTS} holds {tensor}, which is not of a linear layer's adapter"
+            )
         module, side = named
         shapes.setdefault(module, {})[side] = tuple(about["shape"])
     if not shapes:
@@ -193,7 +269,9 @@ def read(folder: Path) -> tuple[Form, dict[str, dict[str, tuple[int, ...]]], dic
 
 
 def config_page(adapter: Form, linear: Collection[str]) -> dict[str, Any]:
-    """adapter_config.json of `adapter`.  Layers are named by their last part where that names the same ones."""
+    """adapter_config.json of `adapter`.  Layers are named by their last part where that names the
+    same ones.
+    """
     short = tuple(_ends(adapter.modules))
     same = set(choose(linear, short, None)) == set(adapter.modules)
     return {

@@ -1,12 +1,14 @@
-"""Attention over a prefix tree: every slot sees its ancestors and itself, all of them or those in its window or chunk.  Registered with
-transformers as "rft_tree".
+"""Attention over a prefix tree: every slot sees its ancestors and itself, all of them or those in
+its window or chunk.  Registered with transformers as "rft_tree".
 
-The tree's branches are gathered into a few padded rectangles.  A branch from the root is plain causal attention, which needs no mask
-(padding is at the right end).  Other branches attend with their own slots to their whole path under an additive mask; grouped
-query heads are folded into the query length, so keys and values are never repeated.  For windows and chunks each branch is cut into
-pieces that read only the part of the path which their slots can see.  Where flash-attn is used, its varlen kernel takes the pieces as they
-are, because its causal mask is aligned at the end of the keys, as a branch's own slots and its path are.
-Invariant: padding changes no result; its outputs are dropped and get no gradient.
+The tree's branches are gathered into a few padded rectangles.  A branch from the root is plain
+causal attention, which needs no mask (padding is at the right end).  Other branches attend with
+their own slots to their whole path under an additive mask; grouped query heads are folded into the
+query length, so keys and values are never repeated.  For windows and chunks each branch is cut into
+pieces that read only the part of the path which their slots can see.  Where flash-attn is used, its
+varlen kernel takes the pieces as they are, because its causal mask is aligned at the end of the
+keys, as a branch's own slots and its path are. Invariant: padding changes no result; its outputs
+are dropped and get no gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from rft.types.row_layout import KEY
 _WASTE = 0.6  # a rectangle takes branches down to this share of its longest
 _PIECE = 64  # slots of a piece at least, where a window is shorter
 _ALIGNED = 8  # entries of a mask that CUDA's memory-efficient kernel reads together
-_SMALL = 1 << 20  # scores of a rectangle, up to which plain float32 products are faster on CPUs than the fused kernel
+# scores of a rectangle, up to which plain float32 products are faster on CPUs than the fused kernel
+_SMALL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,30 @@ class Rectangle:
     keys: torch.Tensor  # int64 [B, L], slots; padding repeats slot 0
     starts: torch.Tensor  # int64 [B], where in its path each branch's own slots begin
     window: int | None  # how many slots of its path a slot sees; None = all
-    causal: bool  # the branches begin at the root and no window is shorter than they are (R = L): no mask is needed
+    # the branches begin at the root and no window is shorter than they are (R = L): no mask is
+    # needed
+    causal: bool
     masks: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def mask(self, fold: int, dtype: torch.dtype) -> torch.Tensor:
         """[B, 1, fold * R, L] additive, for `fold` query heads that share a key head.
 
-        Its rows are `_ALIGNED` entries apart, or torch would copy it in every layer and keep each copy for the backward pass.
+        Its rows are `_ALIGNED` entries apart, or torch would copy it in every layer and keep each
+        copy for the backward pass.
         """
         if (fold, dtype) not in self.masks:
-            width, device = self.keys.shape[1], self.keys.device
+            width = self.keys.shape[1]
+            device = self.keys.device
             slots = torch.arange(-(-width // _ALIGNED) * _ALIGNED, device=device)
-            mine = (self.starts[:, None] + torch.arange(self.height, device=device)).clamp(max=width - 1)[:, :, None]
+            mine = (self.starts[:, None] + torch.arange(self.height, device=device)).clamp(
+                max=width - 1
+            )[:, :, None]
             hidden = slots > mine
             if self.window is not None:
                 hidden |= slots <= mine - self.window
-            made = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+            made = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+                hidden, float("-inf")
+            )
             self.masks[fold, dtype] = made.repeat(1, fold, 1)[:, None, :, :width]
         return self.masks[fold, dtype]
 
@@ -72,7 +83,9 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Ragged:
-    """The same without padding: the own slots of all branches one behind the other, and their paths."""
+    """The same without padding: the own slots of all branches one behind the other, and their
+    paths.
+    """
 
     own: torch.Tensor  # int64 [T], slots
     back: torch.Tensor  # int64 [T], where each slot is in `own`
@@ -84,22 +97,31 @@ class Ragged:
 
 
 class Layout:
-    """A tree on `device`, as each kind of layer reads it; what a kind needs is made when its first layer asks."""
+    """A tree on `device`, as each kind of layer reads it; what a kind needs is made when its first
+    layer asks.
+    """
 
     def __init__(self, tree: Tree, device: torch.device) -> None:
-        self._tree, self._device = tree, device
+        self._tree = tree
+        self._device = device
         self._pieces: dict[tuple[int | None, int | None], Pieces] = {}
         self._ragged: dict[int | None, Ragged] = {}
 
     def pieces(self, window: int | None, chunk: int | None) -> Pieces:
-        """For layers that see `window` slots back, themselves included, or those of their chunk of `chunk` positions."""
+        """For layers that see `window` slots back, themselves included, or those of their chunk of
+        `chunk` positions.
+        """
         if (window, chunk) not in self._pieces:
-            self._pieces[window, chunk] = _rectangles(list(_cut(self._tree.branches, window, chunk)), window, self._device)
+            self._pieces[window, chunk] = _rectangles(
+                list(_cut(self._tree.branches, window, chunk)), window, self._device
+            )
         return self._pieces[window, chunk]
 
     def ragged(self, chunk: int | None) -> Ragged:
         if chunk not in self._ragged:
-            self._ragged[chunk] = _one_behind_the_other(list(_cut(self._tree.branches, None, chunk)), self._device)
+            self._ragged[chunk] = _one_behind_the_other(
+                list(_cut(self._tree.branches, None, chunk)), self._device
+            )
         return self._ragged[chunk]
 
 
@@ -119,27 +141,39 @@ def _cut(branches: Sequence[Branch], window: int | None, chunk: int | None) -> I
 
 
 def _rectangles(branches: Sequence[Branch], window: int | None, device: torch.device) -> Pieces:
-    rectangles, queries, offset = [], [], 0
+    rectangles = []
+    queries = []
+    offset = 0
     back = np.zeros(sum(len(b.own) for b in branches), np.int64)
     for same in _buckets(branches):
-        height, width = max(len(b.own) for b in same), max(len(b.path) for b in same)
-        own, keys = np.zeros((len(same), height), np.int64), np.zeros((len(same), width), np.int64)
+        height = max(len(b.own) for b in same)
+        width = max(len(b.path) for b in same)
+        own = np.zeros((len(same), height), np.int64)
+        keys = np.zeros((len(same), width), np.int64)
         for row, b in enumerate(same):
             own[row, : len(b.own)] = b.own
             keys[row, : len(b.path)] = b.path
             back[b.own] = offset + row * height + np.arange(len(b.own))
         starts = torch.tensor([b.start for b in same], device=device)
         causal = not same[0].start and (window is None or window >= width)
-        rectangles.append(Rectangle(height, torch.from_numpy(keys).to(device), starts, window, causal))
+        rectangles.append(
+            Rectangle(height, torch.from_numpy(keys).to(device), starts, window, causal)
+        )
         queries.append(own.ravel())
         offset += own.size
-    return Pieces(tuple(rectangles), torch.from_numpy(np.concatenate(queries)).to(device), torch.from_numpy(back).to(device))
+    return Pieces(
+        tuple(rectangles),
+        torch.from_numpy(np.concatenate(queries)).to(device),
+        torch.from_numpy(back).to(device),
+    )
 
 
 def _one_behind_the_other(branches: Sequence[Branch], device: torch.device) -> Ragged:
     own = np.concatenate([b.own for b in branches])
     lengths = [[len(b.own) for b in branches], [len(b.path) for b in branches]]
-    ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths]
+    ends = [
+        torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths
+    ]
     return Ragged(
         own=torch.from_numpy(own).to(device),
         back=torch.from_numpy(np.argsort(own)).to(device),
@@ -167,18 +201,24 @@ def _joins(bucket: list[Branch], branch: Branch) -> bool:
     first = bucket[0]
     if (first.start > 0) != (branch.start > 0):
         return False
-    height, width = len(first.own), max(len(b.path) for b in [*bucket, branch])
-    small = height * width * (len(bucket) + 1) <= 1 << 16  # tiny rectangles cost more to launch than to pad
+    height = len(first.own)
+    width = max(len(b.path) for b in [*bucket, branch])
+    # tiny rectangles cost more to launch than to pad
+    small = height * width * (len(bucket) + 1) <= 1 << 16
     if branch.start and height * width * (len(bucket) + 1) > MAX_MASK:
         return False
     return small or (len(branch.own) >= _WASTE * height and len(branch.path) >= _WASTE * width)
 
 
 class _Spread(torch.autograd.Function):
-    """x[queries]: slots to padded queries.  Padding has no gradient, so the gradient comes back without adding."""
+    """x[queries]: slots to padded queries.  Padding has no gradient, so the gradient comes back
+    without adding.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, queries: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, queries: torch.Tensor, back: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(back)
         return x.index_select(0, queries)
 
@@ -199,7 +239,9 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad,) = grads
-        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, ctx.saved_tensors[0], grad), None
+        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(
+            0, ctx.saved_tensors[0], grad
+        ), None
 
 
 def attend(
@@ -219,8 +261,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key [1, K, T, D] and value [1, K, T, E] over T slots → [1, T, H, E].
 
-    `softcap`: scores become softcap * tanh(score / softcap).  `s_aux` [H]: sinks, scores that take their share of softmax and give
-    nothing.  Raises ConfigError for attention that this layout cannot express, or that is not told of it.
+    `softcap`: scores become softcap * tanh(score / softcap).  `s_aux` [H]: sinks, scores that take
+    their share of softmax and give nothing.  Raises ConfigError for attention that this layout
+    cannot express, or that is not told of it.
     """
     if tree is None or attention_mask is not None or others.get("position_bias") is not None:
         why = "is not told where rows begin" if tree is None else "has a mask or bias of its own"
@@ -230,11 +273,23 @@ def attend(
     if flash and s_aux is None and query.shape[3] == value.shape[3]:
         heads = (query.shape[1], key.shape[1])
         return _varlen(tree.ragged(chunk), q, k, v, heads, scaling, window, softcap)[None], None
-    scores = _Scores(query.shape[1], key.shape[1], query.shape[3] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    scores = _Scores(
+        query.shape[1],
+        key.shape[1],
+        query.shape[3] ** -0.5 if scaling is None else scaling,
+        softcap,
+        s_aux,
+    )
     pieces = tree.pieces(window, chunk)
-    spread = _Spread.apply(q, pieces.queries, pieces.back).split([r.keys.shape[0] * r.height for r in pieces.rectangles])
-    outs = [_rectangle(r, mine, k, v, scores) for r, mine in zip(pieces.rectangles, spread, strict=True)]
-    return _Collect.apply(torch.cat(outs), pieces.back).view(1, -1, query.shape[1], value.shape[3]), None
+    spread = _Spread.apply(q, pieces.queries, pieces.back).split(
+        [r.keys.shape[0] * r.height for r in pieces.rectangles]
+    )
+    outs = [
+        _rectangle(r, mine, k, v, scores) for r, mine in zip(pieces.rectangles, spread, strict=True)
+    ]
+    return _Collect.apply(torch.cat(outs), pieces.back).view(
+        1, -1, query.shape[1], value.shape[3]
+    ), None
 
 
 def flash_attend(*given: Any, **more: Any) -> tuple[torch.Tensor, None]:
@@ -242,16 +297,24 @@ def flash_attend(*given: Any, **more: Any) -> tuple[torch.Tensor, None]:
     return attend(*given, flash=True, **more)
 
 
-TREES: dict[str, tuple[str, Any]] = {  # kernel: transformers' name for the attention over trees that takes it, and its function
+# kernel: transformers' name for the attention over trees that takes it, and its function
+TREES: dict[str, tuple[str, Any]] = {
     "sdpa": ("rft_tree", attend),
-    "flash_attention_2": ("rft_tree_varlen", flash_attend),  # transformers asks more of names with "flash" in them
+    # transformers asks more of names with "flash" in them
+    "flash_attention_2": ("rft_tree_varlen", flash_attend),
 }
 
 
 def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
-    """(window, chunk) of a layer.  Chunks are given by its configuration alone, because transformers puts them into the mask."""
+    """(window, chunk) of a layer.  Chunks are given by its configuration alone, because
+    transformers puts them into the mask.
+    """
     own = vars(module)
-    types, at = (vars(own["config"]).get("layer_types"), own.get("layer_idx")) if "config" in own else (None, None)
+    types, at = (
+        (vars(own["config"]).get("layer_types"), own.get("layer_idx"))
+        if "config" in own
+        else (None, None)
+    )
     if types and at is not None and types[at] == "chunked_attention":
         return None, own["config"].attention_chunk_size
     return window or None, None
@@ -272,21 +335,38 @@ class _Scores:
         return self.softcap is None and self.sinks is None
 
 
-def _rectangle(r: Rectangle, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Scores) -> torch.Tensor:
+def _rectangle(
+    r: Rectangle, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Scores
+) -> torch.Tensor:
     (count, width), height, kv, fold = r.keys.shape, r.height, how.kv, how.heads // how.kv
-    keys, values = (F.embedding(r.keys, x).view(count, width, kv, -1).transpose(1, 2) for x in (k, v))
-    small = q.device.type == "cpu" and q.dtype.itemsize > 2 and count * height * width * how.heads <= _SMALL
+    keys, values = (
+        F.embedding(r.keys, x).view(count, width, kv, -1).transpose(1, 2) for x in (k, v)
+    )
+    small = (
+        q.device.type == "cpu"
+        and q.dtype.itemsize > 2
+        and count * height * width * how.heads <= _SMALL
+    )
     fused = how.plain and not small
     if r.causal and fused:
         queries = q.view(count, height, how.heads, -1).transpose(1, 2)
         if fold > 1:
-            keys, values = keys.repeat_interleave(fold, 1), values.repeat_interleave(fold, 1)
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=how.scaling)
+            keys = keys.repeat_interleave(fold, 1)
+            values = values.repeat_interleave(fold, 1)
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=how.scaling
+        )
         return out.transpose(1, 2).reshape(count * height, -1)
-    queries = q.view(count, height, kv, fold, -1).permute(0, 2, 3, 1, 4).reshape(count, kv, fold * height, -1)
+    queries = (
+        q.view(count, height, kv, fold, -1)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(count, kv, fold * height, -1)
+    )
     mask = r.mask(fold, q.dtype)
     if fused:
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=how.scaling)
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=how.scaling
+        )
     else:
         out = _softmax(queries @ keys.transpose(2, 3), mask, how, height) @ values
     return out.view(count, kv, fold, height, -1).permute(0, 3, 1, 2, 4).reshape(count * height, -1)
@@ -300,7 +380,12 @@ def _softmax(products: torch.Tensor, mask: torch.Tensor, how: _Scores, height: i
     scores = scores + mask
     if how.sinks is None:
         return scores.softmax(-1).to(products.dtype)
-    sinks = how.sinks.to(scores.dtype).view(1, how.kv, -1, 1).repeat_interleave(height, 2).expand(len(scores), -1, -1, -1)
+    sinks = (
+        how.sinks.to(scores.dtype)
+        .view(1, how.kv, -1, 1)
+        .repeat_interleave(height, 2)
+        .expand(len(scores), -1, -1, -1)
+    )
     return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(products.dtype)
 
 
@@ -333,11 +418,16 @@ def _varlen(
 
 
 def installed(name: str, device: str, dtype: str) -> str:
-    """The implementation of transformers that `name` means here; auto takes flash attention where it is installed and can be used.
+    """The implementation of transformers that `name` means here; auto takes flash attention where
+    it is installed and can be used.
 
     Raises ConfigError for flash attention that is asked for and not there.
     """
-    there = importlib.util.find_spec("flash_attn") is not None and device == "cuda" and dtype != "float32"
+    there = (
+        importlib.util.find_spec("flash_attn") is not None
+        and device == "cuda"
+        and dtype != "float32"
+    )
     if name == "auto":
         return "flash_attention_2" if there else "sdpa"
     if name == "flash_attention_2" and not there:
@@ -346,14 +436,18 @@ def installed(name: str, device: str, dtype: str) -> str:
             if device == "cuda" and dtype != "float32"
             else f"it does not compute {dtype} on {device}"
         )
-        raise ConfigError(f"{why}; write sdpa, or auto", key="trainer.attn_implementation", given=name)
+        raise ConfigError(
+            f"{why}; write sdpa, or auto", key="trainer.attn_implementation", given=name
+        )
     return name
 
 
 def register(name: str, function: Any, *, compiled: bool = False) -> str:
-    """Make `function` known to transformers as `name`.  It has no mask function there, so models build no mask.
+    """Make `function` known to transformers as `name`.  It has no mask function there, so models
+    build no mask.
 
-    `compiled`: layers around it are; its shapes change with every micro-batch, so it stays as it is.
+    `compiled`: layers around it are; its shapes change with every micro-batch, so it stays as it
+    is.
     """
     from transformers import AttentionInterface
 
@@ -362,7 +456,9 @@ def register(name: str, function: Any, *, compiled: bool = False) -> str:
 
 
 def exchangeable(config: Any) -> bool:
-    """Whether the causal model of `config` takes its attention from transformers' table of functions; unknown classes may."""
+    """Whether the causal model of `config` takes its attention from transformers' table of
+    functions; unknown classes may.
+    """
     from transformers import AutoModelForCausalLM
 
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """Writes `checkpoints/global_step_N` aside, then commits it by renaming its manifest.
 
-Knows folders and manifests; what goes into them is written by the ranks.  Invariant: a crash at any moment leaves every committed
-checkpoint as it was; what was half written has no manifest, and what lies aside is removed by the next save.
+Knows folders and manifests; what goes into them is written by the ranks.  Invariant: a crash at any
+moment leaves every committed checkpoint as it was; what was half written has no manifest, and what
+lies aside is removed by the next save.
 """
 
 from __future__ import annotations
@@ -33,13 +34,20 @@ Choose = Callable[[Collection[int]], Collection[int]]
 
 
 class Checkpoints:
-    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all, and those that `beside` names among the steps there are."""
+    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all, and those that `beside`
+    names among the steps there are.
+    """
 
     def __init__(self, folder: Path, *, keep: int, beside: Choose | None = None) -> None:
-        self.folder, self._keep, self._beside = folder, keep, beside
+        self.folder = folder
+        self._keep = keep
+        self._beside = beside
 
-    async def save(self, version: Version, parent: Version | None, consumption: Consumption, fill: Fill) -> Manifest:
-        """Let `fill` write the files of `version`, then commit them.  Older ones beyond `keep` are removed afterwards.
+    async def save(
+        self, version: Version, parent: Version | None, consumption: Consumption, fill: Fill
+    ) -> Manifest:
+        """Let `fill` write the files of `version`, then commit them.  Older ones beyond `keep` are
+        removed afterwards.
 
         `fill` returns `hash_of` files by path for those that it has hashed already.
         """
@@ -47,7 +55,9 @@ class Checkpoints:
         aside = final.with_name(f"{final.name}.tmp")
         await asyncio.to_thread(_fresh, aside)
         hashes = await fill(aside)
-        return await asyncio.to_thread(self._commit, aside, final, version, parent, consumption, hashes)
+        return await asyncio.to_thread(
+            self._commit, aside, final, version, parent, consumption, hashes
+        )
 
     def _commit(
         self,
@@ -63,8 +73,11 @@ class Checkpoints:
         old = final.with_name(f"{final.name}{manifests.REPLACED}")
         manifests.recover(self.folder)
         shutil.rmtree(old, ignore_errors=True)
-        if (final / manifests.NAME).is_file():  # the same step, saved again: the new one is whole before the old one goes
-            manifest = manifests.commit(aside, version=version, parent=parent, consumption=consumption, hashes=hashes)
+        # the same step, saved again: the new one is whole before the old one goes
+        if (final / manifests.NAME).is_file():
+            manifest = manifests.commit(
+                aside, version=version, parent=parent, consumption=consumption, hashes=hashes
+            )
             final.rename(old)
             fault("checkpoint.replacing")
             aside.rename(final)
@@ -75,7 +88,9 @@ class Checkpoints:
             aside.rename(final)
             sync_path(self.folder)
             fault("checkpoint.renamed")
-            manifest = manifests.commit(final, version=version, parent=parent, consumption=consumption, hashes=hashes)
+            manifest = manifests.commit(
+                final, version=version, parent=parent, consumption=consumption, hashes=hashes
+            )
         manifests.remember(manifest)
         fault("checkpoint.committed")
         shutil.rmtree(old, ignore_errors=True)
@@ -86,35 +101,48 @@ class Checkpoints:
         if not self._keep:
             return
         folders = sorted(manifests.committed(self.folder), key=age)
-        spared = self._beside({manifests.step_of(f) for f in folders}) if self._beside is not None else ()
+        spared = (
+            self._beside({manifests.step_of(f) for f in folders})
+            if self._beside is not None
+            else ()
+        )
         for folder in (f for f in folders[: -self._keep] if manifests.step_of(f) not in spared):
             log.info("removing old checkpoint %s", folder)
-            (folder / manifests.NAME).unlink()  # first, so that a half-removed folder does not look committed
+            # first, so that a half-removed folder does not look committed
+            (folder / manifests.NAME).unlink()
             fault("checkpoint.removing")
             shutil.rmtree(folder)
 
 
-def best_step(metrics: Path, name: str, mode: Literal["max", "min"], steps: Collection[int]) -> int | None:
-    """Which of `steps` has the best value of metric `name` in a run's metrics.jsonl, the later one of equals; None: none has a value."""
+def best_step(
+    metrics: Path, name: str, mode: Literal["max", "min"], steps: Collection[int]
+) -> int | None:
+    """Which of `steps` has the best value of metric `name` in a run's metrics.jsonl, the later one
+    of equals; None: none has a value.
+    """
     return BestSteps(metrics, name, mode).best(steps)
 
 
 class BestSteps:
-    """Asked again and again while the run writes: it reads what was added to metrics.jsonl since the last time.
+    """Asked again and again while the run writes: it reads what was added to metrics.jsonl since
+    the last time.
 
     Raises RunFailed for a damaged line.
     """
 
     def __init__(self, metrics: Path, name: str, mode: Literal["max", "min"]) -> None:
-        self._tail, self._series = MetricTail(metrics), Series(name)
-        self._name, self._mode = name, mode
+        self._tail = MetricTail(metrics)
+        self._series = Series(name)
+        self._name = name
+        self._mode = mode
         self._names: set[str] = set()  # of all metrics
         self._served: int | None = None  # this and the next: of this process of the run
         self._evaluations = Evaluations()
 
     def __call__(self, steps: Collection[int]) -> set[int]:
-        """The best one of `steps`, and those that may get a value yet: steps whose evaluation was announced and has not ended, and the
-        one served, as the next may be of it."""
+        """The best one of `steps`, and those that may get a value yet: steps whose evaluation was
+        announced and has not ended, and the one served, as the next may be of it.
+        """
         best = self.best(steps)
         due = {step for name, step in self._evaluations.due if self._name.startswith(f"{name}/")}
         awaited = {self._served, *due} if self._name.startswith("eval/") else set()
@@ -128,28 +156,40 @@ class BestSteps:
             raise RunFailed(self._tail.problems[0])
         if not (values := dict(self._series.points())):
             near = nearest(self._name, self._names)
-            _tell(f"no checkpoint is the best one: {self._tail.path} has no {self._name} so far.{near}")
-        found = [(v if self._mode == "max" else -v, s) for s in steps if math.isfinite(v := values.get(s, math.nan))]
+            _tell(
+                f"no checkpoint is the best one: {self._tail.path} has no {self._name} so "
+                f"far.{near}"
+            )
+        found = [
+            (v if self._mode == "max" else -v, s)
+            for s in steps
+            if math.isfinite(v := values.get(s, math.nan))
+        ]
         return max(found)[1] if found else None
 
     def _take(self, record: MetricRecord) -> None:
         self._series.take(record)
         self._names |= record.values.keys()
         if begins(record):
-            self._served, self._evaluations = None, Evaluations()
+            self._served = None
+            self._evaluations = Evaluations()
         if "sync/version" in record.values:
             self._served = record.step
         self._evaluations.take(record)
 
 
 class Evaluations:
-    """Which were announced and have not ended: (what their metrics begin with, train step).  `take` gives a record back."""
+    """Which were announced and have not ended: (what their metrics begin with, train step).  `take`
+    gives a record back.
+    """
 
     def __init__(self) -> None:
         self.due: set[tuple[str, int]] = set()
 
     def take(self, record: MetricRecord) -> MetricRecord:
-        for name, _, what in (n.rpartition("/") for n in record.values) if record.role == "eval" else ():
+        for name, _, what in (
+            (n.rpartition("/") for n in record.values) if record.role == "eval" else ()
+        ):
             if what == "due":
                 self.due.add((name, record.step))
             elif what == "time":

@@ -1,8 +1,10 @@
-"""The value model of PPO: the transformer body of a language model with one number as output, and its own optimizer.
+"""The value model of PPO: the transformer body of a language model with one number as output, and
+its own optimizer.
 
-Knows micro-batches and the value loss; not advantages, buffers or the policy.  What a policy needs to be loaded, sharded and saved
-holds here too, because a critic is one with another output layer.
-Invariant: V of a token is read where the token is predicted, so it has seen everything before the token and nothing of it.
+Knows micro-batches and the value loss; not advantages, buffers or the policy.  What a policy needs
+to be loaded, sharded and saved holds here too, because a critic is one with another output layer.
+Invariant: V of a token is read where the token is predicted, so it has seen everything before the
+token and nothing of it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class ValueModel(Policy):
         super().__init__(lm, chunk_tokens)
         old = lm.get_output_embeddings()
         (name,) = [n for n, module in lm.named_children() if module is old]
-        setattr(lm, name, nn.Identity())  # the vocabulary's layer is of no use, and a tied one is the embeddings' own weight
+        # the vocabulary's layer is of no use, and a tied one is the embeddings' own weight
+        setattr(lm, name, nn.Identity())
         self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, device="meta")
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:  # type: ignore[override]
@@ -64,7 +67,9 @@ class ValueModel(Policy):
 
 
 def _projected(hidden: torch.Tensor) -> torch.Tensor:
-    """[N, H] → float32 [N] (float64 as it is), about as large as log-probs: of unit length, on a fixed direction."""
+    """[N, H] → float32 [N] (float64 as it is), about as large as log-probs: of unit length, on a
+    fixed direction.
+    """
     kept = hidden if hidden.dtype == torch.float64 else hidden.float()
     direction = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(kept)
     return torch.nn.functional.normalize(kept, dim=-1) @ direction
@@ -107,8 +112,12 @@ class Critic:
         self.model = load(self.settings)
         self.optimizer = optim.make(self.model.trainable(), c.optim)
 
-    def loss(self, micro: MicroBatch, denominators: Denominators, agg_mode: AggMode, *, idle: bool) -> LossOutput:
-        """The value loss of one micro-batch.  `idle`: computed because other ranks compute, without effect."""
+    def loss(
+        self, micro: MicroBatch, denominators: Denominators, agg_mode: AggMode, *, idle: bool
+    ) -> LossOutput:
+        """The value loss of one micro-batch.  `idle`: computed because other ranks compute, without
+        effect.
+        """
         values = self.model(micro)
         if idle:
             return LossOutput(loss=(values * 0).sum())
@@ -126,21 +135,27 @@ class Critic:
         return value_loss(x, self._cliprange)
 
     def update(self, lr: float) -> float:
-        """Clip and apply the gradient; returns its norm.  A norm that is not finite applies nothing."""
+        """Clip and apply the gradient; returns its norm.  A norm that is not finite applies
+        nothing.
+        """
         return apply(self.model, self.optimizer, self.settings.optim.clip_grad, lr)
 
 
 def apply(model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad: float, lr: float) -> float:
-    """Clip the gradients of `model` and make one update; returns their norm.  A norm that is not finite applies nothing."""
+    """Clip the gradients of `model` and make one update; returns their norm.  A norm that is not
+    finite applies nothing.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
-        if p.grad is None and optim.updated(optimizer, p):  # no row had a loss: the optimizer still moves by its momentum
+        # no row had a loss: the optimizer still moves by its momentum
+        if p.grad is None and optim.updated(optimizer, p):
             p.grad = torch.zeros_like(p)
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = tensors.full(torch.nn.utils.get_total_norm(grads, foreach=True))
     value = norm.item()
     if np.isfinite(value):
-        if value + 1e-6 > clip_grad:  # else the factor is 1, and multiplying by it takes two passes over all gradients
+        # else the factor is 1, and multiplying by it takes two passes over all gradients
+        if value + 1e-6 > clip_grad:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm, foreach=True)
         for group in optimizer.param_groups:
             group["lr"] = lr

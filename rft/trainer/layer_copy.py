@@ -1,8 +1,11 @@
-"""A small copy of a model in float64 with random weights, on which a layout of rows is proven without rounding in the way.
+"""A small copy of a model in float64 with random weights, on which a layout of rows is proven
+without rounding in the way.
 
-Whether a layer sees over row boundaries follows from its code and its configuration, not from its weights or their type.  So the copy has
-the first layers of the model, until every kind of layer is among them, at their own sizes, and a small vocabulary without an output layer.
-Knows modules and configurations; not weights.  Invariant: the state of torch's random generators is what it was before.
+Whether a layer sees over row boundaries follows from its code and its configuration, not from its
+weights or their type.  So the copy has the first layers of the model, until every kind of layer is
+among them, at their own sizes, and a small vocabulary without an output layer. Knows modules and
+configurations; not weights.  Invariant: the state of torch's random generators is what it was
+before.
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ _SEED = 0
 
 
 def make(settings: LearnerSettings) -> ValueModel:
-    """The copy of `settings.model_path`, on the device of `settings`.  Raises MemoryError where it would take over half of what is free."""
+    """The copy of `settings.model_path`, on the device of `settings`.  Raises MemoryError where it
+    would take over half of what is free.
+    """
     config = copy.deepcopy(
         loading.config_of(
-            Path(settings.model_path), trust_remote_code=settings.trust_remote_code, override=settings.override_config
+            Path(settings.model_path),
+            trust_remote_code=settings.trust_remote_code,
+            override=settings.override_config,
         )
     )
     text = config.get_text_config()
@@ -39,14 +46,20 @@ def make(settings: LearnerSettings) -> ValueModel:
         text.pad_token_id = None
     config._experts_implementation = "eager"  # the grouped kernels know no float64
     lm = loading.skeleton(
-        config, trust_remote_code=settings.trust_remote_code, attn_implementation=policies.attention_name(settings)
+        config,
+        trust_remote_code=settings.trust_remote_code,
+        attn_implementation=policies.attention_name(settings),
     )
     layers = policies.layers(lm)
     del layers[_first_layers(layers, text.to_dict()) :]
     model = ValueModel(policies.plain(lm), settings.logprob_chunk_tokens).double()
-    needed, free = sum(p.numel() for p in model.parameters()) * 8, free_bytes(settings.device)
+    needed = sum(p.numel() for p in model.parameters()) * 8
+    free = free_bytes(settings.device)
     if needed > free / 2:
-        raise MemoryError(f"a copy of its first layers in float64 needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+        raise MemoryError(
+            f"a copy of its first layers in float64 needs {needed / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free"
+        )
     loading.materialise(model, settings.device, settings.device)
     _random(model)
     return model.eval().requires_grad_(False)
@@ -54,16 +67,31 @@ def make(settings: LearnerSettings) -> ValueModel:
 
 def _first_layers(layers: nn.ModuleList, config: dict[str, Any]) -> int:
     """How many layers, counted from the first, hold one of every kind."""
-    lists = [v for v in config.values() if isinstance(v, Sequence) and not isinstance(v, str) and len(v) == len(layers)]
+    lists = [
+        v
+        for v in config.values()
+        if isinstance(v, Sequence) and not isinstance(v, str) and len(v) == len(layers)
+    ]
     seen: dict[str, int] = {}
     for i, layer in enumerate(layers):
-        seen.setdefault(repr(([v[i] for v in lists], [_kind(n, m) for n, m in layer.named_modules()])), i)
+        seen.setdefault(
+            repr(([v[i] for v in lists], [_kind(n, m) for n, m in layer.named_modules()])), i
+        )
     return max(seen.values()) + 1
 
 
 def _kind(name: str, module: nn.Module) -> tuple[Any, ...]:
-    plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str) and not _counts(k)}
-    return name, type(module).__name__, plain, [(n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False)]
+    plain = {
+        k: v
+        for k, v in vars(module).items()
+        if isinstance(v, bool | int | float | str) and not _counts(k)
+    }
+    return (
+        name,
+        type(module).__name__,
+        plain,
+        [(n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False)],
+    )
 
 
 def _counts(name: str) -> bool:
@@ -72,7 +100,9 @@ def _counts(name: str) -> bool:
 
 
 def free_bytes(device: str) -> int:
-    return torch.cuda.mem_get_info()[0] if device == "cuda" else int(psutil.virtual_memory().available)
+    return (
+        torch.cuda.mem_get_info()[0] if device == "cuda" else int(psutil.virtual_memory().available)
+    )
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """One rank of the trainer: the model, its optimizer, and what is done with them.
 
-Knows rows, micro-batches and algorithms; not buffers, tasks or the training loop.  Every public method is collective: all ranks call
-it together, each with its own share, in a thread of their own.
+Knows rows, micro-batches and algorithms; not buffers, tasks or the training loop.  Every public
+method is collective: all ranks call it together, each with its own share, in a thread of their own.
 Invariant: a step whose gradient is not finite changes neither weights nor optimizer state.
 """
 
@@ -57,14 +57,19 @@ _IDLE = TrainRow(  # what a rank computes, without effect, where others have one
 
 
 Scored = dict[Computed, np.ndarray]
-Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], torch.Tensor | None]  # the policy's log-probs, [N]
+# the policy's log-probs, [N]
+Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], torch.Tensor | None]
 Update = Callable[[float], float]
 
 
 class Learner:
-    """The model of `settings` on rank `rank`; ranks meet at the file `rendezvous` (needed with more than one)."""
+    """The model of `settings` on rank `rank`; ranks meet at the file `rendezvous` (needed with more
+    than one).
+    """
 
-    def __init__(self, settings: LearnerSettings, rank: int = 0, rendezvous: str | None = None) -> None:
+    def __init__(
+        self, settings: LearnerSettings, rank: int = 0, rendezvous: str | None = None
+    ) -> None:
         self.rank = rank
         if settings.device == "cpu":
             torch.set_num_threads(settings.cpu_threads)
@@ -73,7 +78,8 @@ class Learner:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(settings.seed)
-        asked, settings = settings, row_proof.decided(settings)
+        asked = settings
+        settings = row_proof.decided(settings)
         self.settings = settings
         self._memory = partial(_memory, settings, rank)
         self.algorithm = build(settings.algorithm)
@@ -81,9 +87,14 @@ class Learner:
         if self._grouped:
             sharding.join(settings, rank, rendezvous)
         with self._memory("loading the model"):
-            refers, lora = self.algorithm.needs.reference, settings.lora
-            self.policy = policies.load(settings, anchored=refers and lora is not None and lora.path is not None)
-            self.reference = policies.load(settings, trained=False) if refers and lora is None else None
+            refers = self.algorithm.needs.reference
+            lora = settings.lora
+            self.policy = policies.load(
+                settings, anchored=refers and lora is not None and lora.path is not None
+            )
+            self.reference = (
+                policies.load(settings, trained=False) if refers and lora is None else None
+            )
             self.critic = Critic(settings) if self.algorithm.needs.critic else None
         self._proximal = ProximalWeights(self.policy)
         self.optimizer = optim.make(self.policy.trainable(), settings.optim)
@@ -94,13 +105,22 @@ class Learner:
     def _prove_rows(self, asked: LearnerSettings) -> None:
         """Train only with a layout of rows that is exact for the models as they were loaded."""
         with self._memory("comparing rows with those of transformers"):
-            layout = row_proof.prove(self.policy, self.settings, fall_back=asked.row_layout == "auto")
+            layout = row_proof.prove(
+                self.policy, self.settings, fall_back=asked.row_layout == "auto"
+            )
             if layout != self.settings.row_layout and self.reference is not None:
                 attention.switch(self.reference.lm, self.policy.lm.config._attn_implementation)
             critic = self.settings.critic
             if self.critic is not None:
-                own = row_proof.prove(self.critic.model, self.critic.settings, fall_back=asked.critic.row_layout == "auto")
-                critic, self.critic.settings = replace(critic, row_layout=own), replace(self.critic.settings, row_layout=own)
+                own = row_proof.prove(
+                    self.critic.model,
+                    self.critic.settings,
+                    fall_back=asked.critic.row_layout == "auto",
+                )
+                critic, self.critic.settings = (
+                    replace(critic, row_layout=own),
+                    replace(self.critic.settings, row_layout=own),
+                )
             self.settings = replace(self.settings, row_layout=layout, critic=critic)
 
     def check_rows(self, rows: Sequence[TrainRow]) -> str:
@@ -111,27 +131,47 @@ class Learner:
     # ------------------------------------------------------------ training
 
     def step(self, batch: RankBatch, critic: RankBatch | None = None) -> StepResult:
-        """Forward, backward and update of train step `batch.step`, on this rank's micro-batches, `ppo_epochs` times.
+        """Forward, backward and update of train step `batch.step`, on this rank's micro-batches,
+        `ppo_epochs` times.
 
         `critic`: what the critic learns in this step; during its warm-up it learns alone.
         """
-        s, trace = self.settings, partial(profiling.traced, self.settings.profiler, self.rank, batch.step)
+        s = self.settings
+        trace = partial(profiling.traced, self.settings.profiler, self.rank, batch.step)
         with self._memory(f"train step {batch.step}"), trace():
-            torch.manual_seed(s.seed * 1_000_003 + batch.step)  # no generator state to save: a step has its own seed
+            # no generator state to save: a step has its own seed
+            torch.manual_seed(s.seed * 1_000_003 + batch.step)
             learnt = None
             if critic is not None:
                 assert self.critic is not None, "`needs` says so"
                 with trace("critic"):
-                    learnt = self._passes(critic, s.critic.ppo_epochs, s.critic.optim, self._criticise, self.critic.update)
+                    learnt = self._passes(
+                        critic,
+                        s.critic.ppo_epochs,
+                        s.critic.optim,
+                        self._criticise,
+                        self.critic.update,
+                    )
             warming = learnt is not None and batch.step <= s.critic.warmup
             with trace("policy"):
-                result = self._passes(batch, 0 if warming else s.ppo_epochs, s.optim, self._accumulate, self._update)
+                result = self._passes(
+                    batch, 0 if warming else s.ppo_epochs, s.optim, self._accumulate, self._update
+                )
             if result.updates:
                 self._proximal.current = False
         return msgspec.structs.replace(result, critic=learnt)
 
-    def _passes(self, batch: RankBatch, epochs: int, optim: OptimSettings, accumulate: Accumulate, update: Update) -> StepResult:
-        """`epochs` times all micro-batches and one update.  One that is not finite is left out alone."""
+    def _passes(
+        self,
+        batch: RankBatch,
+        epochs: int,
+        optim: OptimSettings,
+        accumulate: Accumulate,
+        update: Update,
+    ) -> StepResult:
+        """`epochs` times all micro-batches and one update.  One that is not finite is left out
+        alone.
+        """
         s = self.settings
         lr = learning_rate(optim, batch.step, s.total_steps)
         counted: list[tuple[dict[str, float], dict[str, float]]] = []
@@ -144,7 +184,11 @@ class Learner:
             totals = StepTotals()
             order: Sequence[int] = range(len(batch.micro_batches))
             if s.shuffle_minibatches:  # the same on all ranks
-                order = np.random.default_rng((s.data_seed, batch.step, epoch)).permutation(len(batch.micro_batches)).tolist()
+                order = (
+                    np.random.default_rng((s.data_seed, batch.step, epoch))
+                    .permutation(len(batch.micro_batches))
+                    .tolist()
+                )
             if accumulate == self._accumulate and self._balance is not None and batch.positions:
                 self._balance.count(self.policy, batch, self._micro_batch)
             for i in order:
@@ -158,7 +202,8 @@ class Learner:
             fault("trainer.update.after")
             seconds["forward_backward"] += computed - began
             seconds["update"] += time.perf_counter() - computed
-            tokens, positions = totals.tokens, positions + totals.positions
+            tokens = totals.tokens
+            positions = positions + totals.positions
         finite = sum(bool(np.isfinite(norm)) for norm in norms)
         sums, maxima = over_passes(counted)
         return StepResult(
@@ -171,19 +216,25 @@ class Learner:
             grad_norm=float(np.mean(norms)) if norms else 0.0,
             lr=lr,
             seconds=seconds,
-            logprobs=[row for i in sorted(kept) for row in _by_row(kept[i], batch.micro_batches[i])],
+            logprobs=[
+                row for i in sorted(kept) for row in _by_row(kept[i], batch.micro_batches[i])
+            ],
         )
 
     def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> None:
         """Add the critic's gradient of one micro-batch."""
         assert self.critic is not None
         micro = self._micro_batch(rows, self.critic)
-        out = self.critic.loss(micro, _denominators(self.settings, batch), self.algorithm.loss_agg_mode, idle=not rows)
+        out = self.critic.loss(
+            micro, _denominators(self.settings, batch), self.algorithm.loss_agg_mode, idle=not rows
+        )
         out.loss.backward()
         if rows:
             totals.add(out.sums, out.maxima, rows, micro)
 
-    def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> torch.Tensor | None:
+    def _accumulate(
+        self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals
+    ) -> torch.Tensor | None:
         """Add the gradient of one micro-batch; its log-probs [N]."""
         micro = self._micro_batch(rows)
         x, given = self._loss_inputs(micro, batch)
@@ -191,22 +242,39 @@ class Learner:
             (x.logprobs * 0).sum().backward()
             return None
         out = self.algorithm.loss(x)
-        loss, aux_sums, aux_maxima = (out.loss, {}, {}) if self._balance is None else self._balance.added(out.loss, given[0])
+        loss, aux_sums, aux_maxima = (
+            (out.loss, {}, {}) if self._balance is None else self._balance.added(out.loss, given[0])
+        )
         loss.backward()
         needs_samples = self.algorithm.needs.samples != "none"
         sampled = micro.mask & ~micro.is_expert if needs_samples else torch.zeros_like(micro.mask)
         found: torch.Tensor = x.logprobs.detach()
         sums, maxima = mismatch(found - micro.rollout_logprobs, sampled)
-        totals.add({**out.sums, **aux_sums, **sums}, {**out.maxima, **aux_maxima, **maxima}, rows, micro)
+        totals.add(
+            {**out.sums, **aux_sums, **sums}, {**out.maxima, **aux_maxima, **maxima}, rows, micro
+        )
         return found
 
-    def _loss_inputs(self, micro: batches.MicroBatch, batch: RankBatch) -> tuple[LossInputs, list[torch.Tensor]]:
-        """What the loss reads of a micro-batch, and what a model with experts gives for their balance."""
+    def _loss_inputs(
+        self, micro: batches.MicroBatch, batch: RankBatch
+    ) -> tuple[LossInputs, list[torch.Tensor]]:
+        """What the loss reads of a micro-batch, and what a model with experts gives for their
+        balance.
+        """
         needs = self.algorithm.needs
-        reference = self._reference_logprobs(micro) if needs.reference and not batch.ref_given else None
-        logprobs, entropy, *given = self.policy(micro, needs.entropy, balance=self._balance is not None)
-        # the sampler's, or the trainer's before the step; without that there is one update, and these are the policy's before it
-        old = micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else micro.given.get("old", logprobs.detach())
+        reference = (
+            self._reference_logprobs(micro) if needs.reference and not batch.ref_given else None
+        )
+        logprobs, entropy, *given = self.policy(
+            micro, needs.entropy, balance=self._balance is not None
+        )
+        # the sampler's, or the trainer's before the step; without that there is one update, and
+        # these are the policy's before it
+        old = (
+            micro.rollout_logprobs
+            if self.settings.algorithm.bypass_old_logprobs
+            else micro.given.get("old", logprobs.detach())
+        )
         x = LossInputs(
             logprobs=logprobs,
             old_logprobs=old,
@@ -228,14 +296,20 @@ class Learner:
         return x, given
 
     def row_losses(self, batch: RankBatch) -> list[tuple[float, np.ndarray]]:
-        """Of each row alone its policy loss, with the denominators of the whole step, and its log-probs [L]."""
+        """Of each row alone its policy loss, with the denominators of the whole step, and its
+        log-probs [L].
+        """
         with self._memory("losses of rows"), torch.no_grad():
-            inputs = [self._loss_inputs(self._micro_batch(rows), batch)[0] for rows in batch.micro_batches]
+            inputs = [
+                self._loss_inputs(self._micro_batch(rows), batch)[0] for rows in batch.micro_batches
+            ]
             rows = [_of_row(x, i) for x in inputs for i in range(x.num_rows)]
             return [(float(self.algorithm.loss(x).loss), x.logprobs.cpu().numpy()) for x in rows]
 
     def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor:
-        """Of the reference model: another one, or the policy without what its adapter has learnt.  Its routers choose themselves."""
+        """Of the reference model: another one, or the policy without what its adapter has learnt.
+        Its routers choose themselves.
+        """
         micro = replace(micro, experts=None)
         adapter = self.policy.adapter
         with torch.no_grad(), adapter.reference() if adapter is not None else nullcontext():
@@ -243,7 +317,9 @@ class Learner:
         return logprobs
 
     def gradient(self, batch: RankBatch) -> dict[str, torch.Tensor]:
-        """That of train step `batch`, by the names of what is trained; weights stay as they are.  Of one rank."""
+        """That of train step `batch`, by the names of what is trained; weights stay as they are.
+        Of one rank.
+        """
         for rows in batch.micro_batches:
             self._accumulate(rows, batch, StepTotals())
         found = {name: p.grad for name, p in self.policy.trainable().items() if p.grad is not None}
@@ -261,18 +337,31 @@ class Learner:
         proximal: bool = False,
         rounded: str | None = None,
     ) -> list[list[Scored]]:
-        """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: under those of `remember`.
+        """For each row what was asked for, float32 [L] each, under the weights as they are;
+        `proximal`: under those of `remember`.
 
-        `rounded`: with other roundings, of this type.  "values" are asked for alone: the critic may be another model.
+        `rounded`: with other roundings, of this type.  "values" are asked for alone: the critic may
+        be another model.
         """
         scored: list[list[Scored]] = []
         critic = self.critic if "values" in what else None
-        with self._memory("scoring"), torch.no_grad(), self._proximal.restored(proximal), self._rounded(rounded):
+        with (
+            self._memory("scoring"),
+            torch.no_grad(),
+            self._proximal.restored(proximal),
+            self._rounded(rounded),
+        ):
             for rows in micro_batches:
                 made = self._scores(self._micro_batch(rows, critic), what)
                 parts = {name: _by_row(values, rows) for name, values in made.items()}
-                scored.append([{name: part[i] for name, part in parts.items()} for i in range(len(rows))])
-            for model in (self.policy, self.reference, self.critic.model if self.critic is not None else None):
+                scored.append(
+                    [{name: part[i] for name, part in parts.items()} for i in range(len(rows))]
+                )
+            for model in (
+                self.policy,
+                self.reference,
+                self.critic.model if self.critic is not None else None,
+            ):
                 if model is not None:
                     model.to_shards()
         return scored
@@ -283,15 +372,23 @@ class Learner:
         if dtype is None:
             yield
             return
-        short, longer = sharding.DTYPES[dtype], self.settings.dtype == "float32"
-        with rounding.otherwise(self.policy.lm, short), torch.autocast(self.settings.device, short, enabled=longer):
+        short = sharding.DTYPES[dtype]
+        longer = self.settings.dtype == "float32"
+        with (
+            rounding.otherwise(self.policy.lm, short),
+            torch.autocast(self.settings.device, short, enabled=longer),
+        ):
             yield
 
     def remember(self) -> None:
-        """Keep a copy of the weights in host memory: the proximal policy until this is called again.  This rank's part of them."""
+        """Keep a copy of the weights in host memory: the proximal policy until this is called
+        again.  This rank's part of them.
+        """
         self._proximal.remember()
 
-    def _scores(self, micro: batches.MicroBatch, what: Sequence[Computed]) -> dict[Computed, torch.Tensor]:
+    def _scores(
+        self, micro: batches.MicroBatch, what: Sequence[Computed]
+    ) -> dict[Computed, torch.Tensor]:
         found: dict[Computed, torch.Tensor] = {}
         if "sum_squares" in what or "discriminator_mean" in what:
             names: tuple[Computed, ...] = ("old", "entropy", "sum_squares", "discriminator_mean")
@@ -311,54 +408,83 @@ class Learner:
             raise RunFailed(f"the trainer does not compute {', '.join(sorted(missing))}")
         return found
 
-    def _micro_batch(self, rows: Sequence[TrainRow], critic: Critic | None = None) -> batches.MicroBatch:
+    def _micro_batch(
+        self, rows: Sequence[TrainRow], critic: Critic | None = None
+    ) -> batches.MicroBatch:
         """What `critic` reads; without one the policy."""
         layout = (self.settings if critic is None else critic.settings).row_layout
         counted = critic is None and self._balance is not None
-        return batches.make(rows or [_IDLE], layout=layout, device=torch.device(self.settings.device), counted=counted)
+        return batches.make(
+            rows or [_IDLE],
+            layout=layout,
+            device=torch.device(self.settings.device),
+            counted=counted,
+        )
 
     # ------------------------------------------------------------ weights out
 
     def stage(self, version: Version, transport: Transport | None) -> WeightManifest | None:
-        """Hand the weights to `transport` (rank 0; the others give None and help to gather): all of them, or the adapter alone."""
+        """Hand the weights to `transport` (rank 0; the others give None and help to gather): all of
+        them, or the adapter alone.
+        """
         made = _staged(self.policy, self.settings, version, transport)
-        if self.settings.shares_device:  # the engines wake next, and need what the step and gathering took
+        # the engines wake next, and need what the step and gathering took
+        if self.settings.shares_device:
             torch.accelerator.memory.empty_cache()
         return made
 
     def export(self, folder: str) -> None:
-        """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's own dtype, config, tokenizer."""
+        """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's
+        own dtype, config, tokenizer.
+        """
         saving.export(self.policy, _gathered(self.policy), self.settings, Path(folder), self.rank)
 
     # ------------------------------------------------------------ checkpoints
 
     def save(self, folder: str, step: int) -> dict[str, str]:
-        """Write the state after `step`, this rank's part of it, into `folder`; returns hashes by file name."""
+        """Write the state after `step`, this rank's part of it, into `folder`; returns hashes by
+        file name.
+        """
         self.take(step, copy=False)
         return self.write(folder)
 
-    def take(self, step: int, copy: bool = True, kl_coefs: Mapping[str, float] | None = None) -> None:
-        """Fix what `write` will write.  `copy`: training may go on before it is written.  `kl_coefs`: see `Ranks.kl_coefs`."""
+    def take(
+        self, step: int, copy: bool = True, kl_coefs: Mapping[str, float] | None = None
+    ) -> None:
+        """Fix what `write` will write.  `copy`: training may go on before it is written.
+        `kl_coefs`: see `Ranks.kl_coefs`.
+        """
         with self._memory("copying a checkpoint to the host"):
-            self._taken = saving.take(self._trained(), self.settings, step, copy=copy, kl_coefs=kl_coefs or {})
+            self._taken = saving.take(
+                self._trained(), self.settings, step, copy=copy, kl_coefs=kl_coefs or {}
+            )
 
     def write(self, folder: str) -> dict[str, str]:
         """Write what was taken.  Not collective: it may run in another thread while steps go on."""
-        taken, self._taken = self._taken, None
+        taken = self._taken
+        self._taken = None
         assert taken is not None, "take() comes first"
         return saving.write(taken, Path(folder), self.settings, self.rank)
 
     def load(self, folder: str) -> dict[str, float]:
-        """Go on from a folder that `save` wrote with any number of ranks; returns its factors of the KL terms.
+        """Go on from a folder that `save` wrote with any number of ranks; returns its factors of
+        the KL terms.
 
         Raises CheckpointInvalid naming the file that does not fit.
         """
         saving.load(self._trained(), self.settings, Path(folder))
         self._proximal.current = False
-        return {name: float(value) for name, value in saving.read_page(Path(folder)).get("kl_coefs", {}).items()}
+        return {
+            name: float(value)
+            for name, value in saving.read_page(Path(folder)).get("kl_coefs", {}).items()
+        }
 
     def _trained(self) -> list[saving.Trained]:
-        critic = [saving.Trained(self.critic.model, self.critic.optimizer, "critic_")] if self.critic is not None else []
+        critic = (
+            [saving.Trained(self.critic.model, self.critic.optimizer, "critic_")]
+            if self.critic is not None
+            else []
+        )
         return [saving.Trained(self.policy, self.optimizer), *critic]
 
     def close(self) -> None:
@@ -367,10 +493,13 @@ class Learner:
             dist.destroy_process_group()
 
 
-def _staged(policy: Policy, s: LearnerSettings, version: Version, transport: Transport | None) -> WeightManifest | None:
+def _staged(
+    policy: Policy, s: LearnerSettings, version: Version, transport: Transport | None
+) -> WeightManifest | None:
     alone = policy.adapter if s.lora is not None and not s.lora.merge else None
     weights = _gathered(policy) if alone is None else iter(alone.whole().items())
-    exact, dtype = policy.saved_buffers(), sharding.DTYPES[s.dtype]
+    exact = policy.saved_buffers()
+    dtype = sharding.DTYPES[s.dtype]
     given = ((name, tensor if name in exact else tensor.to(dtype)) for name, tensor in weights)
     if transport is None:
         for _ in given:
@@ -404,7 +533,9 @@ def _denominators(s: LearnerSettings, batch: RankBatch) -> Denominators:
 def _of_row(x: LossInputs, row: int) -> LossInputs:
     """What one row of a micro-batch has in it."""
     at = x.row == row
-    own: dict[str, Any] = {name: values[at] for name, values in vars(x).items() if isinstance(values, torch.Tensor)}
+    own: dict[str, Any] = {
+        name: values[at] for name, values in vars(x).items() if isinstance(values, torch.Tensor)
+    }
     extra = {name: values[at] for name, values in x.extra.items()}
     return replace(x, **{**own, "row": torch.zeros_like(own["row"]), "num_rows": 1, "extra": extra})
 
@@ -423,9 +554,15 @@ def _memory(settings: LearnerSettings, rank: int, doing: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
-        tokens, rows = settings.max_token_len_per_gpu, settings.micro_batch_size
-        budget = f"max_token_len_per_gpu (now {tokens})" if settings.use_dynamic_bsz else f"micro_batch_size_per_gpu (now {rows})"
+        tokens = settings.max_token_len_per_gpu
+        rows = settings.micro_batch_size
+        budget = (
+            f"max_token_len_per_gpu (now {tokens})"
+            if settings.use_dynamic_bsz
+            else f"micro_batch_size_per_gpu (now {rows})"
+        )
         raise OutOfMemory(
-            f"trainer rank {rank} ran out of {settings.device} memory while {doing}.  Lower trainer.{budget}, set "
+            f"trainer rank {rank} ran out of {settings.device} memory while {doing}.  Lower "
+            f"trainer.{budget}, set "
             "trainer.enable_gradient_checkpointing: true, or use more ranks."
         ) from e

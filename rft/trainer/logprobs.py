@@ -1,10 +1,11 @@
 """Log-probs of given tokens from hidden states, without ever holding the logits of a whole row.
 
-Knows hidden states, the output layer's weight and temperatures; not models or losses.  Logits are computed a tile at a time, some
-tokens by some of the vocabulary; the forward pass carries running sums of softmax from tile to tile (arXiv:1805.02867), the backward
-pass computes most tiles again.  Tiles are small enough for a processor's cache, where the passes over them cost little.
-Invariant: beside inputs, outputs and gradients there are at most two tiles of logits, and `KEPT_BYTES` of them for the backward pass,
-unless a caller asks for more memory (`whole`, `keep_all`).
+Knows hidden states, the output layer's weight and temperatures; not models or losses.  Logits are
+computed a tile at a time, some tokens by some of the vocabulary; the forward pass carries running
+sums of softmax from tile to tile (arXiv:1805.02867), the backward pass computes most tiles again.
+Tiles are small enough for a processor's cache, where the passes over them cost little. Invariant:
+beside inputs, outputs and gradients there are at most two tiles of logits, and `KEPT_BYTES` of them
+for the backward pass, unless a caller asks for more memory (`whole`, `keep_all`).
 """
 
 from __future__ import annotations
@@ -39,17 +40,21 @@ def token_logprobs(
     keep_all: bool = False,
     head: Head = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log_softmax(z / temperature)[target] with z = hidden @ weight.T (+ bias), and the entropy of that distribution if asked.
+    """log_softmax(z / temperature)[target] with z = hidden @ weight.T (+ bias), and the entropy of
+    that distribution if asked.
 
-    hidden [N, H], weight [V, H], targets int64 [N], temperatures float32 [N]  ->  float32 [N] (and float32 [N]), both with gradient.
-    Natural logarithms.  Logits are divided by the temperature, and softmax is taken, in float32 whatever the weights' type (in float64
-    where hidden states are), as engines do.  `temperatures` None: all are 1.
-    `chunk_tokens`: tokens of a tile.  `fused`: what is done with a tile is compiled into few kernels (on GPUs Triton's).
-    `whole`: all logits are one tile.  `keep_all`: the backward pass computes none of them again.
-    `head`: how the model changes z before it is divided by the temperature.
+    hidden [N, H], weight [V, H], targets int64 [N], temperatures float32 [N]  ->  float32 [N] (and
+    float32 [N]), both with gradient. Natural logarithms.  Logits are divided by the temperature,
+    and softmax is taken, in float32 whatever the weights' type (in float64 where hidden states
+    are), as engines do.  `temperatures` None: all are 1. `chunk_tokens`: tokens of a tile.
+    `fused`: what is done with a tile is compiled into few kernels (on GPUs Triton's). `whole`: all
+    logits are one tile.  `keep_all`: the backward pass computes none of them again. `head`: how the
+    model changes z before it is divided by the temperature.
     """
     cut = _Cut(chunk_tokens, head, fused, whole, keep_all)
-    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, temperatures, targets, cut, entropy)
+    logprobs, entropies = _TokenLogprobs.apply(
+        hidden, weight, bias, temperatures, targets, cut, entropy
+    )
     return logprobs, entropies if entropy else None
 
 
@@ -65,11 +70,15 @@ def token_statistics(
     fused: bool = False,
     head: Head = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `token_logprobs` gives, and of the same distribution p over the vocabulary sum p^2 and sum p^2 (H + log p).
+    """What `token_logprobs` gives, and of the same distribution p over the vocabulary sum p^2 and
+    sum p^2 (H + log p).
 
-    Arguments as there  ->  log-probs, entropies H, sum p^2, sum p^2 (H + log p): float32 [N] each, without gradient.
+    Arguments as there  ->  log-probs, entropies H, sum p^2, sum p^2 (H + log p): float32 [N] each,
+    without gradient.
     """
-    sums = _Given(hidden, weight, bias, temperatures, targets, _Cut(chunk_tokens, head, fused)).sums(order=2)
+    sums = _Given(
+        hidden, weight, bias, temperatures, targets, _Cut(chunk_tokens, head, fused)
+    ).sums(order=2)
     log_total = sums.total.log()
     entropy = log_total - sums.mean / sums.total
     squares = sums.squares / sums.total.square()
@@ -79,7 +88,9 @@ def token_statistics(
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of each token, over the logits z seen so far, with z' = z - top.  All [N]; those that are not asked for stay 0."""
+    """Of each token, over the logits z seen so far, with z' = z - top.  All [N]; those that are not
+    asked for stay 0.
+    """
 
     top: torch.Tensor  # the largest
     total: torch.Tensor  # sum exp z'
@@ -96,7 +107,8 @@ class _Tile(NamedTuple):
     weight: torch.Tensor  # [W, H]
     bias: torch.Tensor | None  # [W]
     temperatures: torch.Tensor | None  # [C]
-    at: torch.Tensor  # int64 [C], the target counted from the first entry; not in the tile if < 0 or >= W
+    # int64 [C], the target counted from the first entry; not in the tile if < 0 or >= W
+    at: torch.Tensor
     head: Head
     known: torch.Tensor | None = None  # [C, W], the logits, where they were kept
 
@@ -115,14 +127,18 @@ class _Tile(NamedTuple):
         return self._tempered(made)
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """[C, W], how `logits` follow those of the output layer, temperature and scale apart; None: in all places as they are."""
+        """[C, W], how `logits` follow those of the output layer, temperature and scale apart; None:
+        in all places as they are.
+        """
         if self.head.cap is None:
             return None
         t = 1.0 if self.temperatures is None else self.temperatures[:, None].to(logits.dtype)
         return 1 - (logits * (t / self.head.cap)).square_()
 
     def pulled(self, dz: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
-        """The gradient of what the output layer gives, from `dz` [C, W] of `logits`, which is changed in place."""
+        """The gradient of what the output layer gives, from `dz` [C, W] of `logits`, which is
+        changed in place.
+        """
         if slope is not None:
             dz *= slope
         if self.head.scale != 1:
@@ -130,7 +146,11 @@ class _Tile(NamedTuple):
         return self._tempered(dz)
 
     def _tempered(self, values: torch.Tensor) -> torch.Tensor:
-        return values if self.temperatures is None else values.div_(self.temperatures[:, None].to(values.dtype))
+        return (
+            values
+            if self.temperatures is None
+            else values.div_(self.temperatures[:, None].to(values.dtype))
+        )
 
 
 class _Cut(NamedTuple):
@@ -160,7 +180,9 @@ class _Given:
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def tokens(self) -> Iterator[slice]:
-        return _slices(len(self.hidden), max(1, len(self.hidden)) if self.cut.whole else self.cut.chunk)
+        return _slices(
+            len(self.hidden), max(1, len(self.hidden)) if self.cut.whole else self.cut.chunk
+        )
 
     def entries(self) -> Iterator[slice]:
         tile = CPU_TILE if self.hidden.device.type == "cpu" else GPU_TILE
@@ -178,19 +200,35 @@ class _Given:
         )
 
     def kept(self) -> torch.Tensor:
-        """Room for the logits of all tokens and the first entries of the vocabulary, whole tiles of them."""
+        """Room for the logits of all tokens and the first entries of the vocabulary, whole tiles of
+        them.
+        """
         width = 0
         for entries in self.entries():
-            if self.cut.keep_all or entries.stop * len(self.hidden) * self.dtype.itemsize <= KEPT_BYTES:
+            if (
+                self.cut.keep_all
+                or entries.stop * len(self.hidden) * self.dtype.itemsize <= KEPT_BYTES
+            ):
                 width = entries.stop
         return self.hidden.new_empty((len(self.hidden), width), dtype=self.dtype)
 
     def sums(self, order: int, kept: torch.Tensor | None = None) -> _Sums:
-        """`order` 0: what log-probs need; 1: also for entropies; 2: all.  `kept`: takes the logits that it has room for."""
+        """`order` 0: what log-probs need; 1: also for entropies; 2: all.  `kept`: takes the logits
+        that it has room for.
+        """
         see = _compiled(_see) if self.cut.fused else _see
-        found = _Sums(*(self.hidden.new_zeros(len(self.hidden), dtype=self.dtype) for _ in range(6)))
+        found = _Sums(
+            *(self.hidden.new_zeros(len(self.hidden), dtype=self.dtype) for _ in range(6))
+        )
         found.top.fill_(torch.finfo(self.dtype).min)
-        fields = (found.top, found.total, found.picked, found.mean, found.squares, found.square_mean)
+        fields = (
+            found.top,
+            found.total,
+            found.picked,
+            found.mean,
+            found.squares,
+            found.square_mean,
+        )
         for tokens in self.tokens():
             seen = tuple(f[tokens] for f in fields)
             for entries in self.entries():
@@ -223,7 +261,8 @@ class _TokenLogprobs(torch.autograd.Function):
         norm = sums.top + log_total
         entropies = log_total - sums.mean / sums.total if entropy else norm[:0]
         ctx.save_for_backward(hidden, weight, bias, temperatures, targets, norm, entropies, kept)
-        ctx.cut, ctx.entropy = cut, entropy
+        ctx.cut = cut
+        ctx.entropy = entropy
         return sums.picked - norm, entropies
 
     @staticmethod
@@ -234,11 +273,16 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=given.dtype)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-        for entries in given.entries():  # the outer loop, so that a part of the weight's gradient is complete when it is left
+        # the outer loop, so that a part of the weight's gradient is complete when it is left
+        for entries in given.entries():
             of_weight = grad_weight[entries] if grad_weight is not None else None
             if of_weight is not None and of_weight.dtype != given.dtype:
                 of_weight = torch.zeros_like(of_weight, dtype=given.dtype)
-            of_bias = torch.zeros_like(bias[entries], dtype=given.dtype) if grad_bias is not None else None
+            of_bias = (
+                torch.zeros_like(bias[entries], dtype=given.dtype)
+                if grad_bias is not None
+                else None
+            )
             for tokens in given.tokens():
                 more = (entropies[tokens], grads[1][tokens]) if ctx.entropy else None
                 tile = given.tile(tokens, entries)
@@ -250,7 +294,11 @@ class _TokenLogprobs(torch.autograd.Function):
                     _add_product(of_weight, dz.t(), hidden[tokens], first=tokens.start == 0)
                 if of_bias is not None:
                     of_bias += dz.sum(0, dtype=given.dtype)
-            if grad_weight is not None and of_weight is not None and of_weight.dtype != grad_weight.dtype:
+            if (
+                grad_weight is not None
+                and of_weight is not None
+                and of_weight.dtype != grad_weight.dtype
+            ):
                 grad_weight[entries] = of_weight
             if grad_bias is not None and of_bias is not None:
                 grad_bias[entries] = of_bias
@@ -272,15 +320,29 @@ def _see(tile: _Tile, seen: tuple[torch.Tensor, ...], order: int) -> tuple[torch
     e = z.exp()
     new_total = total * fade + e.sum(-1)
     if order == 1:
-        return top, new_total, picked, (mean + total * lower) * fade + e.mul_(z).sum(-1), squares, square_mean
+        return (
+            top,
+            new_total,
+            picked,
+            (mean + total * lower) * fade + e.mul_(z).sum(-1),
+            squares,
+            square_mean,
+        )
     new_mean = (mean + total * lower) * fade + (e * z).sum(-1)
     e.square_()
     new_square_mean = (square_mean + squares * lower) * fade.square() + (e * z).sum(-1)
     return top, new_total, picked, new_mean, squares * fade.square() + e.sum(-1), new_square_mean
 
 
-def _pull(tile: _Tile, norm: torch.Tensor, grad: torch.Tensor, more: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """The gradient of what a tile's hidden states and weights give, in the hidden states' type.  `more`: entropies and their gradient."""
+def _pull(
+    tile: _Tile,
+    norm: torch.Tensor,
+    grad: torch.Tensor,
+    more: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """The gradient of what a tile's hidden states and weights give, in the hidden states' type.
+    `more`: entropies and their gradient.
+    """
     z = tile.logits(norm.dtype)
     slope = tile.slope(z)
     z.sub_(norm[:, None])
@@ -301,8 +363,12 @@ def _where(target: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor
     return target.clamp(0, width - 1), (target >= 0) & (target < width)
 
 
-def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, first: bool = False) -> None:
-    """into += a @ b; sums of products of a shorter type are added in the type of `into`.  `first`: nothing was added to it yet."""
+def _add_product(
+    into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, first: bool = False
+) -> None:
+    """into += a @ b; sums of products of a shorter type are added in the type of `into`.  `first`:
+    nothing was added to it yet.
+    """
     if into.dtype == a.dtype:
         into.addmm_(a, b, beta=0 if first else 1)  # with 0 what stands there is not read
     else:

@@ -1,7 +1,9 @@
-"""The adapter inside a model: peft's layers in place of linear ones, their values, and the weights with the adapter added.
+"""The adapter inside a model: peft's layers in place of linear ones, their values, and the weights
+with the adapter added.
 
-Knows peft's LoRA layers and how tensors are cut over ranks; not losses, optimizers or which files a run writes.
-Invariant: the same seed gives every rank, and every number of ranks, the same adapter; the base is never changed.
+Knows peft's LoRA layers and how tensors are cut over ranks; not losses, optimizers or which files a
+run writes. Invariant: the same seed gives every rank, and every number of ranks, the same adapter;
+the base is never changed.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ from rft.types.adapter import AdapterSpec, key
 from rft.types.experts import sizes_of
 from rft.types.modelfiles import fingerprint
 
-TRAINED, ANCHOR = "default", "anchor"  # names of peft's: the adapter, and the frozen copy that a reference model is
+TRAINED = "default"  # names of peft's: the adapter, and the frozen copy that a reference model is
+ANCHOR = "anchor"
 _BASE = ".base_layer."
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter in a model.  `layers` are peft's by module name; `linear` all modules that could have one."""
+    """The adapter in a model.  `layers` are peft's by module name; `linear` all modules that could
+    have one.
+    """
 
     settings: LoraSettings
     form: Form
@@ -54,7 +59,9 @@ class Adapter:
         }
 
     def fill(self, seed: int) -> None:
-        """First values: those in the folder `path`, or A uniform in ± 1 / sqrt(its inputs) and B zero."""
+        """First values: those in the folder `path`, or A uniform in ± 1 / sqrt(its inputs) and B
+        zero.
+        """
         with torch.no_grad():
             if self.settings.path is None:
                 for name, p in self.parameters().items():
@@ -72,26 +79,36 @@ class Adapter:
             if self.anchored:
                 layer._active_adapter = ANCHOR
             else:
-                layer._disable_adapters = True  # peft's own method would also change what is trained
+                # peft's own method would also change what is trained
+                layer._disable_adapters = True
         try:
             yield
         finally:
             for layer in self.layers.values():
-                layer._active_adapter, layer._disable_adapters = TRAINED, False
+                layer._active_adapter = TRAINED
+                layer._disable_adapters = False
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Weight `name` of the base with the adapter added, whole.  Collective where sharded: each rank computes its own rows."""
+        """Weight `name` of the base with the adapter added, whole.  Collective where sharded: each
+        rank computes its own rows.
+        """
         module, _, kind = name.rpartition(".")
         layer = self.layers.get(module) if kind == "weight" else None
         if layer is None:
             return tensors.full(weight)
         with torch.no_grad():
-            b, a = tensors.local(layer.lora_B[TRAINED].weight), tensors.full(layer.lora_A[TRAINED].weight)
+            b = tensors.local(layer.lora_B[TRAINED].weight)
+            a = tensors.full(layer.lora_A[TRAINED].weight)
             mine = torch.addmm(tensors.local(weight), b, a, alpha=self.form.scale)
         if not isinstance(weight, DTensor):
             return mine
         made = DTensor.from_local(
-            mine, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+            mine,
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
         )
         return tensors.full(made)
 
@@ -105,7 +122,9 @@ class Adapter:
 
     def page(self) -> dict[str, Any]:
         """What a checkpoint says about it."""
-        start = None if self.settings.path is None else Path(self.settings.path) / adapterfiles.WEIGHTS
+        start = (
+            None if self.settings.path is None else Path(self.settings.path) / adapterfiles.WEIGHTS
+        )
         return {
             "name": self.settings.name,
             "base_path": self.base_path,
@@ -114,19 +133,28 @@ class Adapter:
         }
 
     def check_page(self, page: Mapping[str, Any] | None, where: str) -> None:
-        """Raises CheckpointInvalid where a checkpoint's adapter is not one of this base, this name and this beginning."""
+        """Raises CheckpointInvalid where a checkpoint's adapter is not one of this base, this name
+        and this beginning.
+        """
         if page is None:
-            raise CheckpointInvalid(f"{where}: the checkpoint holds a whole model, not an adapter; leave out model.lora_configs")
+            raise CheckpointInvalid(
+                f"{where}: the checkpoint holds a whole model, not an adapter; leave out "
+                f"model.lora_configs"
+            )
         if page.get("base_sha256") != self.base:
             raise CheckpointInvalid(
-                f"{where}: the adapter is for the weights of {page.get('base_path')} (sha256 {str(page.get('base_sha256'))[:12]}); those "
+                f"{where}: the adapter is for the weights of {page.get('base_path')} (sha256 "
+                f"{str(page.get('base_sha256'))[:12]}); those "
                 f"in {self.base_path} are others ({self.base[:12]})"
             )
         if page.get("name") != self.settings.name:
-            raise CheckpointInvalid(f"{where}: the adapter's name is {page.get('name')}, not {self.settings.name}")
+            raise CheckpointInvalid(
+                f"{where}: the adapter's name is {page.get('name')}, not {self.settings.name}"
+            )
         if self.anchored and page.get("start_sha256") != (mine := self.page()["start_sha256"]):
             raise CheckpointInvalid(
-                f"{where}: the adapter in {self.settings.path}, which is the reference model, has changed: sha256 {mine}, was "
+                f"{where}: the adapter in {self.settings.path}, which is the reference model, has "
+                f"changed: sha256 {mine}, was "
                 f"{page.get('start_sha256')}"
             )
 
@@ -135,7 +163,8 @@ class Adapter:
         found, _, _ = adapterfiles.read(folder)
         if (found.rank, found.scale) != (self.form.rank, self.form.scale):
             raise CheckpointInvalid(
-                f"{folder}: has rank {found.rank} and scale {found.scale:g}, the run {self.form.rank} and {self.form.scale:g}"
+                f"{folder}: has rank {found.rank} and scale {found.scale:g}, the run "
+                f"{self.form.rank} and {self.form.scale:g}"
             )
         with torch.no_grad():
             tensors.fill(Files([folder / adapterfiles.WEIGHTS]), self.parameters())
@@ -144,14 +173,20 @@ class Adapter:
         """Write `values`, as `whole` gave them, so that peft reads them; returns the files."""
         folder.mkdir(parents=True, exist_ok=True)
         specs = {name: (t.dtype, tuple(t.shape)) for name, t in values.items()}
-        tensors.write(folder / adapterfiles.WEIGHTS, specs, values.items(), {adapterfiles.BASE_HASH: self.base})
+        tensors.write(
+            folder / adapterfiles.WEIGHTS,
+            specs,
+            values.items(),
+            {adapterfiles.BASE_HASH: self.base},
+        )
         page = adapterfiles.config_page(self.form, self.linear)
         (folder / adapterfiles.CONFIG).write_text(json.dumps(page, indent=2), encoding="utf-8")
         return [folder / adapterfiles.CONFIG, folder / adapterfiles.WEIGHTS]
 
 
 def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) -> Adapter:
-    """Put the adapter of `settings` into `lm`, with parameters on the meta device.  `anchored`: also its frozen copy.
+    """Put the adapter of `settings` into `lm`, with parameters on the meta device.  `anchored`:
+    also its frozen copy.
 
     Raises ConfigError for what does not fit the model.
     """
@@ -161,16 +196,23 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
     linear = {n: m for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
     if not linear:
         raise ConfigError(
-            f"{type(lm).__name__} has no linear layers beside its output layer; train the whole model", key=adapterfiles.KEY
+            f"{type(lm).__name__} has no linear layers beside its output layer; train the whole "
+            f"model",
+            key=adapterfiles.KEY,
         )
     sizes = {n: (m.out_features, m.in_features) for n, m in linear.items()}
     if settings.path is None and settings.target_modules in (None, adapterfiles.ALL_LINEAR):
         read = set(lm.get_decoder().modules())  # by texts: not towers for images
-        sizes = {n: s for n, s in sizes.items() if linear[n] in read and not _gate(lm, n, s) and not _read_by_kernels(lm, n)}
+        sizes = {
+            n: s
+            for n, s in sizes.items()
+            if linear[n] in read and not _gate(lm, n, s) and not _read_by_kernels(lm, n)
+        }
     form = adapterfiles.form(settings, sizes, model_path)
     if past := [n for n in form.modules if _read_by_kernels(lm, n)]:
         raise ConfigError(
-            f"{past[0]}: kernels of Mamba read its weight and would go past an adapter.  Leave it out",
+            f"{past[0]}: kernels of Mamba read its weight and would go past an adapter.  Leave it "
+            f"out",
             key=f"{adapterfiles.KEY}.target_modules",
         )
     config = peft.LoraConfig(
@@ -184,14 +226,22 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
     )
     with torch.device("meta"):
         try:
-            # inside a module without a configuration, by which peft would take names of dense layers for those of experts
-            peft.inject_adapter_in_model(config, nn.ModuleDict({"lm": lm}), TRAINED, low_cpu_mem_usage=True)
+            # inside a module without a configuration, by which peft would take names of dense
+            # layers for those of experts
+            peft.inject_adapter_in_model(
+                config, nn.ModuleDict({"lm": lm}), TRAINED, low_cpu_mem_usage=True
+            )
         except ValueError as e:
-            raise ConfigError(f"peft cannot adapt these layers: {e}", key=f"{adapterfiles.KEY}.target_modules") from e
+            raise ConfigError(
+                f"peft cannot adapt these layers: {e}", key=f"{adapterfiles.KEY}.target_modules"
+            ) from e
         layers = {n: lm.get_submodule(n) for n in form.modules}
         for name, layer in layers.items():
             if not isinstance(layer, peft.tuners.lora.Linear):
-                raise ConfigError(f"{name} became a {type(layer).__name__}", key=f"{adapterfiles.KEY}.target_modules")
+                raise ConfigError(
+                    f"{name} became a {type(layer).__name__}",
+                    key=f"{adapterfiles.KEY}.target_modules",
+                )
             if anchored:
                 layer.update_layer(ANCHOR, form.rank, form.alpha, config=config)  # type: ignore[arg-type]
     base = fingerprint(Path(model_path))
@@ -199,13 +249,21 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
 
 
 def _gate(lm: Any, name: str, size: tuple[int, int]) -> bool:
-    """Whether the linear layer `name` [out, in] chooses experts, or weighs one: "all-linear" does not adapt it, as in engines."""
+    """Whether the linear layer `name` [out, in] chooses experts, or weighs one: "all-linear" does
+    not adapt it, as in engines.
+    """
     experts = sizes_of(lm.config.to_dict())
-    return size[0] == 1 or "router" in name.split(".") or (experts is not None and size[0] == experts.experts)
+    return (
+        size[0] == 1
+        or "router" in name.split(".")
+        or (experts is not None and size[0] == experts.experts)
+    )
 
 
 def _read_by_kernels(lm: Any, name: str) -> bool:
-    """Whether kernels of a Mamba layer read the weight of the linear layer `name` without calling it."""
+    """Whether kernels of a Mamba layer read the weight of the linear layer `name` without calling
+    it.
+    """
     parent, _, leaf = name.rpartition(".")
     mixer = lm.get_submodule(parent)
     own = {name for name, _ in (*mixer.named_children(), *mixer.named_parameters(recurse=False))}
@@ -213,7 +271,9 @@ def _read_by_kernels(lm: Any, name: str) -> bool:
 
 
 def base_name(name: str) -> str | None:
-    """The Hugging Face name of a parameter of a model with an adapter; None for one of the adapter's."""
+    """The Hugging Face name of a parameter of a model with an adapter; None for one of the
+    adapter's.
+    """
     return None if ".lora_A." in name or ".lora_B." in name else name.replace(_BASE, ".")
 
 
@@ -225,7 +285,9 @@ def freeze(model: nn.Module, adapter: Adapter) -> None:
 
 
 def _fresh(name: str, parameter: torch.Tensor, seed: int) -> None:
-    """This rank's rows of the first value.  The whole of A is drawn everywhere: it is small, and its rows are then the same."""
+    """This rank's rows of the first value.  The whole of A is drawn everywhere: it is small, and
+    its rows are then the same.
+    """
     part = tensors.piece(name, parameter)
     if ".lora_B." in name:
         part.data.zero_()

@@ -11,19 +11,26 @@ STABLE = 0.9  # share of the steps after the warm-up that wsd keeps the peak
 
 def warmup_steps(optim: OptimSettings, total_steps: int) -> int:
     """`lr_warmup_steps` if it is not negative, else that share of all steps, rounded down."""
-    return optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
+    return (
+        optim.lr_warmup_steps
+        if optim.lr_warmup_steps >= 0
+        else int(optim.lr_warmup_steps_ratio * total_steps)
+    )
 
 
 def learning_rate(optim: OptimSettings, step: int, total_steps: int) -> float:
-    """Rate of train step `step` (from 1).  Skipped steps count, so the rate depends on nothing but the step.
+    """Rate of train step `step` (from 1).  Skipped steps count, so the rate depends on nothing but
+    the step.
 
-    With W warm-up steps and t = step - 1: lr (t + 1) / W for t < W, with lr_warmup_from_zero lr t / W; then
-    constant: lr;
-    linear: a straight line from lr to min_lr_ratio lr, which it would reach at step `total_steps` + 1;
-    cosine: `num_cycles` periods of a cosine from lr to min_lr_ratio lr that end there (half a period: down to the floor);
-    wsd: lr for STABLE of the steps after the warm-up, then that cosine over the rest.
+    With W warm-up steps and t = step - 1: lr (t + 1) / W for t < W, with lr_warmup_from_zero lr t /
+    W; then constant: lr;
+    linear: a straight line from lr to min_lr_ratio lr, which it would reach at step `total_steps` +
+    1; cosine: `num_cycles` periods of a cosine from lr to min_lr_ratio lr that end there (half a
+    period: down to the floor); wsd: lr for STABLE of the steps after the warm-up, then that cosine
+    over the rest.
     """
-    t, warm = step - 1, warmup_steps(optim, total_steps)
+    t = step - 1
+    warm = warmup_steps(optim, total_steps)
     if t < warm:
         return optim.lr * (t if optim.lr_warmup_from_zero else t + 1) / warm
     if optim.lr_scheduler_type == "constant":
@@ -35,4 +42,6 @@ def learning_rate(optim: OptimSettings, step: int, total_steps: int) -> float:
     low = optim.min_lr_ratio
     if optim.lr_scheduler_type == "linear":
         return optim.lr * (1 - (1 - low) * progress)
-    return optim.lr * max(low, (1 + low) / 2 + (1 - low) / 2 * math.cos(2 * math.pi * optim.num_cycles * progress))
+    return optim.lr * max(
+        low, (1 + low) / 2 + (1 - low) / 2 * math.cos(2 * math.pi * optim.num_cycles * progress)
+    )

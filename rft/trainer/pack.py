@@ -1,7 +1,9 @@
-"""Cuts a train step into micro-batches for every rank.  Torch-free; knows lengths and token ids, not models.
+"""Cuts a train step into micro-batches for every rank.  Torch-free; knows lengths and token ids,
+not models.
 
-Invariant: no micro-batch costs more than the token budget, every rank gets the same number of micro-batches (empty ones where it has
-fewer rows), and each row is in exactly one.  The gradient does not depend on the cut, because the losses' denominators are global.
+Invariant: no micro-batch costs more than the token budget, every rank gets the same number of
+micro-batches (empty ones where it has fewer rows), and each row is in exactly one.  The gradient
+does not depend on the cut, because the losses' denominators are global.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from rft.types.row_layout import AskedLayout
 
 
 class TrainRow(Struct, frozen=True, kw_only=True):
-    """One sequence as the learner sees it: T tokens, L of them trained.  `logprobs` and `temperatures` count where `loss_mask` is True.
+    """One sequence as the learner sees it: T tokens, L of them trained.  `logprobs` and
+    `temperatures` count where `loss_mask` is True.
 
-    Arrays [L] are in the order of the trained tokens; None: not there.  `group` tells which rows share a prompt; the two rows of the
-    same non-empty `pair`, chosen and rejected, follow each other and stay in one micro-batch.
+    Arrays [L] are in the order of the trained tokens; None: not there.  `group` tells which rows
+    share a prompt; the two rows of the same non-empty `pair`, chosen and rejected, follow each
+    other and stay in one micro-batch.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -40,14 +44,17 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     extra: dict[str, np.ndarray] = {}  # float32 [L] each, by the name that the policy loss gave it
     run: int = 0  # number of its run in the step
     run_tokens: int | None = None  # tokens of that run that count; None: those of the row
-    experts: np.ndarray | None = None  # [P, layers, experts] that its first positions go through, see rft.types.experts
+    # [P, layers, experts] that its first positions go through, see rft.types.experts
+    experts: np.ndarray | None = None
     is_expert: bool = False
     group: str = ""
     pair: str = ""
 
     @property
     def marked(self) -> np.ndarray:
-        """`inputs`, distinguished by their experts too: rows share positions where both are the same."""
+        """`inputs`, distinguished by their experts too: rows share positions where both are the
+        same.
+        """
         return self.inputs if self.experts is None else experts.marked(self.inputs, self.experts)
 
     @property
@@ -89,10 +96,14 @@ class Budget:
     tokens: int
     layout: AskedLayout = "auto"  # not yet chosen: as shared
     rows: int | None = None  # fixed micro-batches
-    balance: bool = True  # units are dealt over ranks by their cost; False: in their order, as many rows to each as can be
+    # units are dealt over ranks by their cost; False: in their order, as many rows to each as can
+    # be
+    balance: bool = True
 
     def cost(self, inputs: Sequence[np.ndarray]) -> int:
-        """Positions the model computes for rows that it reads as `inputs`: distinct prefixes, all of them, or the padded rectangle."""
+        """Positions the model computes for rows that it reads as `inputs`: distinct prefixes, all
+        of them, or the padded rectangle.
+        """
         if self.layout == "packed":
             return sum(map(len, inputs))
         return shared_length(inputs) if self.shares else len(inputs) * max(map(len, inputs))
@@ -116,9 +127,10 @@ class _Bin:
 def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list[list[int]]]:
     """For each rank its micro-batches, as indexes into `rows`.
 
-    Groups stay together where their prompt is shared, pairs always, and are dealt over ranks by tokens, heaviest first (else see
-    `Budget.balance`).  Inside a rank they are packed first-fit decreasing within the budget; a row or pair that exceeds it has a
-    micro-batch of its own.  Fixed micro-batches take the rows in their order, see `spread`.
+    Groups stay together where their prompt is shared, pairs always, and are dealt over ranks by
+    tokens, heaviest first (else see `Budget.balance`).  Inside a rank they are packed first-fit
+    decreasing within the budget; a row or pair that exceeds it has a micro-batch of its own.  Fixed
+    micro-batches take the rows in their order, see `spread`.
     """
     if budget.rows is not None:
         pairs = _pairs(rows) if any(row.pair for row in rows) else []
@@ -130,7 +142,9 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
     return [mine + [[] for _ in range(count - len(mine))] for mine in packed]
 
 
-def _dealt(units: list[tuple[list[int], int]], world_size: int, count: int, budget: Budget) -> list[list[tuple[list[int], int]]]:
+def _dealt(
+    units: list[tuple[list[int], int]], world_size: int, count: int, budget: Budget
+) -> list[list[tuple[list[int], int]]]:
     """Each rank's units, the heaviest first, so that they pack well."""
     ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(world_size)]
     load = [0] * world_size
@@ -146,14 +160,18 @@ def _dealt(units: list[tuple[list[int], int]], world_size: int, count: int, budg
 
 
 def spread(count: int, world_size: int, size: int, unit: int = 1) -> list[list[list[int]]]:
-    """For each rank its micro-batches of `size` of `count` rows, the last one with what is left; `unit` rows are never parted."""
+    """For each rank its micro-batches of `size` of `count` rows, the last one with what is left;
+    `unit` rows are never parted.
+    """
     each = -(-count // (world_size * unit)) * unit
     size = max(unit, size - size % unit)
     shares = [range(rank * each, min((rank + 1) * each, count)) for rank in range(world_size)]
     return [[list(share[at : at + size]) for at in range(0, each, size)] for share in shares]
 
 
-def _units(rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Budget) -> list[tuple[list[int], int]]:
+def _units(
+    rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Budget
+) -> list[tuple[list[int], int]]:
     """Sets of rows that stay together, with their cost."""
     if any(row.pair for row in rows):
         return [(pair, budget.cost([inputs[i] for i in pair])) for pair in _pairs(rows)]
@@ -162,7 +180,8 @@ def _units(rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Bu
     groups: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         groups[row.group].append(i)
-    pieces = -(-world_size // max(1, len(groups)))  # fewer groups than ranks: cut each, or ranks would idle
+    # fewer groups than ranks: cut each, or ranks would idle
+    pieces = -(-world_size // max(1, len(groups)))
     made = []
     for members in groups.values():
         for piece in np.array_split(members, min(pieces, len(members))):
@@ -171,7 +190,9 @@ def _units(rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Bu
 
 
 def _pairs(rows: Sequence[TrainRow]) -> list[list[int]]:
-    """Raises ValueError unless the rows of each pair follow each other: losses read them as chosen, rejected."""
+    """Raises ValueError unless the rows of each pair follow each other: losses read them as chosen,
+    rejected.
+    """
     pairs = [[i, i + 1] for i in range(0, len(rows), 2)]
     for i, j in pairs:
         if j == len(rows) or not rows[i].pair or rows[i].pair != rows[j].pair:
@@ -187,9 +208,13 @@ def _within(members: list[int], inputs: Inputs, budget: Budget) -> list[tuple[li
     return _within(members[:half], inputs, budget) + _within(members[half:], inputs, budget)
 
 
-def _first_fit(units: list[tuple[list[int], int]], inputs: Inputs, budget: Budget) -> list[list[int]]:
+def _first_fit(
+    units: list[tuple[list[int], int]], inputs: Inputs, budget: Budget
+) -> list[list[int]]:
     bins: list[_Bin] = []
-    grown: Callable[[_Bin, list[int], int], int] = partial(_rectangle, inputs) if budget.layout == "padded" else _sum
+    grown: Callable[[_Bin, list[int], int], int] = (
+        partial(_rectangle, inputs) if budget.layout == "padded" else _sum
+    )
     for members, cost in units:
         for bin in bins:
             if (size := grown(bin, members, cost)) <= budget.tokens:

@@ -1,7 +1,9 @@
-"""Loads a causal language model and makes it a policy: micro-batch in, log-probs of its trained tokens out.
+"""Loads a causal language model and makes it a policy: micro-batch in, log-probs of its trained
+tokens out.
 
 Knows transformers and FSDP2; not losses, optimizers or files of a run.
-Invariant: what is called is always the outermost module, so FSDP2's hooks run for the output layer and the log-probs too.
+Invariant: what is called is always the outermost module, so FSDP2's hooks run for the output layer
+and the log-probs too.
 """
 
 from __future__ import annotations
@@ -39,39 +41,58 @@ class Policy(nn.Module):
     """A Hugging Face causal model whose output are log-probs."""
 
     exact: ClassVar[tuple[str, ...]] = ()  # modules that compute in float32, whatever the rest does
-    outermost: ClassVar[tuple[str, ...]] = ("plain", "choices")  # methods that are called beside `forward` and not by it
+    # methods that are called beside `forward` and not by it
+    outermost: ClassVar[tuple[str, ...]] = ("plain", "choices")
 
     def __init__(self, lm: Any, chunk_tokens: int) -> None:
         super().__init__()
         self.lm = lm
-        self.chunk_tokens, self.fused = chunk_tokens, False
+        self.chunk_tokens = chunk_tokens
+        self.fused = False
         self.entropy_chunking = self.entropy_checkpointing = True
         self.sequence: ulysses.SequenceGroup | None = None  # ranks that share each micro-batch
-        self.routers: Routers | None = None  # to go through the experts that an engine chose, and to count them
+        # to go through the experts that an engine chose, and to count them
+        self.routers: Routers | None = None
         self.router_logits: RouterLogits | None = None
         self.adapter: lora.Adapter | None = None  # what is trained instead of the whole model
-        self.head, self.state = row_layout.head(config := lm.config.to_dict()), row_layout.carries_state(config)
+        self.head, self.state = (
+            row_layout.head(config := lm.config.to_dict()),
+            row_layout.carries_state(config),
+        )
 
     def forward(
-        self, batch: MicroBatch, entropy: bool = False, statistics: bool = False, balance: bool = False
+        self,
+        batch: MicroBatch,
+        entropy: bool = False,
+        statistics: bool = False,
+        balance: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Log-probs float32 [N] of `batch`'s trained tokens, and their entropies if asked.  The output layer sees N positions only.
+        """Log-probs float32 [N] of `batch`'s trained tokens, and their entropies if asked.  The
+        output layer sees N positions only.
 
-        `statistics`: all four of `token_statistics`, without gradient.  `balance`: and what routers give each expert, float32 [E].
+        `statistics`: all four of `token_statistics`, without gradient.  `balance`: and what routers
+        give each expert, float32 [E].
         """
         if balance:
             assert self.router_logits is not None, "the settings say so"
             self.router_logits.begin()
         share = None if self.sequence is None else self.sequence.share(batch)
         mine = batch if share is None else share.batch
-        hidden, head = self.hidden(mine), self.lm.get_output_embeddings()
+        hidden = self.hidden(mine)
+        head = self.lm.get_output_embeddings()
         given = (hidden, head.weight, mine.targets, mine.temperatures)
-        tiles: dict[str, Any] = {"bias": head.bias, "chunk_tokens": self.chunk_tokens, "fused": self.fused, "head": self.head}
+        tiles: dict[str, Any] = {
+            "bias": head.bias,
+            "chunk_tokens": self.chunk_tokens,
+            "fused": self.fused,
+            "head": self.head,
+        }
         found: tuple[torch.Tensor | None, ...]
         if statistics:
             found = token_statistics(*given, **tiles)
         else:
-            whole, keep_all = entropy and not self.entropy_chunking, entropy and not self.entropy_checkpointing
+            whole = entropy and not self.entropy_chunking
+            keep_all = entropy and not self.entropy_checkpointing
             found = token_logprobs(*given, **tiles, entropy=entropy, whole=whole, keep_all=keep_all)
         if share is not None:
             found = tuple(None if x is None else share.gather(x) for x in found)
@@ -81,7 +102,9 @@ class Policy(nn.Module):
         return (*found, given_by_routers if share is None else share.add(given_by_routers))
 
     def choices(self, batch: MicroBatch) -> torch.Tensor:
-        """How often routers choose each expert for the positions that this rank computes of `batch`: float32 [E]."""
+        """How often routers choose each expert for the positions that this rank computes of
+        `batch`: float32 [E].
+        """
         assert self.routers is not None and batch.counts is not None, "the settings say so"
         mine = batch if self.sequence is None else self.sequence.share(batch).batch
         with self.routers.recorded():
@@ -89,11 +112,17 @@ class Policy(nn.Module):
         assert mine.counts is not None
         chosen = self.routers.chosen
         none = torch.zeros(self.routers.sizes.experts, device=chosen.device)
-        return none.index_add_(0, chosen.flatten(), mine.counts[:, None, None].expand_as(chosen).flatten())
+        return none.index_add_(
+            0, chosen.flatten(), mine.counts[:, None, None].expand_as(chosen).flatten()
+        )
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Last hidden states [N, H], from which `batch`'s trained tokens are predicted."""
-        more = {} if batch.tree is None else {"tree": batch.tree, **(batch.ends() if self.state else {})}
+        more = (
+            {}
+            if batch.tree is None
+            else {"tree": batch.tree, **(batch.ends() if self.state else {})}
+        )
         if self.routers is not None:
             self.routers.prescribe(batch.experts)
         out = body_of(self.lm)(
@@ -107,7 +136,9 @@ class Policy(nn.Module):
         return hidden
 
     def plain(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What transformers' own forward gives for `rows`, int64 [S, W] each, in eval mode: logits [S, W, V] in float32, or in float64."""
+        """What transformers' own forward gives for `rows`, int64 [S, W] each, in eval mode: logits
+        [S, W, V] in float32, or in float64.
+        """
         found = [self.lm(input_ids=ids, use_cache=False).logits for ids in rows]
         return [x if x.dtype == torch.float64 else x.float() for x in found]
 
@@ -121,11 +152,15 @@ class Policy(nn.Module):
         """The same from `plain`'s [W, V] of one row: float32 [L]."""
         at = torch.from_numpy(row.loss_mask.nonzero()[0]).to(out.device)
         targets = torch.from_numpy(row.tokens).to(out.device, torch.int64)[at]
-        temperatures = torch.as_tensor(row.temperatures, device=out.device).expand(len(row.tokens))[at, None]
+        temperatures = torch.as_tensor(row.temperatures, device=out.device).expand(len(row.tokens))[
+            at, None
+        ]
         return (out[at - 1] / temperatures).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     def to_shards(self) -> None:
-        """Back to shards after a forward without a backward; FSDP2 keeps the root's parameters whole until then."""
+        """Back to shards after a forward without a backward; FSDP2 keeps the root's parameters
+        whole until then.
+        """
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(self, FSDPModule):
@@ -138,12 +173,20 @@ class Policy(nn.Module):
         return {name: p for n, p in self.named_parameters() if (name := self._name(n)) is not None}
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """What the optimizer changes: the adapter's parameters by their name in its file, else all of `names`."""
+        """What the optimizer changes: the adapter's parameters by their name in its file, else all
+        of `names`.
+        """
         return self.names() if self.adapter is None else self.adapter.parameters()
 
     def whole(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """One of `names` for others to use: whole, and with the adapter added.  A collective where it is sharded."""
-        return tensors.full(parameter) if self.adapter is None else self.adapter.merged(name, parameter)
+        """One of `names` for others to use: whole, and with the adapter added.  A collective where
+        it is sharded.
+        """
+        return (
+            tensors.full(parameter)
+            if self.adapter is None
+            else self.adapter.merged(name, parameter)
+        )
 
     def buffer_names(self) -> dict[str, torch.Tensor]:
         """Buffers by Hugging Face name."""
@@ -169,10 +212,11 @@ _P = TypeVar("_P", bound=Policy)
 
 
 def load(settings: LearnerSettings, *, trained: bool = True, anchored: bool = False) -> Policy:
-    """The model of `settings.model_path` with float32 parameters, on its device, sharded if need be.  Collective.
+    """The model of `settings.model_path` with float32 parameters, on its device, sharded if need
+    be.  Collective.
 
-    Each rank reads its own part of the weights.  `trained` False: a frozen copy (the reference model).  `anchored`: an adapter that is
-    read from a folder stays in the model as it was, too.
+    Each rank reads its own part of the weights.  `trained` False: a frozen copy (the reference
+    model).  `anchored`: an adapter that is read from a folder stays in the model as it was, too.
     """
     if not trained:
         settings = replace(
@@ -195,32 +239,50 @@ def load(settings: LearnerSettings, *, trained: bool = True, anchored: bool = Fa
 
 
 def built(kind: type[_P], settings: LearnerSettings, fresh: str = "") -> tuple[_P, Path | None]:
-    """A model of `settings.model_path`, without weights, and the folder to fill it from; None: transformers had to load them.
+    """A model of `settings.model_path`, without weights, and the folder to fill it from; None:
+    transformers had to load them.
 
     `fresh`: how the names of parameters begin that no file has.
     """
     folder = Path(settings.model_path)
-    config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
+    config = loading.config_of(
+        folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config
+    )
     trust = settings.trust_remote_code
-    lm = loading.skeleton(config, trust_remote_code=trust, attn_implementation=attention_name(settings))
+    lm = loading.skeleton(
+        config, trust_remote_code=trust, attn_implementation=attention_name(settings)
+    )
     made = kind(plain(lm), settings.logprob_chunk_tokens)
     due = {name: p for name, p in made.names().items() if not (fresh and name.startswith(fresh))}
     if loading.readable(lm, due, made.tied(), folder):
         return made, folder
     log.warning(
-        "%s: its weights have other names than the model's; every rank loads all of them before it keeps its part", folder
+        "%s: its weights have other names than the model's; every rank loads all of them before it "
+        "keeps its part",
+        folder,
     )
-    lm = loading.pretrained(config, folder, trust_remote_code=trust, attn_implementation=lm.config._attn_implementation)
+    lm = loading.pretrained(
+        config, folder, trust_remote_code=trust, attn_implementation=lm.config._attn_implementation
+    )
     return kind(plain(lm), settings.logprob_chunk_tokens), None
 
 
 def place(
-    policy: Policy, settings: LearnerSettings, *, trained: bool, fill: Path | None, fresh: loading.Fresh | None = None
+    policy: Policy,
+    settings: LearnerSettings,
+    *,
+    trained: bool,
+    fill: Path | None,
+    fresh: loading.Fresh | None = None,
 ) -> Policy:
-    """Shard `policy`, whose parameters may be on the meta device, give it memory, and fill it from the folder `fill`."""
+    """Shard `policy`, whose parameters may be on the meta device, give it memory, and fill it from
+    the folder `fill`.
+    """
     if trained and settings.gradient_checkpointing:
         more = {"offload": True} if settings.activation_offload else {}
-        policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
+        policy.lm.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}, **more
+        )
     if settings.use_liger:
         loading.use_liger(policy.lm, settings.device)
     elif trained and not settings.compile:  # a compiler joins these operations itself
@@ -229,8 +291,10 @@ def place(
     policy.requires_grad_(trained)
     if policy.adapter is not None:
         lora.freeze(policy, policy.adapter)
-    policy.sequence, policy.fused = ulysses.group(settings), settings.fused_logprobs
-    policy.entropy_chunking, policy.entropy_checkpointing = settings.entropy_chunking, settings.entropy_checkpointing
+    policy.sequence = ulysses.group(settings)
+    policy.fused = settings.fused_logprobs
+    policy.entropy_chunking = settings.entropy_chunking
+    policy.entropy_checkpointing = settings.entropy_checkpointing
     if settings.compile:
         _compile(policy, settings)
     if settings.sharded:
@@ -244,11 +308,14 @@ def place(
 
 
 def attention_name(settings: LearnerSettings) -> str:
-    """The attention that transformers is asked for.  Raises ConfigError for one that is not installed or does not go with the rest."""
+    """The attention that transformers is asked for.  Raises ConfigError for one that is not
+    installed or does not go with the rest.
+    """
     layout = settings.row_layout
     if settings.attn_implementation == "eager" and layout != "padded":
         raise ConfigError(
-            "needs attn_implementation auto, sdpa or flash_attention_2, not eager.  Write padded, or auto",
+            "needs attn_implementation auto, sdpa or flash_attention_2, not eager.  Write padded, "
+            "or auto",
             key=row_layout.KEY,
             given=layout,
         )
@@ -276,35 +343,60 @@ def plain_attention(lm: Any, settings: LearnerSettings) -> str:
 
 def plain(lm: Any) -> Any:
     """`lm` without dropout."""
-    for module in lm.modules():  # the engines sample without noise, so the trainer's log-probs must be without it too
-        noises = [name for name, value in vars(module).items() if isinstance(value, float) and _is_noise(name)]
+    # the engines sample without noise, so the trainer's log-probs must be without it too
+    for module in lm.modules():
+        noises = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, float) and _is_noise(name)
+        ]
         for name in [*noises, *(["p"] if isinstance(module, nn.Dropout) else [])]:
             setattr(module, name, 0.0)
     return lm
 
 
 def _is_noise(name: str) -> bool:
-    return "drop" in name  # jitter of routers is for training mode alone; in eval mode it is a threshold of phimoe's
+    # jitter of routers is for training mode alone; in eval mode it is a threshold of phimoe's
+    return "drop" in name
 
 
 def _deterministic(policy: Policy) -> None:
-    """Modules compute as engines do, without dropout and noise; those that checkpoint their activations do so only in training mode."""
+    """Modules compute as engines do, without dropout and noise; those that checkpoint their
+    activations do so only in training mode.
+    """
     for module in policy.eval().modules():
         if vars(module).get("gradient_checkpointing") is True:
             module.training = True
 
 
 def _compile(policy: Policy, settings: LearnerSettings) -> None:
-    """Compile each layer, for any number of positions.  Raises ConfigError where there is no compiler."""
-    if settings.device == "cpu" and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))):
-        raise ConfigError("no C++ compiler was found; install g++, or write false", key="trainer.use_torch_compile", given=True)
+    """Compile each layer, for any number of positions.  Raises ConfigError where there is no
+    compiler.
+    """
+    if settings.device == "cpu" and not any(
+        map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))
+    ):
+        raise ConfigError(
+            "no C++ compiler was found; install g++, or write false",
+            key="trainer.use_torch_compile",
+            given=True,
+        )
     for block in layers(policy.lm):
         block.compile(dynamic=True)
 
 
 def layers(lm: Any) -> nn.ModuleList:
-    """The repeated transformer layers that read texts: the longest module list that is not inside another, as experts are."""
-    lists = {name: m for name, m in lm.get_decoder().named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    """The repeated transformer layers that read texts: the longest module list that is not inside
+    another, as experts are.
+    """
+    lists = {
+        name: m
+        for name, m in lm.get_decoder().named_modules()
+        if isinstance(m, nn.ModuleList) and len(m)
+    }
     if not lists:
         raise SetupError(f"{type(lm).__name__} has no list of layers to shard")
-    return max((m for name, m in lists.items() if not any(name.startswith(f"{n}.") for n in lists)), key=len)
+    return max(
+        (m for name, m in lists.items() if not any(name.startswith(f"{n}.") for n in lists)),
+        key=len,
+    )

@@ -1,11 +1,14 @@
-"""Sequences that begin alike, laid out so that what they share is computed once.  Torch-free; knows token ids only.
+"""Sequences that begin alike, laid out so that what they share is computed once.  Torch-free; knows
+token ids only.
 
-A causal model's state after a prefix depends on that prefix alone.  So the rows of a micro-batch are merged into a prefix tree: the
-system prompt is computed once for all tasks, a task's prompt once for its group, and the first words of two equal beginnings once.
-`Tree` numbers the tree's nodes ("slots"); a row is the path of slots from the root to its end.
+A causal model's state after a prefix depends on that prefix alone.  So the rows of a micro-batch
+are merged into a prefix tree: the system prompt is computed once for all tasks, a task's prompt
+once for its group, and the first words of two equal beginnings once. `Tree` numbers the tree's
+nodes ("slots"); a row is the path of slots from the root to its end.
 
-Example: rows "a b c" and "a b d" have slots a=0 b=1 c=2 d=3; paths [0 1 2] and [0 1 3]; the second row owns slot 3 only.
-Invariant: the tokens along a row's path are that row's tokens, and a slot's position is its depth.
+Example: rows "a b c" and "a b d" have slots a=0 b=1 c=2 d=3; paths [0 1 2] and [0 1 3]; the second
+row owns slot 3 only. Invariant: the tokens along a row's path are that row's tokens, and a slot's
+position is its depth.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Branch:
-    """The slots path[start:] that one row adds to the tree; they attend to all slots of `path` up to themselves."""
+    """The slots path[start:] that one row adds to the tree; they attend to all slots of `path` up
+    to themselves.
+    """
 
     path: np.ndarray  # int64 [L]
     start: int
@@ -46,13 +51,15 @@ NOTHING = -1  # as `max_mask`: no row shares anything, so rows are packed one be
 def build(rows: Sequence[np.ndarray], *, max_mask: int = MAX_MASK) -> Tree:
     """The prefix tree of `rows`, int32 or int64 [L_i] each.
 
-    A branch needs a mask of own x path entries; where that would exceed `max_mask` a row shares nothing, and plain causal attention
-    serves it without a mask.
+    A branch needs a mask of own x path entries; where that would exceed `max_mask` a row shares
+    nothing, and plain causal attention serves it without a mask.
     """
     paths: list[np.ndarray] = [np.zeros(0, np.int64)] * len(rows)
     branches: list[Branch] = []
     tokens: list[np.ndarray] = []
-    count, before, path = 0, np.zeros(0, np.int32), np.zeros(0, np.int64)
+    count = 0
+    before = np.zeros(0, np.int32)
+    path = np.zeros(0, np.int64)
     for i in _order(rows):
         row = rows[i]
         shared = _shared(before, row, max_mask)
@@ -62,7 +69,8 @@ def build(rows: Sequence[np.ndarray], *, max_mask: int = MAX_MASK) -> Tree:
             branches.append(Branch(path, shared))
             tokens.append(row[shared:])
         paths[i] = path
-        count, before = count + added, row
+        count = count + added
+        before = row
     positions = [np.arange(b.start, len(b.path)) for b in branches]
     return Tree(_join(tokens), _join(positions), tuple(branches), tuple(paths))
 
@@ -70,7 +78,9 @@ def build(rows: Sequence[np.ndarray], *, max_mask: int = MAX_MASK) -> Tree:
 def shared_length(rows: Sequence[np.ndarray], *, max_mask: int = MAX_MASK) -> int:
     """How many slots the prefix tree of `rows` has."""
     order = _order(rows)
-    return sum(len(rows[i]) for i in order) - sum(_shared(rows[a], rows[b], max_mask) for a, b in pairwise(order))
+    return sum(len(rows[i]) for i in order) - sum(
+        _shared(rows[a], rows[b], max_mask) for a, b in pairwise(order)
+    )
 
 
 def _shared(before: np.ndarray, row: np.ndarray, max_mask: int) -> int:
@@ -80,7 +90,9 @@ def _shared(before: np.ndarray, row: np.ndarray, max_mask: int) -> int:
 
 
 def _order(rows: Sequence[np.ndarray]) -> list[int]:
-    """Lexicographic, so that the longest shared prefix of a row with any before it is the one with its neighbour."""
+    """Lexicographic, so that the longest shared prefix of a row with any before it is the one with
+    its neighbour.
+    """
     kind = ">i8" if any(row.dtype.itemsize > 4 for row in rows) else ">i4"
     keys = [row.astype(kind).tobytes() for row in rows]
     return sorted(range(len(rows)), key=keys.__getitem__)

@@ -1,6 +1,8 @@
-"""Products of float32 matrices by oneDNN, which is faster than MKL on AMD's processors.  torch has both and takes MKL.
+"""Products of float32 matrices by oneDNN, which is faster than MKL on AMD's processors.  torch has
+both and takes MKL.
 
-Knows torch's operators; not models.  Invariant: what oneDNN cannot multiply, and every other type, is multiplied as before.
+Knows torch's operators; not models.  Invariant: what oneDNN cannot multiply, and every other type,
+is multiplied as before.
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ def by_onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def prefer_onednn(cpuinfo: Path = Path("/proc/cpuinfo")) -> torch.library.Library | None:
-    """Where it is faster, `torch.mm` and with it linear layers and their gradients are `by_onednn` in this process from now on."""
-    if not torch.backends.mkldnn.is_available() or not cpuinfo.exists() or "AuthenticAMD" not in cpuinfo.read_text():
+    """Where it is faster, `torch.mm` and with it linear layers and their gradients are `by_onednn`
+    in this process from now on.
+    """
+    if (
+        not torch.backends.mkldnn.is_available()
+        or not cpuinfo.exists()
+        or "AuthenticAMD" not in cpuinfo.read_text()
+    ):
         return None
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """The weights of the proximal policy: those at the start of a window of steps, kept in host memory.
 
-Knows the policy's trained parameters.  Invariant: each rank keeps its own part, and what is trained is restored whatever happens.
+Knows the policy's trained parameters.  Invariant: each rank keeps its own part, and what is trained
+is restored whatever happens.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from rft.trainer.policy import Policy
 
 
 class ProximalWeights:
-    """A copy of the trained weights of `policy`.  `current`: they have not changed since it was made."""
+    """A copy of the trained weights of `policy`.  `current`: they have not changed since it was
+    made.
+    """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self.current = policy, False
+        self._policy = policy
+        self.current = False
         self._kept: dict[str, torch.Tensor] | None = None
 
     def remember(self) -> None:
@@ -33,7 +37,10 @@ class ProximalWeights:
             yield
             return
         if self._kept is None:
-            raise RunFailed("the trainer has no weights of the window's start; remember() comes with every published version")
+            raise RunFailed(
+                "the trainer has no weights of the window's start; remember() comes with every "
+                "published version"
+            )
         now = self._copied()
         self._put(self._kept)
         try:
@@ -44,7 +51,10 @@ class ProximalWeights:
 
     @torch.no_grad()
     def _copied(self) -> dict[str, torch.Tensor]:
-        return {name: tensors.local(p).to("cpu", copy=True) for name, p in self._policy.trainable().items()}
+        return {
+            name: tensors.local(p).to("cpu", copy=True)
+            for name, p in self._policy.trainable().items()
+        }
 
     @torch.no_grad()
     def _put(self, weights: dict[str, torch.Tensor]) -> None:

@@ -1,7 +1,9 @@
-"""All ranks of the trainer as one: a call goes to every rank together, and the first failure is everyone's.
+"""All ranks of the trainer as one: a call goes to every rank together, and the first failure is
+everyone's.
 
-The local rank works in one thread of its own, so the event loop stays free (the canary asks for scores while weights are published).
-Knows neither Ray nor buffers.  Invariant: collective calls reach every rank in the same order.
+The local rank works in one thread of its own, so the event loop stays free (the canary asks for
+scores while weights are published). Knows neither Ray nor buffers.  Invariant: collective calls
+reach every rank in the same order.
 """
 
 from __future__ import annotations
@@ -54,12 +56,15 @@ class Ranks:
         self.settings = local.settings
         self.algorithm = local.algorithm
         self.controllers = controllers(self.settings.algorithm)
-        self._local, self._remote = local, tuple(remote)
+        self._local = local
+        self._remote = tuple(remote)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._checked = False  # the first batch of a run without engines
         self._turn = asyncio.Lock()
         if (count := 1 + len(self._remote)) != self.settings.world_size:
-            raise ValueError(f"{count} ranks, but the learner was made for a world of {self.settings.world_size}")
+            raise ValueError(
+                f"{count} ranks, but the learner was made for a world of {self.settings.world_size}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -73,32 +78,59 @@ class Ranks:
     @property
     def critic_budget(self) -> Budget | None:
         """Of what the critic learns; None where there is none."""
-        return self._budget(self.settings.critic, "trainer.critic") if self.algorithm.needs.critic else None
+        return (
+            self._budget(self.settings.critic, "trainer.critic")
+            if self.algorithm.needs.critic
+            else None
+        )
 
     def _budget(self, model: LearnerSettings | CriticSettings, section: str) -> Budget:
         s = self.settings
         if not model.use_dynamic_bsz and model.micro_batch_size is None:
-            raise ConfigError("is needed with use_dynamic_bsz: false", key=f"{section}.micro_batch_size_per_gpu")
+            raise ConfigError(
+                "is needed with use_dynamic_bsz: false", key=f"{section}.micro_batch_size_per_gpu"
+            )
         rows = None if model.use_dynamic_bsz else model.micro_batch_size
-        return Budget(model.max_token_len_per_gpu * s.sequence_parallel, model.row_layout, rows, s.balance_batch)
+        return Budget(
+            model.max_token_len_per_gpu * s.sequence_parallel,
+            model.row_layout,
+            rows,
+            s.balance_batch,
+        )
 
     def forward_budget(self, what: Computed) -> Budget:
         """Of a forward pass that computes `what`, of any number of rows."""
-        s, c = self.settings, self.settings.critic
+        s = self.settings
+        c = self.settings.critic
         if what == "values":
             rows = None if c.use_dynamic_bsz else c.forward_micro_batch_size
-            return Budget(c.forward_max_token_len_per_gpu * s.sequence_parallel, c.row_layout, rows, s.balance_batch)
+            return Budget(
+                c.forward_max_token_len_per_gpu * s.sequence_parallel,
+                c.row_layout,
+                rows,
+                s.balance_batch,
+            )
         own = (s.ref or s.log_prob) if what == "ref" else s.log_prob
         if own is None:
             return self.budget
-        return Budget(own.max_token_len_per_gpu * s.sequence_parallel, s.row_layout, own.micro_batch_size, s.balance_batch)
+        return Budget(
+            own.max_token_len_per_gpu * s.sequence_parallel,
+            s.row_layout,
+            own.micro_batch_size,
+            s.balance_batch,
+        )
 
     @property
     def before(self) -> frozenset[Computed]:
-        """What is computed for all rows before a step: what the algorithm reads, and what must not change between its updates."""
-        s, needs = self.settings, self.algorithm.needs
+        """What is computed for all rows before a step: what the algorithm reads, and what must not
+        change between its updates.
+        """
+        s = self.settings
+        needs = self.algorithm.needs
         found = needs.before
-        if not s.algorithm.bypass_old_logprobs and (s.ppo_epochs > 1 or s.algorithm.proximal_window):
+        if not s.algorithm.bypass_old_logprobs and (
+            s.ppo_epochs > 1 or s.algorithm.proximal_window
+        ):
             found |= {"old"}
         if needs.reference and (s.ppo_epochs > 1 or s.ref is not None):
             found |= {"ref"}
@@ -109,7 +141,9 @@ class Ranks:
         """The factors of the KL terms in the next step."""
         return {name: controller.coef for name, controller in self.controllers.items()}
 
-    async def step(self, shares: Sequence[RankBatch], critic: Sequence[RankBatch] | None = None) -> StepResult:
+    async def step(
+        self, shares: Sequence[RankBatch], critic: Sequence[RankBatch] | None = None
+    ) -> StepResult:
         """One train step; `shares[r]` is rank r's, `critic[r]` what its critic learns."""
         learnt: Sequence[RankBatch | None] = critic or [None] * len(shares)
         return combined(await self._dealt("step", list(zip(shares, learnt, strict=True))))
@@ -119,17 +153,26 @@ class Ranks:
         return batch.critic is None or batch.shares[0].step > self.settings.critic.warmup
 
     def steer(self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int) -> None:
-        """Let the controllers see the KL of a step that changed the weights: of the reward's, and of the loss's by `report`."""
-        seen = {"kl_penalty": kl_penalty, "kl_loss": report.sums["kl"] / tokens if "kl" in report.sums else None}
+        """Let the controllers see the KL of a step that changed the weights: of the reward's, and
+        of the loss's by `report`.
+        """
+        seen = {
+            "kl_penalty": kl_penalty,
+            "kl_loss": report.sums["kl"] / tokens if "kl" in report.sums else None,
+        }
         for name, controller in self.controllers.items():
             if (kl := seen[name]) is not None:
                 controller.update(kl, rows)
 
     async def check_rows(self, rows: Sequence[TrainRow]) -> tuple[str, ...]:
-        """The first time: compare the shortest of these rows with transformers, and say so.  Raises RunFailed."""
+        """The first time: compare the shortest of these rows with transformers, and say so.  Raises
+        RunFailed.
+        """
         if self._checked:
             return ()
-        said = await self._same("check_rows", sorted(rows, key=lambda row: len(row.tokens))[:_FIRST_ROWS])
+        said = await self._same(
+            "check_rows", sorted(rows, key=lambda row: len(row.tokens))[:_FIRST_ROWS]
+        )
         self._checked = True
         return (said[0],)
 
@@ -139,19 +182,32 @@ class Ranks:
             await self._same("remember")
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        """Log-probs, float32 [len(tokens) - prompt_length], of each row's tokens after its prompt; all are `rounded` alike."""
+        """Log-probs, float32 [len(tokens) - prompt_length], of each row's tokens after its prompt;
+        all are `rounded` alike.
+        """
         (rounded,) = {row.rounded for row in rows}
         made = [_train_row(row) for row in rows]
         asked = [row for row in made if row.loss_mask.any()]
         found = iter(await self.compute(asked, ("old",), rounded=rounded))
-        return [next(found)["old"] if row.loss_mask.any() else np.zeros(0, np.float32) for row in made]
+        return [
+            next(found)["old"] if row.loss_mask.any() else np.zeros(0, np.float32) for row in made
+        ]
 
     async def prepare(self, rows: Sequence[TrainRow]) -> list[Scored]:
-        """What is computed `before` a step, for each row; the policy is the proximal one where the algorithm has one."""
-        return await self.compute(rows, sorted(self.before), proximal=self.settings.algorithm.proximal_window)
+        """What is computed `before` a step, for each row; the policy is the proximal one where the
+        algorithm has one.
+        """
+        return await self.compute(
+            rows, sorted(self.before), proximal=self.settings.algorithm.proximal_window
+        )
 
     async def compute(
-        self, rows: Sequence[TrainRow], what: Sequence[Computed], *, proximal: bool = False, rounded: str | None = None
+        self,
+        rows: Sequence[TrainRow],
+        what: Sequence[Computed],
+        *,
+        proximal: bool = False,
+        rounded: str | None = None,
     ) -> list[Scored]:
         """For each row what was asked for, float32 [L] each, under the weights as they are.
 
@@ -163,7 +219,10 @@ class Ranks:
         found: list[Scored] = [{} for _ in rows]
         for (budget, _), names in together.items():
             cut = plan(rows, self.world_size, budget)
-            asked = [([[rows[i] for i in micro] for micro in mine], tuple(names), proximal, rounded) for mine in cut]
+            asked = [
+                ([[rows[i] for i in micro] for micro in mine], tuple(names), proximal, rounded)
+                for mine in cut
+            ]
             for mine, result in zip(cut, await self._dealt("score", asked), strict=True):
                 for micro, scores in zip(mine, result, strict=True):
                     for i, score in zip(micro, scores, strict=True):
@@ -172,7 +231,9 @@ class Ranks:
 
     async def stage(self, version: Version, transport: Transport) -> WeightManifest:
         began = time.perf_counter()
-        first, *_ = await self._all("stage", [(version, transport), *((version, None) for _ in self._remote)])
+        first, *_ = await self._all(
+            "stage", [(version, transport), *((version, None) for _ in self._remote)]
+        )
         assert isinstance(first, WeightManifest)
         return replace(first, stage_s=time.perf_counter() - began)
 
@@ -190,13 +251,20 @@ class Ranks:
         await self._same("export", str(folder))
 
     async def load(self, checkpoint: str | Path) -> None:
-        """Go on from a committed checkpoint folder (`global_step_N`).  Factors that are constant stay as they are written."""
+        """Go on from a committed checkpoint folder (`global_step_N`).  Factors that are constant
+        stay as they are written.
+        """
         coefs, *_ = await self._same("load", str(Path(checkpoint) / "trainer"))
         if "extra" not in (self.settings.load_contents or ("extra",)):
             return
-        for name, controller in ((n, c) for n, c in self.controllers.items() if c.target is not None):
+        for name, controller in (
+            (n, c) for n, c in self.controllers.items() if c.target is not None
+        ):
             if name not in coefs:
-                raise CheckpointInvalid(f"{checkpoint}: has no factor of the adaptive {name}; it was written without one")
+                raise CheckpointInvalid(
+                    f"{checkpoint}: has no factor of the adaptive {name}; it was written without "
+                    f"one"
+                )
             controller.coef = coefs[name]
 
     async def aside(self, work: Any, *args: Any) -> Any:
@@ -208,14 +276,23 @@ class Ranks:
         return await self._all(method, [args] * self.settings.world_size)
 
     async def _dealt(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """A call with `args[i]` to each of the ranks that share i; one answer for each, as theirs are the same."""
+        """A call with `args[i]` to each of the ranks that share i; one answer for each, as theirs
+        are the same.
+        """
         each = self.settings.sequence_parallel
         return (await self._all(method, [a for a in args for _ in range(each)]))[::each]
 
     async def _all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         async with self._turn:
-            local = asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._local, method), *args[0])
-            return list(await asyncio.gather(local, *(r.call(method, *a) for r, a in zip(self._remote, args[1:], strict=True))))
+            local = asyncio.get_running_loop().run_in_executor(
+                self._thread, getattr(self._local, method), *args[0]
+            )
+            return list(
+                await asyncio.gather(
+                    local,
+                    *(r.call(method, *a) for r, a in zip(self._remote, args[1:], strict=True)),
+                )
+            )
 
 
 def _train_row(row: ScoreRow) -> TrainRow:

@@ -1,10 +1,11 @@
 """Norms and gated MLPs of a Llama-like layer that keep less for the backward pass.
 
-transformers writes them as several operations, and autograd keeps what each of them read: of an RMS norm its normalised input, of a
-gated MLP the activated gate and the product.  Both follow from what is kept anyway by a few cheap operations, so here the backward
-pass computes them again: a third less memory for the layers' activations, at no cost in time.
-Knows modules and autograd; not models' names.  Invariant: the forward pass makes the same operations in the same order, so its
-results are the same to the last bit, and modules whose code is not Llama's are left as they are.
+transformers writes them as several operations, and autograd keeps what each of them read: of an RMS
+norm its normalised input, of a gated MLP the activated gate and the product.  Both follow from what
+is kept anyway by a few cheap operations, so here the backward pass computes them again: a third
+less memory for the layers' activations, at no cost in time. Knows modules and autograd; not models'
+names.  Invariant: the forward pass makes the same operations in the same order, so its results are
+the same to the last bit, and modules whose code is not Llama's are left as they are.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ def apply(lm: nn.Module) -> int:
 
 
 def _same_code(module: nn.Module, known: type[nn.Module]) -> bool:
-    """Whether `module` computes what `known` does: many models of transformers have copies of Llama's classes."""
-    mine, theirs = getattr(type(module).forward, "__code__", None), known.forward.__code__
+    """Whether `module` computes what `known` does: many models of transformers have copies of
+    Llama's classes.
+    """
+    mine = getattr(type(module).forward, "__code__", None)
+    theirs = known.forward.__code__
     return mine is not None and (mine.co_code, mine.co_names, mine.co_consts) == (
         theirs.co_code,
         theirs.co_names,
@@ -55,12 +59,16 @@ def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = _GatedDown.apply(module.gate_proj(x), module.up_proj(x), module.down_proj.weight)
+    out: torch.Tensor = _GatedDown.apply(
+        module.gate_proj(x), module.up_proj(x), module.down_proj.weight
+    )
     return out
 
 
 class _RmsNorm(torch.autograd.Function):
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32; keeps x and the factor of each row."""
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32; keeps x and
+    the factor of each row.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -86,7 +94,9 @@ class _GatedDown(torch.autograd.Function):
     """(silu(gate) * up) @ weight.T; keeps gate and up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(gate, up, weight)
         return F.linear(F.silu(gate).mul_(up), weight)
 

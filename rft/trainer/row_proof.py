@@ -1,11 +1,14 @@
-"""Proves, when a model is loaded, that rows as the trainer lays them out give what transformers gives for each row by itself.
+"""Proves, when a model is loaded, that rows as the trainer lays them out give what transformers
+gives for each row by itself.
 
-A few unequal rows, two of them with a common prompt, go through the model as it will train: its layout, its attention, its log-probs
-at several temperatures.  The other side is transformers' own forward in eval mode, log_softmax(float32 logits / temperature).
-Differences up to 1e-5 nats in float32 are exact.  Beyond that, and in shorter types, two things must hold: the difference is no more
-than a multiple of this model's own noise (the same tokens in another batch shape, from embeddings that are rounded differently), and
-the layout is exact in float64 on a copy of the model's first layers, where nothing hides a wrong layer.
-Knows policies and critics; not losses.  Invariant: all ranks come to the same verdict.
+A few unequal rows, two of them with a common prompt, go through the model as it will train: its
+layout, its attention, its log-probs at several temperatures.  The other side is transformers' own
+forward in eval mode, log_softmax(float32 logits / temperature). Differences up to 1e-5 nats in
+float32 are exact.  Beyond that, and in shorter types, two things must hold: the difference is no
+more than a multiple of this model's own noise (the same tokens in another batch shape, from
+embeddings that are rounded differently), and the layout is exact in float64 on a copy of the
+model's first layers, where nothing hides a wrong layer. Knows policies and critics; not losses.
+Invariant: all ranks come to the same verdict.
 """
 
 from __future__ import annotations
@@ -38,20 +41,25 @@ log = logging.getLogger(__name__)
 _MULTIPLE = 8  # of the noise
 _EXACT = 1e-5  # nats, in float32, and in float64, in which some layers compute in float32 still
 _FLOOR = {"float32": _EXACT, "bfloat16": 1e-3}  # nats
-_CEILING = {"float32": 1e-3, "bfloat16": float("inf")}  # what is more than noise can be; in bfloat16 models differ too much
+# what is more than noise can be; in bfloat16 models differ too much
+_CEILING = {"float32": 1e-3, "bfloat16": float("inf")}
 _NO_CONFIG = SimpleNamespace()
-_NEXT: dict[AskedLayout, AskedLayout] = {"shared": "packed", "packed": "padded"}  # what is tried where one is not exact
-_SHORT = 5  # positions of a window or chunk while rows are compared, so that the short rows reach beyond it
+# what is tried where one is not exact
+_NEXT: dict[AskedLayout, AskedLayout] = {"shared": "packed", "packed": "padded"}
+# positions of a window or chunk while rows are compared, so that the short rows reach beyond it
+_SHORT = 5
 _WIDTHS = ("sliding_window", "attention_chunk_size")
 _TAIL = 7  # tokens that make the second batch shape
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Differences of log-probs in nats; of a critic and of a copy, of a projection of its last hidden states.
+    """Differences of log-probs in nats; of a critic and of a copy, of a projection of its last
+    hidden states.
 
-    In float32 the largest over all tokens, in shorter types the mean: there one expert chosen otherwise moves a token by whole nats.
-    `in_float64`: of the copy; why there is none; or None where it is not needed.
+    In float32 the largest over all tokens, in shorter types the mean: there one expert chosen
+    otherwise moves a token by whole nats. `in_float64`: of the copy; why there is none; or None
+    where it is not needed.
     """
 
     apart: float
@@ -66,7 +74,9 @@ class Proof:
 
     @property
     def rounded(self) -> bool:
-        """Whether the difference is within what rounding does to this model, and too large to be exact by itself."""
+        """Whether the difference is within what rounding does to this model, and too large to be
+        exact by itself.
+        """
         return self.apart <= self.limit and not (self.dtype == "float32" and self.apart <= _EXACT)
 
     @property
@@ -78,11 +88,15 @@ class Proof:
     def __str__(self) -> str:
         which = "the largest difference" if self.dtype == "float32" else "the mean difference"
         said = (
-            f"{which} to plain transformers rows over {self.num_tokens} tokens is {self.apart:.1e} nats, "
+            f"{which} to plain transformers rows over {self.num_tokens} tokens is {self.apart:.1e} "
+            f"nats, "
             f"allowed are {self.limit:.1e} (noise of this model in {self.dtype}: {self.noise:.1e})"
         )
         if isinstance(self.in_float64, str):
-            return f"{said}; the layout was not computed in float64 ({self.in_float64}), so only the types of layers speak for it"
+            return (
+                f"{said}; the layout was not computed in float64 ({self.in_float64}), so only "
+                f"the types of layers speak for it"
+            )
         if self.in_float64 is not None:
             allowed = f"allowed are {_EXACT:.0e}"
             return f"{said}; the first layers in float64 are {self.in_float64:.1e} apart, {allowed}"
@@ -90,43 +104,73 @@ class Proof:
 
 
 def decided(settings: LearnerSettings) -> LearnerSettings:
-    """`settings` with the row layouts that the configurations of policy and critic allow.  Raises ConfigError as `choose` does."""
+    """`settings` with the row layouts that the configurations of policy and critic allow.  Raises
+    ConfigError as `choose` does.
+    """
     import_library(settings.external_lib)
     critic = settings.critic
     if needs(settings.algorithm).critic:
-        critic = replace(critic, row_layout=_decided(settings, critic.model_path or settings.model_path, critic.row_layout))
-    return replace(settings, row_layout=_decided(settings, settings.model_path, settings.row_layout), critic=critic)
+        critic = replace(
+            critic,
+            row_layout=_decided(
+                settings, critic.model_path or settings.model_path, critic.row_layout
+            ),
+        )
+    return replace(
+        settings,
+        row_layout=_decided(settings, settings.model_path, settings.row_layout),
+        critic=critic,
+    )
 
 
 def _decided(settings: LearnerSettings, path: str, asked: AskedLayout) -> AskedLayout:
     if asked == "auto" and settings.attn_implementation == "eager":
         return "padded"
     override = loading.override_of(settings, path)
-    config = loading.config_of(Path(path), trust_remote_code=settings.trust_remote_code, override=override)
+    config = loading.config_of(
+        Path(path), trust_remote_code=settings.trust_remote_code, override=override
+    )
     choice = choose(config.to_dict(), asked, device=settings.device)
     if choice.layout == "padded" or attention.exchangeable(config):
         return choice.layout
     if asked == "auto":
-        log.warning("%s: rows are padded: its attention is its own code, which cannot be exchanged", path)
+        log.warning(
+            "%s: rows are padded: its attention is its own code, which cannot be exchanged", path
+        )
         return "padded"
     raise ConfigError(
-        "the model's attention is its own code, which cannot be exchanged.  Write auto or padded", key=KEY, given=asked
+        "the model's attention is its own code, which cannot be exchanged.  Write auto or padded",
+        key=KEY,
+        given=asked,
     )
 
 
 def prove(model: Policy, settings: LearnerSettings, *, fall_back: bool) -> AskedLayout:
-    """The layout to train `model` with: that of `settings` (decided), or the next that is exact where it may be left.  Collective.
+    """The layout to train `model` with: that of `settings` (decided), or the next that is exact
+    where it may be left.  Collective.
 
     Raises ConfigError for a layout that is not exact, naming what differs.
     """
     found = _tried(model, settings)
     if isinstance(found, Proof) and found.exact:
         level = logging.WARNING if isinstance(found.in_float64, str) else logging.INFO
-        log.log(level, "%s: %s rows are taken as exact: %s", settings.model_path, settings.row_layout, found)
+        log.log(
+            level,
+            "%s: %s rows are taken as exact: %s",
+            settings.model_path,
+            settings.row_layout,
+            found,
+        )
         return settings.row_layout
     other = _NEXT.get(settings.row_layout)
     if other is not None and fall_back and (other != "padded" or settings.sequence_parallel == 1):
-        log.warning("%s: %s rows are not used, and rows are %s: %s", settings.model_path, settings.row_layout, other, found)
+        log.warning(
+            "%s: %s rows are not used, and rows are %s: %s",
+            settings.model_path,
+            settings.row_layout,
+            other,
+            found,
+        )
         if other == "padded":
             attention.switch(model.lm, policies.plain_attention(model.lm, settings))
         return prove(model, replace(settings, row_layout=other), fall_back=True)
@@ -153,15 +197,18 @@ def _said(e: Exception) -> str:
 
 
 def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow]) -> str:
-    """Compare `rows`, which are about to be trained on, with plain rows; what to say of it.  Collective.
+    """Compare `rows`, which are about to be trained on, with plain rows; what to say of it.
+    Collective.
 
     Raises RunFailed where they differ.
     """
-    chosen = [msgspec.structs.replace(r, tokens=r.tokens.copy(), experts=None) for r in rows]  # a lease's arrays are read-only
+    # a lease's arrays are read-only
+    chosen = [msgspec.structs.replace(r, tokens=r.tokens.copy(), experts=None) for r in rows]
     found = measure(model, settings, chosen)
     if not found.apart <= found.limit:
         raise RunFailed(
-            f"the first batch, as {settings.row_layout} rows of {type(model.lm).__name__}, is not what transformers computes: {found}.  "
+            f"the first batch, as {settings.row_layout} rows of {type(model.lm).__name__}, is not "
+            f"what transformers computes: {found}.  "
             f"Write {KEY}: padded; if that is written, the trainer cannot train this model"
         )
     return f"first batch: {len(chosen)} of its rows are what transformers computes: {found}"
@@ -169,7 +216,9 @@ def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow
 
 @torch.no_grad()
 def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | None = None) -> Proof:
-    """Compare `model` in the layout of `settings` with plain rows, of `rows` or of random ones.  Collective."""
+    """Compare `model` in the layout of `settings` with plain rows, of `rows` or of random ones.
+    Collective.
+    """
     rows = _rows(model) if rows is None else rows
     tokens = [torch.from_numpy(r.tokens).to(settings.device, torch.int64) for r in rows]
     width = max(map(len, tokens)) + _TAIL
@@ -181,7 +230,9 @@ def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | Non
             with rounding.otherwise(model.lm):
                 joined = _read(model, rows, model.plain([filled])[0])
     of = torch.max if settings.dtype == "float32" else torch.mean
-    found = torch.stack([of((mine - alone).abs()), of((joined - alone).abs())]).nan_to_num(float("inf"), float("inf"))
+    found = torch.stack([of((mine - alone).abs()), of((joined - alone).abs())]).nan_to_num(
+        float("inf"), float("inf")
+    )
     if settings.world_size > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     model.to_shards()
@@ -189,12 +240,16 @@ def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | Non
 
 
 def _in_float64(settings: LearnerSettings) -> float | str:
-    """How far the layout of `settings` is from plain rows on a copy in float64, or why that is not known.  Collective; rank 0 computes."""
+    """How far the layout of `settings` is from plain rows on a copy in float64, or why that is not
+    known.  Collective; rank 0 computes.
+    """
     found: list[float | str] = [0.0]
     if settings.world_size == 1 or dist.get_rank() == 0:
         try:
             found = [copy_apart(settings)]
-        except Exception as e:  # a model's code may be anyone's; the layers' types decide where it cannot be cut
+        except (
+            Exception
+        ) as e:  # a model's code may be anyone's; the layers' types decide where it cannot be cut
             found = [_said(e)]
     if settings.world_size > 1:
         dist.broadcast_object_list(found, src=0)
@@ -204,7 +259,8 @@ def _in_float64(settings: LearnerSettings) -> float | str:
 @torch.no_grad()
 def copy_apart(settings: LearnerSettings) -> float:
     """The largest difference between the layout of `settings` and plain rows on a copy in float64."""
-    plain = "eager" if settings.attn_implementation == "eager" else "sdpa"  # kernels of flash-attn know no float64
+    # kernels of flash-attn know no float64
+    plain = "eager" if settings.attn_implementation == "eager" else "sdpa"
     alone = replace(settings, sequence_parallel=1, world_size=1, attn_implementation=plain)
     model = layer_copy.make(alone)
     rows = _rows(model)
@@ -218,7 +274,9 @@ def copy_apart(settings: LearnerSettings) -> float:
 
 def _laid_out(model: Policy, settings: LearnerSettings, rows: list[TrainRow]) -> torch.Tensor:
     """What `rows` give in the layout of `settings`."""
-    return model.numbers(batch.make(rows, layout=settings.row_layout, device=torch.device(settings.device)))
+    return model.numbers(
+        batch.make(rows, layout=settings.row_layout, device=torch.device(settings.device))
+    )
 
 
 def _read(model: Policy, rows: list[TrainRow], outs: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -244,7 +302,11 @@ def _plainly(model: Policy, settings: LearnerSettings) -> Iterator[None]:
 @contextmanager
 def _narrowed(model: Policy) -> Iterator[None]:
     """Windows and chunks of all layers of `model` are `_SHORT`."""
-    places = {id(at): at for module in model.modules() for at in (vars(module), vars(vars(module).get("config", _NO_CONFIG)))}
+    places = {
+        id(at): at
+        for module in model.modules()
+        for at in (vars(module), vars(vars(module).get("config", _NO_CONFIG)))
+    }
     wide = [
         (at, name, width)
         for at in places.values()

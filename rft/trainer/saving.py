@@ -1,7 +1,9 @@
-"""What one rank puts into a checkpoint and takes out of it: its rows of weights and optimizer averages, and a page of JSON.
+"""What one rank puts into a checkpoint and takes out of it: its rows of weights and optimizer
+averages, and a page of JSON.
 
 Knows models and optimizers; not versions, manifests or which step is saved when.
-Invariant: `take` fixes what is saved, `write` neither waits for other ranks nor reads the model, so training may go on meanwhile.
+Invariant: `take` fixes what is saved, `write` neither waits for other ranks nor reads the model, so
+training may go on meanwhile.
 """
 
 from __future__ import annotations
@@ -32,15 +34,25 @@ STATE = "state.json"
 ADAPTERS = "adapters"  # holds a folder, named like the adapter, that peft reads
 PRETRAINED = "pretrained"  # config and tokenizer, so that a checkpoint explains itself
 OF_TOKENIZER = (
-    "*token*.json", "*.jinja", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.tiktoken", "*.py", "chat_template*",
+    "*token*.json",
+    "*.jinja",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "tekken.json",
+    "*.tiktoken",
+    "*.py",
+    "chat_template*",
     "*_templates/*.jinja",
-)  # fmt: skip
+)
 OF_MODEL = ("config.json", "generation_config.json", "*processor_config.json", "*.py")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with its optimizer.  `prefix` of its files: "" for the policy, "critic_" for the critic."""
+    """A model with its optimizer.  `prefix` of its files: "" for the policy, "critic_" for the
+    critic.
+    """
 
     policy: Policy
     optimizer: torch.optim.Optimizer
@@ -58,21 +70,35 @@ class CheckpointState:
 
 
 def take(
-    parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy: bool, kl_coefs: Mapping[str, float]
+    parts: Sequence[Trained],
+    settings: LearnerSettings,
+    step: int,
+    *,
+    copy: bool,
+    kl_coefs: Mapping[str, float],
 ) -> CheckpointState:
-    """The state after `step`.  `copy`: on the host, so that it stays as it is while training goes on.
+    """The state after `step`.  `copy`: on the host, so that it stays as it is while training goes
+    on.
 
     `kl_coefs`: factors of the KL terms in the next step.
     """
     pieces: dict[str, list[Piece]] = {}
     adapters = []
     for part in parts:
-        names, adapter = part.policy.trainable(), part.policy.adapter
+        names = part.policy.trainable()
+        adapter = part.policy.adapter
         if "model" in settings.save_contents and adapter is not None:
-            adapters.append((adapter, adapter.whole()))  # small, so all of it goes into one file, which peft reads
-        elif "model" in settings.save_contents or part.prefix:  # a Hugging Face folder holds no critic
-            pieces[f"{part.prefix}model"] = shards.take({**names, **part.policy.saved_buffers()}, copy=copy)
-        if "optimizer" in settings.save_contents and (averages := optim.moments(part.optimizer, names)):
+            # small, so all of it goes into one file, which peft reads
+            adapters.append((adapter, adapter.whole()))
+        elif (
+            "model" in settings.save_contents or part.prefix
+        ):  # a Hugging Face folder holds no critic
+            pieces[f"{part.prefix}model"] = shards.take(
+                {**names, **part.policy.saved_buffers()}, copy=copy
+            )
+        if "optimizer" in settings.save_contents and (
+            averages := optim.moments(part.optimizer, names)
+        ):
             pieces[f"{part.prefix}optimizer"] = shards.take(averages, copy=copy)
     numbers = {part.prefix: optim.numbers(part.optimizer) for part in parts}
     page = {
@@ -91,7 +117,9 @@ def take(
     return CheckpointState(step, pieces, adapters, page)
 
 
-def write(taken: CheckpointState, folder: Path, settings: LearnerSettings, rank: int) -> dict[str, str]:
+def write(
+    taken: CheckpointState, folder: Path, settings: LearnerSettings, rank: int
+) -> dict[str, str]:
     """Write this rank's files into `folder`; returns their hashes by name inside it."""
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {}
@@ -119,7 +147,9 @@ def read_page(folder: Path) -> dict[str, Any]:
 
 
 def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> None:
-    """Go on from what any number of ranks has written.  Raises CheckpointInvalid naming the file that does not fit."""
+    """Go on from what any number of ranks has written.  Raises CheckpointInvalid naming the file
+    that does not fit.
+    """
     page = read_page(folder)
     wanted = settings.load_contents or ("model", "optimizer")
     there = shards.kinds(folder)
@@ -138,11 +168,18 @@ def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> N
             values = page.get("optimizer", {}).get(kind, {"step": float(page["updates"])})
             optim.restore(part.optimizer, names, shards.find(folder, kind), values)
         elif page["updates"]:
-            raise CheckpointInvalid(f"{folder}: holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents")
+            raise CheckpointInvalid(
+                f"{folder}: holds no optimizer state; take optimizer out of "
+                f"trainer.checkpoint.load_contents"
+            )
 
 
 def _load_model(
-    folder: Path, part: Trained, names: Mapping[str, torch.Tensor], page: Mapping[str, Any], settings: LearnerSettings
+    folder: Path,
+    part: Trained,
+    names: Mapping[str, torch.Tensor],
+    page: Mapping[str, Any],
+    settings: LearnerSettings,
 ) -> None:
     if (adapter := part.policy.adapter) is not None:
         adapter.check_page(page.get("adapter"), str(folder / STATE))
@@ -150,28 +187,44 @@ def _load_model(
         return
     if (there := page.get("adapter")) is not None and not part.prefix:
         raise CheckpointInvalid(
-            f"{folder / STATE}: the checkpoint holds the adapter {there.get('name')} of {there.get('base_path')}, and no whole model; "
+            f"{folder / STATE}: the checkpoint holds the adapter {there.get('name')} of "
+            f"{there.get('base_path')}, and no whole model; "
             "write its model.lora_configs"
         )
     exported = folder.parent / "huggingface"
     if f"{part.prefix}model" not in shards.kinds(folder) and not part.prefix and exported.is_dir():
-        policy, trust = part.policy, settings.trust_remote_code
-        loading.fill_from(policy.lm, names, policy.saved_buffers(), policy.tied(), exported, trust=trust)
+        policy = part.policy
+        trust = settings.trust_remote_code
+        loading.fill_from(
+            policy.lm, names, policy.saved_buffers(), policy.tied(), exported, trust=trust
+        )
         return
     if part.prefix and f"{part.prefix}model" not in shards.kinds(folder):
-        why = "holds no critic: it was saved without one.  Begin with its exported model (model.model_path), not with resume_from_path"
+        why = (
+            "holds no critic: it was saved without one.  Begin with its exported model "
+            "(model.model_path), not with resume_from_path"
+        )
         raise CheckpointInvalid(f"{folder}: {why}")
-    files, buffers = shards.find(folder, f"{part.prefix}model"), part.policy.saved_buffers()
+    files = shards.find(folder, f"{part.prefix}model")
+    buffers = part.policy.saved_buffers()
     with torch.no_grad():
         tensors.fill(files, {**names, **{n: b for n, b in buffers.items() if n in files}})
 
 
 def export(
-    policy: Policy, gathered: Iterable[tuple[str, torch.Tensor]], settings: LearnerSettings, target: Path, rank: int
+    policy: Policy,
+    gathered: Iterable[tuple[str, torch.Tensor]],
+    settings: LearnerSettings,
+    target: Path,
+    rank: int,
 ) -> None:
-    """A Hugging Face folder of all tensors of `policy`, which rank 0 writes: in its base's dtype, under the names of checkpoints."""
+    """A Hugging Face folder of all tensors of `policy`, which rank 0 writes: in its base's dtype,
+    under the names of checkpoints.
+    """
     config = json.loads((Path(settings.model_path) / "config.json").read_text(encoding="utf-8"))
-    dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    dtype = sharding.DTYPES.get(
+        str(config.get("dtype") or config.get("torch_dtype")), torch.float32
+    )
     if rank == 0:
         side_files(settings, target)
     due = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in policy.names().items()}
@@ -187,19 +240,30 @@ def export(
 
 
 def untrained(lm: Any, files: Files, trained: Collection[str], tied: Collection[str]) -> list[str]:
-    """What `files` of the base hold beside `trained` and what is `tied` to it: towers for images, layers that foretell tokens.
+    """What `files` of the base hold beside `trained` and what is `tied` to it: towers for images,
+    layers that foretell tokens.
 
     Nothing where `trained` has other names there.
     """
-    known, prefix = set(trained) <= set(files), f"{lm.base_model_prefix}."
-    return [n for n in files if known and n not in trained and not {n, n.removeprefix(prefix)} & set(tied)]
+    known = set(trained) <= set(files)
+    prefix = f"{lm.base_model_prefix}."
+    return [
+        n
+        for n in files
+        if known and n not in trained and not {n, n.removeprefix(prefix)} & set(tied)
+    ]
 
 
 def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
-    """Copy the base model's config, with `override_config`, and the tokenizer and chat template of the run; returns what is there now."""
+    """Copy the base model's config, with `override_config`, and the tokenizer and chat template of
+    the run; returns what is there now.
+    """
     source = Path(settings.model_path)
     target.mkdir(parents=True, exist_ok=True)
-    for folder, names in ((Path(settings.tokenizer_path or source), OF_TOKENIZER), (source, OF_MODEL)):
+    for folder, names in (
+        (Path(settings.tokenizer_path or source), OF_TOKENIZER),
+        (source, OF_MODEL),
+    ):
         for path in (p for pattern in names for p in folder.glob(pattern)):
             (into := target / path.relative_to(folder)).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, into)
@@ -208,7 +272,10 @@ def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
         _put(target / "chat_template.jinja", settings.chat_template.encode())
     if settings.override_config:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        _put(target / "config.json", json.dumps(rotary.replaced(config, settings.override_config), indent=2).encode())
+        _put(
+            target / "config.json",
+            json.dumps(rotary.replaced(config, settings.override_config), indent=2).encode(),
+        )
     return sorted(p for p in target.rglob("*") if p.is_file())
 
 

@@ -61,14 +61,17 @@ class CriticSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """The adapter that is trained instead of the whole model.  None: a new one's default, or what the adapter in `path` has."""
+    """The adapter that is trained instead of the whole model.  None: a new one's default, or what
+    the adapter in `path` has.
+    """
 
     name: str = "lora"  # of its folder in checkpoints
     path: str | None = None  # folder of the adapter to begin with; None = a new one
     base_name: str = ""  # what adapter_config.json calls the base model
     rank: int | None = None
     alpha: float | None = None
-    target_modules: str | tuple[str, ...] | None = None  # names; as one text a regular expression, or "all-linear"
+    # names; as one text a regular expression, or "all-linear"
+    target_modules: str | tuple[str, ...] | None = None
     exclude_modules: str | tuple[str, ...] | None = None
     merge: bool = False  # publish whole weights with the adapter added, not the adapter alone
 
@@ -88,11 +91,13 @@ class LearnerSettings:
     """The model and how it is trained, on each of `world_size` ranks."""
 
     model_path: str
-    tokenizer_path: str | None = None  # folder whose tokenizer goes into exported models; None = model_path
+    # folder whose tokenizer goes into exported models; None = model_path
+    tokenizer_path: str | None = None
     chat_template: str | None = None  # Jinja text that goes there too; None = the tokenizer's own
     lora: LoraSettings | None = None  # None: the whole model is trained
     device: str = "cpu"
-    shares_device: bool = False  # engines are on it too: what is not in use is given back when weights are published
+    # engines are on it too: what is not in use is given back when weights are published
+    shares_device: bool = False
     dtype: str = "float32"
     world_size: int = 1
     cpu_threads: int = 2  # per rank
@@ -106,21 +111,28 @@ class LearnerSettings:
     max_token_len_per_gpu: int = 16384  # token budget of one micro-batch
     use_dynamic_bsz: bool = True
     micro_batch_size: int | None = None  # rows, used when use_dynamic_bsz is False
-    log_prob: ForwardSettings | None = None  # where the policy is only run forward; None: as in training
-    ref: ForwardSettings | None = None  # the reference model, run before a step; None: with the policy
+    # where the policy is only run forward; None: as in training
+    log_prob: ForwardSettings | None = None
+    # the reference model, run before a step; None: with the policy
+    ref: ForwardSettings | None = None
     max_response_tokens: int = 1024
-    loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
+    # divisor of seq-mean-token-sum-norm; None = max_response_tokens
+    loss_scale_factor: int | None = None
     router_aux_loss_coef: float = 0.0  # of the loss that keeps experts equally busy; 0 = off
     router_replay: bool = False  # tokens go through the experts that the engine chose
-    keep_trainer_logprobs: bool = False  # a step reports its tokens' log-probs before the update, and the buffer keeps them
+    # a step reports its tokens' log-probs before the update, and the buffer keeps them
+    keep_trainer_logprobs: bool = False
     row_layout: AskedLayout = "auto"  # of a learner: the one that was proven, never "auto"
-    balance_batch: bool = True  # rows are dealt to ranks by tokens; False: in equal numbers, in their order
+    # rows are dealt to ranks by tokens; False: in equal numbers, in their order
+    balance_batch: bool = True
     logprob_chunk_tokens: int = 1024  # of a tile of logits
     entropy_chunking: bool = True  # entropies are computed by tiles; False: from all logits at once
-    entropy_checkpointing: bool = True  # their backward pass computes tiles again; False: all logits are kept
+    # their backward pass computes tiles again; False: all logits are kept
+    entropy_checkpointing: bool = True
     fused_logprobs: bool = False  # what is done with a tile is compiled
     gradient_checkpointing: bool = False
-    activation_offload: bool = False  # with gradient_checkpointing: what it keeps is kept on the host
+    # with gradient_checkpointing: what it keeps is kept on the host
+    activation_offload: bool = False
     reshard_after_forward: bool = True
     forward_prefetch: bool = False
     fsdp_size: int = -1  # ranks that share one copy of the model; -1 = all
@@ -131,7 +143,8 @@ class LearnerSettings:
     attn_implementation: str = "auto"
     trust_remote_code: bool = False
     external_lib: str | None = None  # module imported before the model
-    override_config: dict[str, Any] = field(default_factory=dict)  # entries of config.json that are replaced
+    # entries of config.json that are replaced
+    override_config: dict[str, Any] = field(default_factory=dict)
     offload_policy: bool = False  # parameters, gradients and optimizer state live on the host
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     load_contents: tuple[str, ...] | None = None  # None: what was saved
@@ -143,10 +156,11 @@ class LearnerSettings:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 is used: with several ranks, to compute in another dtype than the parameters', or to keep them on the host.
+        """Whether FSDP2 is used: with several ranks, to compute in another dtype than the
+        parameters', or to keep them on the host.
 
-        One float32 rank has nothing to shard, and FSDP2 would still copy every parameter twice and every gradient three times a step
-        (about 1 s of a 5 s step of a 135 M model on two cores).
+        One float32 rank has nothing to shard, and FSDP2 would still copy every parameter twice and
+        every gradient three times a step (about 1 s of a 5 s step of a 135 M model on two cores).
         """
         offloaded = self.offload_policy or self.ref_offload or self.critic.offload_policy
         return self.world_size > 1 or self.dtype != "float32" or offloaded
@@ -160,7 +174,8 @@ class TrainerSettings:
     batch_groups: int | None  # groups per step, or
     batch_rows: int | None  # rows per step
     save_interval: int = 0  # train steps; 0 = only at the end
-    save_after_s: float = 0.0  # age of the oldest step that no checkpoint holds; 0 = never for its age
+    # age of the oldest step that no checkpoint holds; 0 = never for its age
+    save_after_s: float = 0.0
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
     max_checkpoints_to_keep: int = 3  # 0 = all
     best_metric: str | None = None  # the checkpoint where it is best is kept beside the newest
@@ -168,13 +183,17 @@ class TrainerSettings:
     async_save: bool = False  # checkpoints are written while steps go on
     checkpoint_dir: Path
     read_deadline_s: float = 1800.0
-    require_batches: int = 1  # number of steps whose rows must be leased before the first of them begins
+    # number of steps whose rows must be leased before the first of them begins
+    require_batches: int = 1
     max_staleness: int | None = None
     max_nonfinite_steps: int = 3
-    offline_data: OfflineDataSettings | None = None  # the data set that is trained on; None: what an explorer samples
-    replay_run: Path | None = None  # the folder of a run whose rows are trained on again, step by step
+    # the data set that is trained on; None: what an explorer samples
+    offline_data: OfflineDataSettings | None = None
+    # the folder of a run whose rows are trained on again, step by step
+    replay_run: Path | None = None
     held_out: OfflineDataSettings | None = None  # rows of the same kind whose loss is computed
-    eval_interval: int = 0  # train steps between two such evaluations; 0 = only before the first step and after the last
+    # train steps between two such evaluations; 0 = only before the first step and after the last
+    eval_interval: int = 0
     seed: int = SEED  # of the order of offline data
 
     @property

@@ -1,7 +1,7 @@
 """How ranks meet and how FSDP2 spreads a model over them.
 
-Knows process groups, meshes and FSDP2; not what the model computes.  Invariant: gradients are added over all ranks and never averaged,
-because losses are local sums over the totals of the whole step.
+Knows process groups, meshes and FSDP2; not what the model computes.  Invariant: gradients are added
+over all ranks and never averaged, because losses are local sums over the totals of the whole step.
 """
 
 from __future__ import annotations
@@ -29,39 +29,78 @@ def storage_device(settings: LearnerSettings) -> str:
 
 
 def join(settings: LearnerSettings, rank: int, rendezvous: str | None) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPU over the loopback or GLOO_SOCKET_IFNAME, meeting at the file `rendezvous`."""
+    """Join the process group: NCCL on GPUs, gloo on CPU over the loopback or GLOO_SOCKET_IFNAME,
+    meeting at the file `rendezvous`.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"  # what lives on the host is reduced there
+    # what lives on the host is reduced there
+    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     if settings.world_size == 1:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
     elif rendezvous is None:
-        raise SetupError(f"{settings.world_size} ranks need a rendezvous file that all of them can open")
+        raise SetupError(
+            f"{settings.world_size} ranks need a rendezvous file that all of them can open"
+        )
     else:
         store = dist.FileStore(rendezvous, settings.world_size)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=settings.world_size, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=settings.world_size, timeout=COLLECTIVE_TIMEOUT
+    )
 
 
-def shard(model: nn.Module, settings: LearnerSettings, blocks: Sequence[nn.Module], exact: Sequence[str] = ()) -> None:
-    """Spread `model` over the ranks: each of `blocks` is gathered by itself, the rest together.  `exact` modules stay float32."""
+def shard(
+    model: nn.Module,
+    settings: LearnerSettings,
+    blocks: Sequence[nn.Module],
+    exact: Sequence[str] = (),
+) -> None:
+    """Spread `model` over the ranks: each of `blocks` is gathered by itself, the rest together.
+    `exact` modules stay float32.
+    """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     if settings.dtype == "float16":
-        raise ConfigError("float16 needs loss scaling, which the trainer does not have; use bfloat16", key="trainer.param_dtype")
-    world, size = settings.world_size, settings.fsdp_size
+        raise ConfigError(
+            "float16 needs loss scaling, which the trainer does not have; use bfloat16",
+            key="trainer.param_dtype",
+        )
+    world = settings.world_size
+    size = settings.fsdp_size
     if size in (-1, world):
         mesh = init_device_mesh(settings.device, (world,))
     elif world % size:
-        raise ConfigError(f"{size} does not divide the {world} ranks", key="trainer.fsdp_size", given=size)
+        raise ConfigError(
+            f"{size} does not divide the {world} ranks", key="trainer.fsdp_size", given=size
+        )
     else:
-        mesh = init_device_mesh(settings.device, (world // size, size), mesh_dim_names=("copy", "shard"))
+        mesh = init_device_mesh(
+            settings.device, (world // size, size), mesh_dim_names=("copy", "shard")
+        )
     low = DTYPES[settings.dtype]
-    mixed = MixedPrecisionPolicy() if low == torch.float32 else MixedPrecisionPolicy(low, DTYPES[settings.reduce_dtype])
-    host = CPUOffloadPolicy(pin_memory=settings.device == "cuda") if settings.offload_policy else OffloadPolicy()
+    mixed = (
+        MixedPrecisionPolicy()
+        if low == torch.float32
+        else MixedPrecisionPolicy(low, DTYPES[settings.reduce_dtype])
+    )
+    host = (
+        CPUOffloadPolicy(pin_memory=settings.device == "cuda")
+        if settings.offload_policy
+        else OffloadPolicy()
+    )
     again = settings.reshard_after_forward
     for block in blocks:
-        made = fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=mixed, offload_policy=host)
-        made.set_reduce_scatter_unused_params(True)  # a rank may use none of an expert, and all have to add the same tensors
+        made = fully_shard(
+            block, mesh=mesh, reshard_after_forward=again, mp_policy=mixed, offload_policy=host
+        )
+        # a rank may use none of an expert, and all have to add the same tensors
+        made.set_reduce_scatter_unused_params(True)
     for name in exact:
         fully_shard(model.get_submodule(name), mesh=mesh, offload_policy=host)
     fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=host)

@@ -12,10 +12,12 @@ MISMATCH = "mismatch/"
 
 
 class StepResult(Struct, kw_only=True):
-    """Result of one step, on one rank or (`combined`) on all.  `sums` and `maxima` are of its rows; the rest is the same on all ranks.
+    """Result of one step, on one rank or (`combined`) on all.  `sums` and `maxima` are of its rows;
+    the rest is the same on all ranks.
 
-    With several passes `sums` and `grad_norm` are means over them, `computed_positions` and `seconds` are added; sums and maxima that
-    begin with "mismatch/" are of the first, whose weights are those before the step.
+    With several passes `sums` and `grad_norm` are means over them, `computed_positions` and
+    `seconds` are added; sums and maxima that begin with "mismatch/" are of the first, whose weights
+    are those before the step.
     """
 
     sums: dict[str, float]
@@ -27,7 +29,8 @@ class StepResult(Struct, kw_only=True):
     grad_norm: float
     lr: float
     seconds: dict[str, float]
-    logprobs: list[np.ndarray] = []  # float32 [L] of each row before the step, micro-batch by micro-batch, rank by rank; if kept
+    # float32 [L] of each row before the step, micro-batch by micro-batch, rank by rank; if kept
+    logprobs: list[np.ndarray] = []
     critic: StepResult | None = None
 
     @property
@@ -37,7 +40,9 @@ class StepResult(Struct, kw_only=True):
 
     @property
     def stuck(self) -> StepResult | None:
-        """That of the policy, else of the critic, if it was not changed because no pass of it was finite."""
+        """That of the policy, else of the critic, if it was not changed because no pass of it was
+        finite.
+        """
         return self if self.skipped and not self.updates else self.critic and self.critic.stuck
 
 

@@ -16,8 +16,12 @@ from rft.trainer.pack import TrainRow
 from rft.trainer.step_result import MISMATCH
 
 
-def mismatch(apart: torch.Tensor, mask: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sums and maxima from which `mismatch/*` is made.  `apart`: log-prob here less the sampler's, [N], before the first update."""
+def mismatch(
+    apart: torch.Tensor, mask: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Sums and maxima from which `mismatch/*` is made.  `apart`: log-prob here less the sampler's,
+    [N], before the first update.
+    """
     apart = apart[mask].clamp(-LIMIT, LIMIT)
     ratio = apart.exp()
     sums = {
@@ -28,7 +32,9 @@ def mismatch(apart: torch.Tensor, mask: torch.Tensor) -> tuple[dict[str, torch.T
         "abs_diff": apart.abs().sum(),
     }
     largest = {"ratio": ratio, "abs_diff": apart.abs()} if ratio.numel() else {}
-    return {MISMATCH + n: t for n, t in sums.items()}, {MISMATCH + n: t.max() for n, t in largest.items()}
+    return {MISMATCH + n: t for n, t in sums.items()}, {
+        MISMATCH + n: t.max() for n, t in largest.items()
+    }
 
 
 class StepTotals:
@@ -51,7 +57,8 @@ class StepTotals:
             self.sums[name].append(value)
         for name, value in maxima.items():
             self.maxima[name].append(value)
-        self.tokens += sum(row.counted for row in rows)  # known on the host: reading the mask would wait for the device
+        # known on the host: reading the mask would wait for the device
+        self.tokens += sum(row.counted for row in rows)
         self.positions += micro.computed
 
     def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -61,8 +68,12 @@ class StepTotals:
         )
 
 
-def over_passes(passes: Sequence[tuple[dict[str, float], dict[str, float]]]) -> tuple[dict[str, float], dict[str, float]]:
-    """`numbers` of several passes as those of a step: means and maxima; of a mismatch those of the first, before any update."""
+def over_passes(
+    passes: Sequence[tuple[dict[str, float], dict[str, float]]],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """`numbers` of several passes as those of a step: means and maxima; of a mismatch those of the
+    first, before any update.
+    """
     sums: dict[str, float] = defaultdict(float)
     maxima: dict[str, float] = {}
     for number, (added, largest) in enumerate(passes):

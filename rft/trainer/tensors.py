@@ -1,8 +1,10 @@
-"""Large sets of tensors as safetensors files: written and read in pieces, each rank only its own rows.
+"""Large sets of tensors as safetensors files: written and read in pieces, each rank only its own
+rows.
 
-Knows the file format and how FSDP2 cuts a tensor (by rows), not models.  A file may hold rows of a tensor instead of all of it; where
-they belong stands in the file's own metadata, so a set of files explains itself.
-Invariant: a file written here is fsynced and readable by any safetensors library; reading takes one buffer of CHUNK bytes, no mapping.
+Knows the file format and how FSDP2 cuts a tensor (by rows), not models.  A file may hold rows of a
+tensor instead of all of it; where they belong stands in the file's own metadata, so a set of files
+explains itself. Invariant: a file written here is fsynced and readable by any safetensors library;
+reading takes one buffer of CHUNK bytes, no mapping.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from rft.errors import CheckpointInvalid
 from rft.types import modelfiles
 
 CHUNK = 8 << 20
-ROWS = "rft_rows"  # metadata: JSON, tensor -> [first row, rows of the whole tensor], for those that are not whole
+# metadata: JSON, tensor -> [first row, rows of the whole tensor], for those that are not whole
+ROWS = "rft_rows"
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -50,7 +53,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `first` to `first` + len(data) of a tensor of shape `shape`.  A tensor without rows (0-d) is one piece."""
+    """Rows `first` to `first` + len(data) of a tensor of shape `shape`.  A tensor without rows
+    (0-d) is one piece.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -68,12 +73,17 @@ def piece(name: str, tensor: torch.Tensor) -> Piece:
 
 
 def owner(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the one that writes what it holds of `tensor` (copies on other ranks are not written)."""
+    """Whether this rank is the one that writes what it holds of `tensor` (copies on other ranks are
+    not written).
+    """
     if not isinstance(tensor, DTensor):
         return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     at = tensor.device_mesh.get_coordinate()
     assert at is not None
-    return all(isinstance(p, Shard) or c == 0 for p, c in zip(tensor.placements, at, strict=True)) and local(tensor).numel() > 0
+    return (
+        all(isinstance(p, Shard) or c == 0 for p, c in zip(tensor.placements, at, strict=True))
+        and local(tensor).numel() > 0
+    )
 
 
 def _first_row(tensor: torch.Tensor) -> int:
@@ -81,8 +91,12 @@ def _first_row(tensor: torch.Tensor) -> int:
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    assert all(p.is_replicate() or p.is_shard(0) for p in tensor.placements), f"cut by more than rows: {tensor.placements}"
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert all(p.is_replicate() or p.is_shard(0) for p in tensor.placements), (
+        f"cut by more than rows: {tensor.placements}"
+    )
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return int(offset[0])
 
 
@@ -95,20 +109,26 @@ def write(
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write `tensors`, which must come in the order of `specs` (name: dtype, shape), converting each to its dtype; returns the file's hash.
+    """Write `tensors`, which must come in the order of `specs` (name: dtype, shape), converting
+    each to its dtype; returns the file's hash.
 
     `path` None: take the tensors, write nothing (ranks that only help to gather).
     """
     if path is None:
         for _ in tensors:
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # a collective's limit begins where it is asked for, and files may be slow
+                # a collective's limit begins where it is asked for, and files may be slow
+                torch.accelerator.synchronize()
         return ""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, (dtype, shape) in specs.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
@@ -120,21 +140,31 @@ def write(
             assert given == name and tuple(tensor.shape) == tuple(shape), (
                 f"{given} {tuple(tensor.shape)} came where {name} {shape} was due"
             )
-            data = tensor.to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            data = (
+                tensor.to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            )
             digest.update(data)
             file.write(data)
-            os.posix_fadvise(file.fileno(), file.tell() - len(data), len(data), os.POSIX_FADV_DONTNEED)  # the disk begins at once
+            # the disk begins at once
+            os.posix_fadvise(
+                file.fileno(), file.tell() - len(data), len(data), os.POSIX_FADV_DONTNEED
+            )
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> str:
+def write_pieces(
+    path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None
+) -> str:
     """Write `pieces` to one file, in their own dtypes; returns its hash."""
     rows = {p.name: [p.first, p.shape[0]] for p in pieces if not p.whole}
     specs = {p.name: (p.data.dtype, tuple(p.data.shape)) for p in pieces}
     return write(
-        path, specs, ((p.name, p.data) for p in pieces), {**(metadata or {}), **({ROWS: json.dumps(rows)} if rows else {})}
+        path,
+        specs,
+        ((p.name, p.data) for p in pieces),
+        {**(metadata or {}), **({ROWS: json.dumps(rows)} if rows else {})},
     )
 
 
@@ -153,7 +183,8 @@ class _Extent:
 
 
 class Files:
-    """Tensors in a set of safetensors files, whole or in pieces.  Reads headers only; `fill` and `read` read data.
+    """Tensors in a set of safetensors files, whole or in pieces.  Reads headers only; `fill` and
+    `read` read data.
 
     Raises CheckpointInvalid, naming the file, for what is not safetensors or does not fit together.
     """
@@ -177,14 +208,22 @@ class Files:
         try:
             rows = json.loads(meta.get(ROWS, "{}"))
             for name, about in header.items():
-                dtype, shape = _BY_NAME[about["dtype"]], tuple(int(n) for n in about["shape"])
+                dtype = _BY_NAME[about["dtype"]]
+                shape = tuple(int(n) for n in about["shape"])
                 begin, end = about["data_offsets"]
-                if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - base:
+                if (
+                    end - begin != math.prod(shape) * dtype.itemsize
+                    or not 0 <= begin <= end <= size - base
+                ):
                     raise ValueError(f"{name} does not have the bytes that its shape needs")
                 first, count = rows.get(name, (0, shape[0] if shape else 1))
                 if self._rows.setdefault(name, count) != count:
-                    raise ValueError(f"{name} has {count} rows here and {self._rows[name]} in another file")
-                self._pieces.setdefault(name, []).append(_Extent(path, base + begin, first, shape, dtype))
+                    raise ValueError(
+                        f"{name} has {count} rows here and {self._rows[name]} in another file"
+                    )
+                self._pieces.setdefault(name, []).append(
+                    _Extent(path, base + begin, first, shape, dtype)
+                )
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointInvalid(f"{path}: cannot be read as safetensors: {e}") from e
 
@@ -193,11 +232,15 @@ class Files:
         for s in found:
             if s.first != due or s.shape[1:] != found[0].shape[1:]:
                 raise CheckpointInvalid(
-                    f"{s.path}: has row {s.first} of {name} where row {due} is due; files of two checkpoints?"
+                    f"{s.path}: has row {s.first} of {name} where row {due} is due; files of two "
+                    f"checkpoints?"
                 )
             due += s.shape[0] if s.shape else 1
         if due != self._rows[name]:
-            raise CheckpointInvalid(f"{found[-1].path.parent}: {due} of {self._rows[name]} rows of {name}; a file is missing")
+            raise CheckpointInvalid(
+                f"{found[-1].path.parent}: {due} of {self._rows[name]} rows of {name}; a file is "
+                f"missing"
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._pieces
@@ -213,10 +256,14 @@ class Files:
         return self._pieces[name][0].dtype
 
     def fill(self, name: str, into: torch.Tensor) -> None:
-        """Copy tensor `name`, or the rows of it that this rank holds, into `into`, converting to its dtype."""
+        """Copy tensor `name`, or the rows of it that this rank holds, into `into`, converting to
+        its dtype.
+        """
         if self.shape(name) != tuple(into.shape):
             path = self._pieces[name][0].path
-            raise CheckpointInvalid(f"{path}: {name} is {self.shape(name)}, the model has {tuple(into.shape)}")
+            raise CheckpointInvalid(
+                f"{path}: {name} is {self.shape(name)}, the model has {tuple(into.shape)}"
+            )
         part = piece(name, into)
         if part.data.numel():
             self._copy(name, part.first, part.data)
@@ -233,9 +280,14 @@ class Files:
         width = math.prod(into.shape[1:])  # elements of a row
         rows = into.shape[0] if into.ndim else 1
         for s in self._pieces[name]:
-            begin, end = max(first, s.first), min(first + rows, s.first + (s.shape[0] if s.shape else 1))
+            begin = max(first, s.first)
+            end = min(first + rows, s.first + (s.shape[0] if s.shape else 1))
             if begin < end:
-                _stream(s, (begin - s.first) * width, flat[(begin - first) * width : (end - first) * width])
+                _stream(
+                    s,
+                    (begin - s.first) * width,
+                    flat[(begin - first) * width : (end - first) * width],
+                )
 
 
 def _stream(stored: _Extent, start: int, into: torch.Tensor) -> None:
@@ -263,6 +315,9 @@ def fill(files: Files, into: Mapping[str, torch.Tensor]) -> None:
     """
     if missing := sorted(set(into) ^ set(files)):
         where = files.paths[0].parent if len(files.paths) > 1 else files.paths[0]
-        raise CheckpointInvalid(f"{where}: holds other tensors than this model, e.g. {missing[0]}; was the model changed?")
+        raise CheckpointInvalid(
+            f"{where}: holds other tensors than this model, e.g. {missing[0]}; was the model "
+            f"changed?"
+        )
     for name, tensor in into.items():
         files.fill(name, tensor)

@@ -1,12 +1,12 @@
-"""Sequence parallelism: ranks share the positions of one micro-batch, and exchange heads for positions around attention (Ulysses,
-arXiv:2309.14509).
+"""Sequence parallelism: ranks share the positions of one micro-batch, and exchange heads for
+positions around attention (Ulysses, arXiv:2309.14509).
 
-Every rank of a group is given the same micro-batch and computes an equal slice of its packed positions.  Around attention, heads are
-dealt out and positions gathered, so each rank attends over all positions with its share of the heads, and prefix trees work as they
-do on one rank.  Log-probs are gathered at the end: every rank sees those of all tokens and computes the same loss, and the gradient
-that goes back is that of its own tokens.
-Knows layouts and process groups; not losses.  Invariant: gradients added over all ranks are the gradient of one rank that computes
-everything.
+Every rank of a group is given the same micro-batch and computes an equal slice of its packed
+positions.  Around attention, heads are dealt out and positions gathered, so each rank attends over
+all positions with its share of the heads, and prefix trees work as they do on one rank.  Log-probs
+are gathered at the end: every rank sees those of all tokens and computes the same loss, and the
+gradient that goes back is that of its own tokens. Knows layouts and process groups; not losses.
+Invariant: gradients added over all ranks are the gradient of one rank that computes everything.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _KEY = "trainer.ulysses_sequence_parallel_size"
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank computes of a micro-batch, and how the results of all ranks of its group come together."""
+    """What this rank computes of a micro-batch, and how the results of all ranks of its group come
+    together.
+    """
 
-    batch: MicroBatch  # inputs and tokens of this rank; at least one token, without effect where `mine` is empty
+    # inputs and tokens of this rank; at least one token, without effect where `mine` is empty
+    batch: MicroBatch
     mine: torch.Tensor  # int64 [n], which of the N tokens are this rank's
     order: torch.Tensor  # int64 [N], where token i is among the gathered [size * widest]
     widest: int
@@ -64,15 +67,21 @@ class SequenceGroup:
     """The ranks that share micro-batches with this one."""
 
     def __init__(self, group: Any, size: int) -> None:
-        self.group, self.size, self.rank = group, size, dist.get_rank(group)
+        self.group = group
+        self.size = size
+        self.rank = dist.get_rank(group)
 
     def share(self, batch: MicroBatch) -> Share:
         """This rank's slice of `batch`."""
         assert isinstance(batch.tree, Layout), "positions are shared in the packed layout"
         length = batch.input_ids.shape[1]
         width = -(-length // self.size)
-        begin, pad = self.rank * width, self.size * width - length
-        ids, positions = (F.pad(x, (0, pad))[:, begin : begin + width] for x in (batch.input_ids, batch.position_ids))
+        begin = self.rank * width
+        pad = self.size * width - length
+        ids, positions = (
+            F.pad(x, (0, pad))[:, begin : begin + width]
+            for x in (batch.input_ids, batch.position_ids)
+        )
         holder = batch.predict // width  # which rank has the token's position
         counts = torch.bincount(holder, minlength=self.size)
         before = torch.stack([(holder == r).cumsum(0) - 1 for r in range(self.size)])
@@ -90,7 +99,9 @@ class SequenceGroup:
             predict=predict,
             targets=batch.targets[some],
             temperatures=None if batch.temperatures is None else batch.temperatures[some],
-            counts=None if batch.counts is None else F.pad(batch.counts, (0, pad))[begin : begin + width],
+            counts=None
+            if batch.counts is None
+            else F.pad(batch.counts, (0, pad))[begin : begin + width],
             experts=None
             if batch.experts is None
             else F.pad(batch.experts, (0, 0, 0, 0, 0, pad), value=-1)[begin : begin + width],
@@ -105,15 +116,23 @@ def group(settings: LearnerSettings) -> SequenceGroup | None:
         return None
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(settings.device, (settings.world_size // size, size), mesh_dim_names=("data", "sequence"))
+    mesh = init_device_mesh(
+        settings.device, (settings.world_size // size, size), mesh_dim_names=("data", "sequence")
+    )
     return SequenceGroup(mesh["sequence"].get_group(), size)
 
 
 def key_copies(heads: int, keys: int, size: int) -> int:
-    """How often each key head is repeated so that `size` ranks get equal shares.  Raises ConfigError where heads cannot be dealt."""
+    """How often each key head is repeated so that `size` ranks get equal shares.  Raises
+    ConfigError where heads cannot be dealt.
+    """
     copies = size // gcd(keys, size)
     if heads % size or heads % (keys * copies):
-        raise ConfigError(f"{heads} attention heads over {keys} key heads cannot be dealt to {size} ranks", key=_KEY, given=size)
+        raise ConfigError(
+            f"{heads} attention heads over {keys} key heads cannot be dealt to {size} ranks",
+            key=_KEY,
+            given=size,
+        )
     return copies
 
 
@@ -128,30 +147,39 @@ def attend(
     tree: Spread | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, t, D], key [1, K, t, D] and value [1, K, t, E] over this rank's t positions → [1, t, H, E].
+    """query [1, H, t, D], key [1, K, t, D] and value [1, K, t, E] over this rank's t positions →
+    [1, t, H, E].
 
     `over_tree` attends over all of them.
     """
     if tree is None:
-        return attention.attend(module, query, key, value, attention_mask, **others)  # says what is wrong
+        # says what is wrong
+        return attention.attend(module, query, key, value, attention_mask, **others)
     size = tree.size
     copies = key_copies(query.shape[1], key.shape[1], size)
     if copies > 1:
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        key = key.repeat_interleave(copies, 1)
+        value = value.repeat_interleave(copies, 1)
     q, k, v = (_positions(x, tree) for x in (query, key, value))
     if others.get("s_aux") is not None:
         others["s_aux"] = others["s_aux"].chunk(size)[dist.get_rank(tree.group)]
     out, _ = over_tree(module, q, k, v, attention_mask, tree=tree.layout, **others)
     width = query.shape[2]
-    heads = F.pad(out[0], (0, 0, 0, 0, 0, size * width - tree.length)).view(size, width, *out.shape[2:])
-    return _exchange(heads, tree.group).transpose(0, 1).reshape(1, width, query.shape[1], value.shape[3]), None
+    heads = F.pad(out[0], (0, 0, 0, 0, 0, size * width - tree.length)).view(
+        size, width, *out.shape[2:]
+    )
+    return _exchange(heads, tree.group).transpose(0, 1).reshape(
+        1, width, query.shape[1], value.shape[3]
+    ), None
 
 
 def _positions(x: torch.Tensor, tree: Spread) -> torch.Tensor:
     """[1, H, t, D] of all heads → [1, H / size, T, D] of all positions."""
     _, heads, width, dim = x.shape
     got = _exchange(x[0].view(tree.size, heads // tree.size, width, dim), tree.group)
-    return got.transpose(0, 1).reshape(1, heads // tree.size, tree.size * width, dim)[:, :, : tree.length]
+    return got.transpose(0, 1).reshape(1, heads // tree.size, tree.size * width, dim)[
+        :, :, : tree.length
+    ]
 
 
 def _exchange(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -174,7 +202,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank computes the same from what it gathers, so a rank's gradient is that of its own values, and nothing is added."""
+    """Every rank computes the same from what it gathers, so a rank's gradient is that of its own
+    values, and nothing is added.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, share: Share) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""What was trained between two published versions, in the terms of asynchronous training: how stale, how many partial, how long waited.
+"""What was trained between two published versions, in the terms of asynchronous training: how
+stale, how many partial, how long waited.
 
-Knows experiences and versions alone.  Invariant: a trajectory counts by the versions that wrote it, whatever the style of the schedule.
-Source of the names: veRL's fully asynchronous recipe; ours and its names carry the same values.
+Knows experiences and versions alone.  Invariant: a trajectory counts by the versions that wrote it,
+whatever the style of the schedule. Source of the names: veRL's fully asynchronous recipe; ours and
+its names carry the same values.
 """
 
 from __future__ import annotations
@@ -40,14 +42,18 @@ class Window:
         self._published.append(step)
 
     def rows(self, experiences: Iterable[Experience]) -> None:
-        """The rows of one train step.  A sample is a group, a trajectory one of its runs; experts' rows have no version."""
+        """The rows of one train step.  A sample is a group, a trajectory one of its runs; experts'
+        rows have no version.
+        """
         now = len(self._published) - 1
         runs: dict[tuple[str, int], tuple[int, int]] = {}  # (group, run) -> first and last version
         for x in experiences:
-            old, new = x.oldest_version, x.newest_version
+            old = x.oldest_version
+            new = x.newest_version
             if old is None or new is None:
                 continue
-            first, last = self._number(old.step), self._number(new.step)
+            first = self._number(old.step)
+            last = self._number(new.step)
             before = runs.get(key := (str(x.group), x.id.run), (first, last))
             runs[key] = (min(first, before[0]), max(last, before[1]))
         samples: dict[str, int] = {}
@@ -66,7 +72,9 @@ class Window:
         self._step_s += step_s
 
     def closed(self) -> dict[str, float]:
-        """The numbers of the window, where a version has ended it; the next one begins with the next step."""
+        """The numbers of the window, where a version has ended it; the next one begins with the
+        next step.
+        """
         if not self._over:
             return {}
         values = {
@@ -82,5 +90,7 @@ class Window:
         return values
 
     def _number(self, step: int) -> int:
-        """How many versions of this process came before that of `step`; -1 = it is older than all of them."""
+        """How many versions of this process came before that of `step`; -1 = it is older than all
+        of them.
+        """
         return bisect_right(self._published, step) - 1

@@ -1,4 +1,5 @@
-"""Names of an adapter's tensors, as peft writes them, and what engines must know of an adapter that they are sent.  Torch-free.
+"""Names of an adapter's tensors, as peft writes them, and what engines must know of an adapter that
+they are sent.  Torch-free.
 
 Knows neither files nor layers.  Invariant: `split` undoes `key`.
 """
@@ -15,7 +16,9 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.w
 
 
 class AdapterSpec(Struct, frozen=True, kw_only=True):
-    """W + scale x B A for each layer of which A [rank, in] and B [out, rank] are published; `base` tells whose W is meant."""
+    """W + scale x B A for each layer of which A [rank, in] and B [out, rank] are published; `base`
+    tells whose W is meant.
+    """
 
     rank: int
     scale: float

@@ -3,9 +3,10 @@
     block    magic, size of the head, head, rows' arrays       head: [[fields of a row, bytes of its arrays], ...]
     bundle   magic, size of the head, head, blocks             head: [[bytes of a block, positions, rewards], ...]
 
-A block is what crosses processes and what storages keep; a bundle is rows chosen from many blocks, which are passed on as they are.
-`contents` hashes each row as its block holds it, so the buffer can tell a repeated append from a conflicting one, and a damaged block
-from a good one, without taking it apart.
+A block is what crosses processes and what storages keep; a bundle is rows chosen from many blocks,
+which are passed on as they are. `contents` hashes each row as its block holds it, so the buffer can
+tell a repeated append from a conflicting one, and a damaged block from a good one, without taking
+it apart.
 """
 
 from __future__ import annotations
@@ -23,11 +24,20 @@ from rft.types.experience import Experience
 from rft.types.ids import Version
 
 MAGIC = b"RFT2"
-OLD_MAGIC = b"RFT1"  # as MAGIC, but one head for all rows, with offsets from the first row's arrays on
+# as MAGIC, but one head for all rows, with offsets from the first row's arrays on
+OLD_MAGIC = b"RFT1"
 BUNDLE_MAGIC = b"RFTB"
 _ALIGN = 8
 Buffer = bytes | memoryview
-UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, msgspec.MsgspecError)
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    msgspec.MsgspecError,
+)
 _START = len(MAGIC) + 8
 _DTYPES = {
     "tokens": np.int32,
@@ -41,7 +51,9 @@ _PAD = [b"\0" * (-n % _ALIGN) for n in range(_ALIGN)]
 
 
 class Content(NamedTuple):
-    """What a block holds of one row: xxh3-128 of its fields and arrays, as hex, and how many bytes these are."""
+    """What a block holds of one row: xxh3-128 of its fields and arrays, as hex, and how many bytes
+    these are.
+    """
 
     hash: str
     size: int
@@ -63,7 +75,9 @@ class _Checked(Experience, frozen=True, kw_only=True):
 
 
 class _CutShort(Exception):
-    """An array outside its frame; no ValueError, because msgspec would call that a wrong value of the field."""
+    """An array outside its frame; no ValueError, because msgspec would call that a wrong value of
+    the field.
+    """
 
 
 def encode(rows: Sequence[Experience]) -> bytes:
@@ -78,22 +92,38 @@ def encode(rows: Sequence[Experience]) -> bytes:
 
 
 def bundle(chosen: Sequence[tuple[bytes, Sequence[int], Sequence[float | None]]]) -> bytes:
-    """One frame for rows of many blocks: each block, the rows' positions in it, and their rewards where they stand now."""
-    heads = [_Chosen(len(block), list(positions), list(rewards)) for block, positions, rewards in chosen]
-    return _frame(BUNDLE_MAGIC, _ENCODER.encode(heads), [x for block, _, _ in chosen for x in (block, _PAD[len(block) % _ALIGN])])
+    """One frame for rows of many blocks: each block, the rows' positions in it, and their rewards
+    where they stand now.
+    """
+    heads = [
+        _Chosen(len(block), list(positions), list(rewards)) for block, positions, rewards in chosen
+    ]
+    return _frame(
+        BUNDLE_MAGIC,
+        _ENCODER.encode(heads),
+        [x for block, _, _ in chosen for x in (block, _PAD[len(block) % _ALIGN])],
+    )
 
 
-def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None, *, checked: bool = False) -> list[Experience]:
-    """The experiences of a block or bundle, or those at `positions` of a block; arrays are read-only views into it.
+def decode(
+    frame: bytes | memoryview, positions: Sequence[int] | None = None, *, checked: bool = False
+) -> list[Experience]:
+    """The experiences of a block or bundle, or those at `positions` of a block; arrays are
+    read-only views into it.
 
-    `checked`: these very bytes were decoded before, as the buffer does with every append and shows with its hashes at every lease; so
-    values are not looked at again.  Raises ValueError on a foreign or damaged frame, msgspec.ValidationError (a ValueError too) that
-    names the field on a value that `Experience` refuses, IndexError for a position that the block has not.
+    `checked`: these very bytes were decoded before, as the buffer does with every append and shows
+    with its hashes at every lease; so values are not looked at again.  Raises ValueError on a
+    foreign or damaged frame, msgspec.ValidationError (a ValueError too) that names the field on a
+    value that `Experience` refuses, IndexError for a position that the block has not.
     """
     view = memoryview(frame)
     row = _RowDecoder(_Checked if checked else Experience)
     with _as_value_error():
-        return _decode_bundle(view, row) if view[:4] == BUNDLE_MAGIC else _decode_block(view, positions, row)
+        return (
+            _decode_bundle(view, row)
+            if view[:4] == BUNDLE_MAGIC
+            else _decode_block(view, positions, row)
+        )
 
 
 def read(block: bytes) -> tuple[list[Experience], list[Content]]:
@@ -109,7 +139,8 @@ def read(block: bytes) -> tuple[list[Experience], list[Content]]:
 def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Content]:
     """Hash and size of the rows of a block, or of those at `positions`, without decoding them.
 
-    Rows of an old block have the hash that they had then.  Raises ValueError, IndexError as `decode`.
+    Rows of an old block have the hash that they had then.  Raises ValueError, IndexError as
+    `decode`.
     """
     view = memoryview(block)
     if view[:4] == OLD_MAGIC:
@@ -118,7 +149,10 @@ def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) 
         rows = _rows(view)
     except msgspec.MsgspecError as e:
         raise ValueError(f"experience frame has a damaged header: {e}") from e
-    return [_content(head, arrays) for head, arrays in (rows if positions is None else [rows[i] for i in positions])]
+    return [
+        _content(head, arrays)
+        for head, arrays in (rows if positions is None else [rows[i] for i in positions])
+    ]
 
 
 # ---------------------------------------------------------------- inside
@@ -143,7 +177,9 @@ def _content(head: memoryview, arrays: memoryview) -> Content:
     return Content(hashed.hexdigest(), len(head) + len(arrays))
 
 
-def _decode_block(view: memoryview, positions: Sequence[int] | None, row: _RowDecoder) -> list[Experience]:
+def _decode_block(
+    view: memoryview, positions: Sequence[int] | None, row: _RowDecoder
+) -> list[Experience]:
     if view[:4] == OLD_MAGIC:
         heads, arrays = _old_heads(view)
         rows = [(memoryview(head), arrays) for head in heads]
@@ -176,19 +212,25 @@ def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
 
 
 def _short(version: Version) -> Version | tuple[int, int]:
-    """A first attempt is written as before there were attempts, so that a row's hash stays what it was."""
+    """A first attempt is written as before there were attempts, so that a row's hash stays what it
+    was.
+    """
     return version if version.attempt else (version.lineage, version.step)
 
 
 def _frame(magic: bytes, head: bytes, rest: Sequence[Buffer]) -> bytes:
-    return b"".join([magic, len(head).to_bytes(8, "little"), head, _PAD[(_START + len(head)) % _ALIGN], *rest])
+    return b"".join(
+        [magic, len(head).to_bytes(8, "little"), head, _PAD[(_START + len(head)) % _ALIGN], *rest]
+    )
 
 
 def _head(view: memoryview) -> tuple[memoryview, memoryview]:
     """Head and what follows it, of a frame of any kind."""
     size = int.from_bytes(view[len(MAGIC) : _START], "little")
     if _START + size > len(view):
-        raise ValueError(f"experience frame is cut short: header of {size} bytes in {len(view)} bytes")
+        raise ValueError(
+            f"experience frame is cut short: header of {size} bytes in {len(view)} bytes"
+        )
     end = _START + size
     return view[_START:end], view[end + -end % _ALIGN :]
 
@@ -196,12 +238,17 @@ def _head(view: memoryview) -> tuple[memoryview, memoryview]:
 def _rows(view: memoryview) -> list[tuple[memoryview, memoryview]]:
     """Fields and arrays of each row of a block."""
     if view[:4] != MAGIC:
-        raise ValueError(f"not an experience frame: begins with {bytes(view[:4])!r}, expected {MAGIC!r}")
+        raise ValueError(
+            f"not an experience frame: begins with {bytes(view[:4])!r}, expected {MAGIC!r}"
+        )
     head, body = _head(view)
-    found, at = [], 0
+    found = []
+    at = 0
     for fields, size in _HEADS.decode(head):
         if size < 0 or at + size > len(body):
-            raise ValueError(f"experience frame is cut short: {size} bytes of arrays at byte {at} of {len(body)}")
+            raise ValueError(
+                f"experience frame is cut short: {size} bytes of arrays at byte {at} of {len(body)}"
+            )
         found.append((memoryview(fields), body[at : at + size]))
         at += size
     if at != len(body):
@@ -211,21 +258,33 @@ def _rows(view: memoryview) -> list[tuple[memoryview, memoryview]]:
 
 def _decode_bundle(view: memoryview, row: _RowDecoder) -> list[Experience]:
     head, body = _head(view)
-    found, at = [], 0
+    found = []
+    at = 0
     for chosen in _BUNDLE.decode(head):
-        if chosen.size < 0 or at + chosen.size > len(body) or len(chosen.positions) != len(chosen.rewards):
-            raise ValueError(f"experience frame is cut short: block of {chosen.size} bytes at byte {at} of {len(body)}")
+        if (
+            chosen.size < 0
+            or at + chosen.size > len(body)
+            or len(chosen.positions) != len(chosen.rewards)
+        ):
+            raise ValueError(
+                f"experience frame is cut short: block of {chosen.size} bytes at byte {at} of "
+                f"{len(body)}"
+            )
         block = body[at : at + chosen.size]
         if block[:4] == BUNDLE_MAGIC:
             raise ValueError("experience frame is a bundle in a bundle")
         rows = _decode_block(block, chosen.positions, row)
-        found += [x if x.reward == r else _edited(x, r) for x, r in zip(rows, chosen.rewards, strict=True)]
+        found += [
+            x if x.reward == r else _edited(x, r) for x, r in zip(rows, chosen.rewards, strict=True)
+        ]
         at += chosen.size + -chosen.size % _ALIGN
     return found
 
 
 def _edited(row: Experience, reward: float | None) -> Experience:
-    """The row with another reward; where its tokens have their own, the last trained one takes the difference."""
+    """The row with another reward; where its tokens have their own, the last trained one takes the
+    difference.
+    """
     if (earned := row.token_rewards) is not None:
         earned = earned.copy()
         earned[np.flatnonzero(row.loss_mask)[-1:]] += (reward or 0.0) - (row.reward or 0.0)
@@ -255,14 +314,23 @@ class _RowDecoder:
         if dtype is None or type(offset) is not int or not all(type(n) is int for n in shape):
             raise TypeError(f"not an array of a frame: {spec!r}")
         count = math.prod(shape)
-        if min(shape, default=0) < 0 or offset < 0 or offset + count * dtype.itemsize > len(self.arrays):
-            raise _CutShort(f"experience frame is cut short: an array of {length} {name} at byte {offset} of {len(self.arrays)}")
+        if (
+            min(shape, default=0) < 0
+            or offset < 0
+            or offset + count * dtype.itemsize > len(self.arrays)
+        ):
+            raise _CutShort(
+                f"experience frame is cut short: an array of {length} {name} at byte {offset} of "
+                f"{len(self.arrays)}"
+            )
         found = np.frombuffer(self.arrays, dtype, count, offset)
         return found if type(length) is int else found.reshape(shape)
 
 
 def _old_heads(view: memoryview) -> tuple[list[msgspec.Raw], memoryview]:
-    """Fields of the rows, and the arrays of all.  The head's size includes its padding; it may itself end with zeros."""
+    """Fields of the rows, and the arrays of all.  The head's size includes its padding; it may
+    itself end with zeros.
+    """
     head, body = _head(view)
     shortest = max(len(bytes(head).rstrip(b"\0")), len(head) - _ALIGN + 1)
     for end in range(shortest, len(head)):

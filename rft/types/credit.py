@@ -1,13 +1,15 @@
 """The reward of a run, and what the runs of a group are compared by: the one place of both rules.
 
-A run is one row or several: the chains of an agent's calls (a sub-agent, a compacted history), or its steps.
+A run is one row or several: the chains of an agent's calls (a sub-agent, a compacted history), or
+its steps.
 
     credit of a row    its reward is           the run's reward              a group compares
     run                that of the whole run   the same, once                the run, once
     step               of its own calls        the sum over the run's rows   every row by itself
 
 A run that was scored as a whole has that score, whatever its calls earned beside it.
-Invariant: cutting a run into more rows of credit "run" changes neither its reward nor the statistics of its group.
+Invariant: cutting a run into more rows of credit "run" changes neither its reward nor the
+statistics of its group.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def run_rewards(members: Iterable[Member]) -> dict[int, float]:
     earned: dict[int, list[float]] = defaultdict(list)
     for m in members:
         (shared if m.credit == "run" else earned)[m.run].append(m.reward)
-    return {run: math.fsum(rewards) for run, rewards in earned.items()} | {run: _shared(r) for run, r in shared.items()}
+    return {run: math.fsum(rewards) for run, rewards in earned.items()} | {
+        run: _shared(r) for run, r in shared.items()
+    }
 
 
 def _shared(rewards: Sequence[float]) -> float:
@@ -55,12 +59,18 @@ def parted_runs(members: Iterable[Member]) -> dict[int, list[float]]:
     return {run: rewards for run, rewards in found.items() if min(rewards) != max(rewards)}
 
 
-def group_statistics(name: str, members: Sequence[Member | tuple[float, int, int, int]]) -> GroupStats:
+def group_statistics(
+    name: str, members: Sequence[Member | tuple[float, int, int, int]]
+) -> GroupStats:
     """Statistics of a group's scored rows, in the order of their ids."""
     rows = [Member(*m) for m in members]
     rewards = [m.reward for m in _units(rows)]
     mean = sum(rewards) / len(rewards)
-    std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5 if len(rewards) > 1 else 0.0
+    std = (
+        (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+        if len(rewards) > 1
+        else 0.0
+    )
     return GroupStats(
         group=name,
         rewards=tuple(m.reward for m in rows),
@@ -79,7 +89,9 @@ def rewards_of_runs(group: GroupStats) -> dict[int, float]:
 
 
 def compared(group: GroupStats) -> GroupStats:
-    """Statistics with one entry for each run of `group`, or for each row of credit "step": what an advantage compares."""
+    """Statistics with one entry for each run of `group`, or for each row of credit "step": what an
+    advantage compares.
+    """
     units = _units(_members(group))
     return group if len(units) == len(group.rewards) else group_statistics(group.group, units)
 
@@ -88,11 +100,23 @@ def _members(group: GroupStats) -> list[Member]:
     count = len(group.rewards)
     credits: Sequence[Credit] = group.credits or ["run"] * count
     runs = group.runs or range(count)
-    return [Member(*m) for m in zip(group.rewards, runs, group.steps or [0] * count, group.lengths or [0] * count, credits, strict=True)]
+    return [
+        Member(*m)
+        for m in zip(
+            group.rewards,
+            runs,
+            group.steps or [0] * count,
+            group.lengths or [0] * count,
+            credits,
+            strict=True,
+        )
+    ]
 
 
 def _units(members: Sequence[Member]) -> list[Member]:
-    """The rows of each run as one member, in the order of the first; rows of credit "step" as they are."""
+    """The rows of each run as one member, in the order of the first; rows of credit "step" as they
+    are.
+    """
     shared = run_rewards(m for m in members if m.credit == "run")
     lengths: dict[int, int] = defaultdict(int)
     for m in members:

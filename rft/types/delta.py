@@ -1,4 +1,5 @@
-"""What changed between two versions of some bytes, for versions of 16-bit weights: most of these do not move in a step.
+"""What changed between two versions of some bytes, for versions of 16-bit weights: most of these do
+not move in a step.
 
 Knows numpy only.  A change is a bitmap of the 16-bit words that differ, and their new values.
 """
@@ -25,11 +26,14 @@ def pack(before: np.ndarray, now: np.ndarray) -> np.ndarray | None:
 
 
 def apply(bytes: np.ndarray, packed: np.ndarray) -> None:
-    """Turn `bytes`, which are `before` of `pack`, into its `now`.  Raises ValueError where `packed` is of another length."""
+    """Turn `bytes`, which are `before` of `pack`, into its `now`.  Raises ValueError where `packed`
+    is of another length.
+    """
     if not len(packed):
         return
     words, tail = _words(bytes)
-    size, end = _bitmap(len(words)), len(packed) - len(tail)
+    size = _bitmap(len(words))
+    end = len(packed) - len(tail)
     changed = np.unpackbits(packed[:size], count=len(words)).view(bool)
     words[changed] = packed[size:end].view(np.uint16)
     tail[:] = packed[end:]

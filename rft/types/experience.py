@@ -20,8 +20,11 @@ from rft.types.task import SamplingArgs
 Status = Literal["complete", "truncated", "failed"]
 MAX_INFO_BYTES = 1 << 20
 MAX_REWARD = 1e18  # its square is still a float32
-BASELINE_KEY = "baseline_reward"  # in `info`: the reward of a greedy run of the same task, where the algorithm asks for it
-INT32, BOOL, FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
+# in `info`: the reward of a greedy run of the same task, where the algorithm asks for it
+BASELINE_KEY = "baseline_reward"
+INT32 = np.dtype(np.int32)
+BOOL = np.dtype(np.bool_)
+FLOAT32 = np.dtype(np.float32)
 LOGPROB_SLACK = 1e-4  # engines may report a log-prob this far above 0; it is clipped and counted
 
 
@@ -36,12 +39,14 @@ class SamplingRecord(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Experience(Struct, frozen=True, kw_only=True):
-    """One trainable sequence.  T = number of tokens, prompt and response; every per-token array has length T.
+    """One trainable sequence.  T = number of tokens, prompt and response; every per-token array has
+    length T.
 
     Example: prompt P (3 tokens), answer A (2):
         tokens = P + A        loss_mask = 0 0 0 1 1        logprobs = 0 0 0 -.2 -.9
 
-    A failed run is a header row: T = 0, status "failed", `reason` says why; it is kept and never trained.
+    A failed run is a header row: T = 0, status "failed", `reason` says why; it is kept and never
+    trained.
     """
 
     id: ExperienceId
@@ -49,7 +54,8 @@ class Experience(Struct, frozen=True, kw_only=True):
     task_index: int  # row of the taskset
     workflow: str
     status: Status
-    reason: str = ""  # why a run failed, or the operator that dropped the row: a row with a reason is never trained
+    # why a run failed, or the operator that dropped the row: a row with a reason is never trained
+    reason: str = ""
     finish_reason: str = ""
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T], True where the policy's own tokens are trained
@@ -62,7 +68,8 @@ class Experience(Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float] = field(default_factory=dict)
     token_rewards: np.ndarray | None = None  # float32 [T]
     teacher_logprobs: np.ndarray | None = None  # float32 [T]
-    routed_experts: np.ndarray | None = None  # uint8 or uint16 [P, layers, experts]: the engine's choice, see rft.types.experts
+    # uint8 or uint16 [P, layers, experts]: the engine's choice, see rft.types.experts
+    routed_experts: np.ndarray | None = None
     is_expert: bool = False
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
@@ -81,7 +88,12 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     @property
     def trainable(self) -> bool:
-        return self.status != "failed" and not self.reason and self.reward is not None and self.num_response_tokens > 0
+        return (
+            self.status != "failed"
+            and not self.reason
+            and self.reward is not None
+            and self.num_response_tokens > 0
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -94,12 +106,16 @@ class Experience(Struct, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> Version | None:
         spans = self.version_spans
-        return spans[0].version if len(spans) == 1 else min((s.version for s in spans), default=None)
+        return (
+            spans[0].version if len(spans) == 1 else min((s.version for s in spans), default=None)
+        )
 
     @property
     def newest_version(self) -> Version | None:
         spans = self.version_spans
-        return spans[0].version if len(spans) == 1 else max((s.version for s in spans), default=None)
+        return (
+            spans[0].version if len(spans) == 1 else max((s.version for s in spans), default=None)
+        )
 
     @property
     def temperature(self) -> float:
@@ -108,7 +124,9 @@ class Experience(Struct, frozen=True, kw_only=True):
 
 
 class Demonstration(Struct, frozen=True, kw_only=True):
-    """A given sequence to imitate (sft, cpt).  T tokens; `loss_mask` is True where the loss is taken."""
+    """A given sequence to imitate (sft, cpt).  T tokens; `loss_mask` is True where the loss is
+    taken.
+    """
 
     id: ExperienceId
     tokens: np.ndarray  # int32 [T]
@@ -135,7 +153,13 @@ class Preference(Struct, frozen=True, kw_only=True):
 
 
 def failed(
-    id: ExperienceId, *, taskset: str, task_index: int, workflow: str, reason: str, info: dict[str, Any] | None = None
+    id: ExperienceId,
+    *,
+    taskset: str,
+    task_index: int,
+    workflow: str,
+    reason: str,
+    info: dict[str, Any] | None = None,
 ) -> Experience:
     """The header row of a run that ended without a usable sequence."""
     return Experience(
@@ -154,7 +178,11 @@ def failed(
 
 def scored_members(rows: Iterable[Experience]) -> list[Member]:
     """The scored ones of `rows`, as statistics read them."""
-    return [Member(x.reward, x.id.run, x.id.step, x.num_response_tokens, x.credit) for x in rows if x.reward is not None]
+    return [
+        Member(x.reward, x.id.run, x.id.step, x.num_response_tokens, x.credit)
+        for x in rows
+        if x.reward is not None
+    ]
 
 
 def from_completions(
@@ -175,8 +203,8 @@ def from_completions(
 ) -> Experience:
     """Joins the model calls of one run into one sequence, tokens as they were, never re-tokenised.
 
-    Each call's prompt must begin with everything before it (prompt and answer); the part added in between is not trained.
-    Raises ValueError where that does not hold.
+    Each call's prompt must begin with everything before it (prompt and answer); the part added in
+    between is not trained. Raises ValueError where that does not hold.
     """
     if not completions:
         raise ValueError("a run without a model call has no experience")
@@ -217,7 +245,8 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         start = len(c.prompt_tokens)
         if start < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
             raise ValueError(
-                f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it; append to the messages and change none, "
+                f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it; "
+                f"append to the messages and change none, "
                 'or write ctx.transcript(layout="chains"): a row for each chain of calls that do'
             )
         clean = c.logprobs.astype(np.float32, copy=True)
@@ -228,11 +257,16 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         mask += [np.zeros(added, np.bool_), np.ones(len(c.tokens), np.bool_)]
         logps += [np.zeros(added, np.float32), clean]
         spans += [VersionSpan(s.version, s.start + start, s.end + start) for s in c.version_spans]
-        sampling.append(SamplingRecord(start=start, end=start + len(c.tokens), sampling=c.sampling, engine=c.engine))
+        sampling.append(
+            SamplingRecord(
+                start=start, end=start + len(c.tokens), sampling=c.sampling, engine=c.engine
+            )
+        )
         tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
     return {
         "tokens": tokens,
-        "has_logprobs": any(c.usage is None for c in completions),  # servers report no tokens: nothing to train on
+        # servers report no tokens: nothing to train on
+        "has_logprobs": any(c.usage is None for c in completions),
         "loss_mask": np.concatenate(mask),
         "logprobs": np.concatenate(logps),
         "version_spans": tuple(spans),
@@ -248,7 +282,10 @@ def check(x: Experience) -> None:
     _check_array("tokens", x.tokens, INT32, n)
     _check_array("loss_mask", x.loss_mask, BOOL, n)
     _check_array("logprobs", x.logprobs, FLOAT32, n)
-    for name, value in (("token_rewards", x.token_rewards), ("teacher_logprobs", x.teacher_logprobs)):
+    for name, value in (
+        ("token_rewards", x.token_rewards),
+        ("teacher_logprobs", x.teacher_logprobs),
+    ):
         if value is not None:
             _check_array(name, value, FLOAT32, n)
             if not np.isfinite(value).all():
@@ -288,14 +325,18 @@ def _one_span(x: Experience) -> bool:
     if len(x.version_spans) != 1:
         return False
     (span,) = x.version_spans
-    start, end = span.start, span.end
+    start = span.start
+    end = span.end
     if not 0 <= start <= end <= len(x.tokens):
         return False
-    return bool(np.count_nonzero(x.loss_mask) == end - start == np.count_nonzero(x.loss_mask[start:end]))
+    return bool(
+        np.count_nonzero(x.loss_mask) == end - start == np.count_nonzero(x.loss_mask[start:end])
+    )
 
 
 def _check_values(x: Experience, *, whole: bool) -> None:
-    """One pass over each array: this runs for every experience, when it is made and whenever it is read.
+    """One pass over each array: this runs for every experience, when it is made and whenever it is
+    read.
 
     An extreme is looked up by its place, which is the faster way for arrays of this size.
     """

@@ -1,8 +1,8 @@
 """Which experts each token of a sequence went through, kept as small as can be.  Torch-free.
 
-An array of experts is unsigned [P, L, K]: for the first P positions of a sequence, in each of L layers with experts, the K that were
-chosen.  Positions behind P are unknown: nothing was computed for the last token of an answer.
-Knows the configuration keys of transformers.
+An array of experts is unsigned [P, L, K]: for the first P positions of a sequence, in each of L
+layers with experts, the K that were chosen.  Positions behind P are unknown: nothing was computed
+for the last token of an answer. Knows the configuration keys of transformers.
 """
 
 from __future__ import annotations
@@ -46,18 +46,23 @@ def check(experts: np.ndarray, tokens: int) -> None:
     """Raises ValueError that says what is wrong with the experts of a sequence of so many tokens."""
     if experts.dtype not in (np.dtype(np.uint8), np.dtype(np.uint16)) or experts.ndim != 3:
         raise ValueError(
-            f"routed_experts: {experts.dtype} with {experts.ndim} dimensions, must be uint8 or uint16 [positions, layers, experts]"
+            f"routed_experts: {experts.dtype} with {experts.ndim} dimensions, must be uint8 or "
+            f"uint16 [positions, layers, experts]"
         )
     if len(experts) > tokens:
-        raise ValueError(f"routed_experts: of {len(experts)} positions, but there are {tokens} tokens")
+        raise ValueError(
+            f"routed_experts: of {len(experts)} positions, but there are {tokens} tokens"
+        )
     if experts.nbytes > MAX_BYTES:
         raise ValueError(
-            f"routed_experts: {experts.nbytes} bytes, at most {MAX_BYTES} are kept.  Shorten the sequence, or write router_replay: off"
+            f"routed_experts: {experts.nbytes} bytes, at most {MAX_BYTES} are kept.  Shorten the "
+            f"sequence, or write router_replay: off"
         )
 
 
 def joined(calls: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Of a sequence from the calls that made it, each of which computed a longer beginning; None where one of them does not tell.
+    """Of a sequence from the calls that made it, each of which computed a longer beginning; None
+    where one of them does not tell.
 
     A position is taken from the call that computed its token first.
     """
@@ -70,11 +75,16 @@ def joined(calls: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 
 def marked(tokens: np.ndarray, experts: np.ndarray | None) -> np.ndarray:
-    """Token ids, int64 [T], that differ where experts do: in the bits above the 32 of the id, see `TOKEN`."""
+    """Token ids, int64 [T], that differ where experts do: in the bits above the 32 of the id, see
+    `TOKEN`.
+    """
     found = tokens.astype(np.int64)
     if experts is not None and experts.size:
         flat = experts[: len(tokens)].reshape(min(len(experts), len(tokens)), -1)
-        factors = np.random.default_rng(0).integers(1 << 63, size=flat.shape[1], dtype=np.uint64) | np.uint64(1)
-        hashes = (flat.astype(np.uint64) @ factors + factors.sum()) >> np.uint64(33)  # of each expert's number + 1
+        factors = np.random.default_rng(0).integers(
+            1 << 63, size=flat.shape[1], dtype=np.uint64
+        ) | np.uint64(1)
+        # of each expert's number + 1
+        hashes = (flat.astype(np.uint64) @ factors + factors.sum()) >> np.uint64(33)
         found[: len(flat)] |= hashes.astype(np.int64) << 32
     return found

@@ -1,4 +1,6 @@
-"""Names of things that travel: weight versions, groups, experiences.  They sort as text the way they sort as numbers."""
+"""Names of things that travel: weight versions, groups, experiences.  They sort as text the way
+they sort as numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ SEED = 42
 class Version(Struct, frozen=True, order=True, array_like=True, gc=False):
     """One complete set of weights: the `step`-th optimizer step of trainer start `lineage`.
 
-    `attempt` counts the attempts to serve them: after a failed canary the next attempt has another label, so rows that the
-    failed one wrote are told apart.  Use, staleness and checkpoints compare lineage and step only (`published`).
+    `attempt` counts the attempts to serve them: after a failed canary the next attempt has another
+    label, so rows that the failed one wrote are told apart.  Use, staleness and checkpoints compare
+    lineage and step only (`published`).
 
-    Example: `Version(2, 30)` prints as "2:30", its second attempt as "2:30.1".  `Version(1, 0)` are the weights a fresh run starts from.
+    Example: `Version(2, 30)` prints as "2:30", its second attempt as "2:30.1".  `Version(1, 0)` are
+    the weights a fresh run starts from.
     """
 
     lineage: int

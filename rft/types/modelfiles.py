@@ -1,6 +1,8 @@
-"""A model's folder: where the hub's cache keeps it, its files, how many tokens it knows, and a hash that tells base models apart.
+"""A model's folder: where the hub's cache keeps it, its files, how many tokens it knows, and a hash
+that tells base models apart.
 
-Torch-free; knows no layers.  Invariant: the same weights have the same fingerprint, whatever files they are cut into.
+Torch-free; knows no layers.  Invariant: the same weights have the same fingerprint, whatever files
+they are cut into.
 """
 
 from __future__ import annotations
@@ -26,11 +28,16 @@ _NO_TEXT = re.compile(r"""\bcontent(["']\])? is (?:not )?[nN]one""")
 
 def hub_cache() -> Path:
     """The folder of the hub's cache, which need not be there."""
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub")
+    return Path(
+        os.environ.get("HF_HUB_CACHE")
+        or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+    )
 
 
 def snapshot(name: str) -> Path | None:
-    """The folder in the hub's cache of the model that has this id there; None for one that is not in it, and for what is no id."""
+    """The folder in the hub's cache of the model that has this id there; None for one that is not
+    in it, and for what is no id.
+    """
     repo = hub_cache() / f"models--{name.replace('/', '--')}"
     main = repo / "refs" / "main"
     if not HUB_ID.fullmatch(name) or not main.is_file():
@@ -40,12 +47,16 @@ def snapshot(name: str) -> Path | None:
 
 
 def plain_jinja(template: str) -> str:
-    """A chat template without transformers' own tag: `{% generation %}`, which marks answers, opens a scope and no more."""
+    """A chat template without transformers' own tag: `{% generation %}`, which marks answers, opens
+    a scope and no more.
+    """
     return _MARKED.sub(r"\1with\2", template)
 
 
 class _CallArguments(dict[str, Any]):
-    """What a call passes: an object, and where a template adds it to a text or writes it as it is, the object's JSON text."""
+    """What a call passes: an object, and where a template adds it to a text or writes it as it is,
+    the object's JSON text.
+    """
 
     def __init__(self, made: dict[str, Any], text: str) -> None:
         super().__init__(made)
@@ -62,24 +73,38 @@ class _CallArguments(dict[str, Any]):
 
 
 def as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Calls of tools as any template reads them, their arguments given as an object or as its JSON text, which is OpenAI's form.
+    """Calls of tools as any template reads them, their arguments given as an object or as its JSON
+    text, which is OpenAI's form.
 
-    DeepSeek's show them only in messages whose content is none, or write an empty answer behind them where it is not.
+    DeepSeek's show them only in messages whose content is none, or write an empty answer behind
+    them where it is not.
     """
     if _NO_TEXT.search(template):
-        messages = [m | {"content": m.get("content") or None} if m.get("tool_calls") else m for m in messages]
+        messages = [
+            m | {"content": m.get("content") or None} if m.get("tool_calls") else m
+            for m in messages
+        ]
     return [
-        m | {"tool_calls": [*map(_with_object, calls)]} if isinstance(calls := m.get("tool_calls"), list) else m for m in messages
+        m | {"tool_calls": [*map(_with_object, calls)]}
+        if isinstance(calls := m.get("tool_calls"), list)
+        else m
+        for m in messages
     ]
 
 
 def _with_object(call: Any) -> Any:
-    """A call whose arguments are an object and its JSON text at once; unchanged where they are neither."""
+    """A call whose arguments are an object and its JSON text at once; unchanged where they are
+    neither.
+    """
     if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
         return call | {"function": _with_object(function)}
     try:
         given = call["arguments"] or {}
-        made, text = (parse_json(given), given) if isinstance(given, str) else (given, json.dumps(given, ensure_ascii=False))
+        made, text = (
+            (parse_json(given), given)
+            if isinstance(given, str)
+            else (given, json.dumps(given, ensure_ascii=False))
+        )
     except (KeyError, TypeError, ValueError):
         return call
     return call | {"arguments": _CallArguments(made, text)} if isinstance(made, dict) else call
@@ -95,27 +120,46 @@ def files(folder: Path) -> list[Path]:
     else:
         paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise CheckpointInvalid(f"{folder}: has no safetensors files; convert the weights (other formats can run code when read)")
+        raise CheckpointInvalid(
+            f"{folder}: has no safetensors files; convert the weights (other formats can run code "
+            f"when read)"
+        )
     return paths
 
 
 def vocab_size(folder: Path) -> int:
-    """How many token ids a model has: as config.json says, or, where that leaves it to a default, as its embedding has.
+    """How many token ids a model has: as config.json says, or, where that leaves it to a default,
+    as its embedding has.
 
     Raises ConfigError where neither tells.
     """
-    if (said := text_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))).get("vocab_size")) is not None:
+    if (
+        said := text_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))).get(
+            "vocab_size"
+        )
+    ) is not None:
         return int(said)
     tensors = (tensor for path in files(folder) for tensor in header(path)[0].items())
-    if (rows := next((about["shape"][0] for name, about in tensors if name.endswith("embed_tokens.weight")), None)) is None:
-        raise ConfigError("config.json does not give its vocab_size; add it", key="model.model_path", given=str(folder))
+    if (
+        rows := next(
+            (about["shape"][0] for name, about in tensors if name.endswith("embed_tokens.weight")),
+            None,
+        )
+    ) is None:
+        raise ConfigError(
+            "config.json does not give its vocab_size; add it",
+            key="model.model_path",
+            given=str(folder),
+        )
     return int(rows)
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the weights in a model folder, whatever files they are cut into: names, types, shapes and samples of every tensor.
+    """A hash of the weights in a model folder, whatever files they are cut into: names, types,
+    shapes and samples of every tensor.
 
-    Of each tensor up to 64 KiB are read.  Raises CheckpointInvalid naming a file that cannot be read.
+    Of each tensor up to 64 KiB are read.  Raises CheckpointInvalid naming a file that cannot be
+    read.
     """
     found = {}
     for path in files(folder):
@@ -126,7 +170,9 @@ def fingerprint(folder: Path) -> str:
                 begin, end = about["data_offsets"]
                 digest = hashlib.sha256(json.dumps([name, about["dtype"], about["shape"]]).encode())
                 size = min(_BLOCK, end - begin)
-                for at in {begin + i * (end - begin - size) // (_PLACES - 1): None for i in range(_PLACES)}:
+                for at in {
+                    begin + i * (end - begin - size) // (_PLACES - 1): None for i in range(_PLACES)
+                }:
                     file.seek(base + at)
                     digest.update(file.read(size))
                 found[name] = digest.digest()

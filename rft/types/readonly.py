@@ -1,6 +1,8 @@
-"""Read-only values: what a plugin receives of a record cannot be changed, so nothing but what the engine wrote is trained.
+"""Read-only values: what a plugin receives of a record cannot be changed, so nothing but what the
+engine wrote is trained.
 
-Invariant: a value that `read_only` returns shares no writable memory with the value it was made of; writing into it raises.
+Invariant: a value that `read_only` returns shares no writable memory with the value it was made of;
+writing into it raises.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ _UNCHANGEABLE = frozenset({str, int, float, bool, type(None), ReadOnlyDict, Read
 
 
 def read_only(value: Any) -> Any:
-    """`value` with its dicts, lists and arrays, however deep, made read-only; values of other types are returned as they are."""
+    """`value` with its dicts, lists and arrays, however deep, made read-only; values of other types
+    are returned as they are.
+    """
     if type(value) in _UNCHANGEABLE:
         return value
     if isinstance(value, dict):

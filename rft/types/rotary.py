@@ -1,7 +1,8 @@
-"""Rotary embeddings of a model's config.json, changed the same way for trainer, engines and exported models.
+"""Rotary embeddings of a model's config.json, changed the same way for trainer, engines and
+exported models.
 
-Knows the names of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).  Invariant: what it returns holds all that
-the embeddings need, so nobody has to merge again.
+Knows the names of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
+Invariant: what it returns holds all that the embeddings need, so nobody has to merge again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _OLD = ("rope_theta", "rope_scaling")
 
 
 def applied(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """`override` of `config` (config.json), with its `rope_theta` and `rope_scaling` as one `rope_parameters`.
+    """`override` of `config` (config.json), with its `rope_theta` and `rope_scaling` as one
+    `rope_parameters`.
 
     Raises ConfigError for a model whose embeddings cannot be told in one mapping.
     """
@@ -28,20 +30,34 @@ def applied(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str,
     had = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in had.values()) or "text_config" in config:
         raise ConfigError(
-            "this model has rotary embeddings of several kinds; write all of them as model.override_config.rope_parameters",
-            key="model.rope_theta" if override.get("rope_scaling") is None else "model.rope_scaling",
+            "this model has rotary embeddings of several kinds; write all of them as "
+            "model.override_config.rope_parameters",
+            key="model.rope_theta"
+            if override.get("rope_scaling") is None
+            else "model.rope_scaling",
         )
     new = dict(override.get("rope_scaling") or had)
-    theta = override.get("rope_theta") or new.get("rope_theta") or had.get("rope_theta") or config.get("rope_theta")
+    theta = (
+        override.get("rope_theta")
+        or new.get("rope_theta")
+        or had.get("rope_theta")
+        or config.get("rope_theta")
+    )
     if theta is None:
         raise ConfigError("is needed: config.json has none to keep", key="model.rope_theta")
     kind = new.pop("type", None)
     new = {"rope_type": kind or "default", **new, "rope_theta": theta}
     if "partial_rotary_factor" in had:
         new.setdefault("partial_rotary_factor", had["partial_rotary_factor"])
-    if new["rope_type"] in ("yarn", "longrope", "llama3") and (trained := _trained(config, had)) is not None:
+    if (
+        new["rope_type"] in ("yarn", "longrope", "llama3")
+        and (trained := _trained(config, had)) is not None
+    ):
         new.setdefault("original_max_position_embeddings", trained)
-    return {**{name: value for name, value in override.items() if name not in _OLD}, "rope_parameters": new}
+    return {
+        **{name: value for name, value in override.items() if name not in _OLD},
+        "rope_parameters": new,
+    }
 
 
 def applied_to(folder: str | Path, override: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,17 +70,29 @@ def applied_to(folder: str | Path, override: Mapping[str, Any]) -> dict[str, Any
 def replaced(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with `override`, as it is written into an exported model."""
     new = applied(config, override)
-    kept = {name: value for name, value in config.items() if name not in _OLD} if "rope_parameters" in new else config
+    kept = (
+        {name: value for name, value in config.items() if name not in _OLD}
+        if "rope_parameters" in new
+        else config
+    )
     return {**kept, **new}
 
 
 def positions(config: Mapping[str, Any], override: Mapping[str, Any]) -> int | None:
     """How many positions the model knows, if config.json says so."""
     new = replaced(config, override)
-    longest, rope = new.get("max_position_embeddings"), new.get("rope_parameters") or {}
-    if not isinstance(longest, int) or override.get("rope_scaling") is None or rope.get("rope_type") not in _BEYOND:
+    longest = new.get("max_position_embeddings")
+    rope = new.get("rope_parameters") or {}
+    if (
+        not isinstance(longest, int)
+        or override.get("rope_scaling") is None
+        or rope.get("rope_type") not in _BEYOND
+    ):
         return longest if isinstance(longest, int) else None
-    return max(longest, int(rope.get("original_max_position_embeddings", longest) * float(rope.get("factor", 1.0))))
+    return max(
+        longest,
+        int(rope.get("original_max_position_embeddings", longest) * float(rope.get("factor", 1.0))),
+    )
 
 
 def _trained(config: Mapping[str, Any], had: Mapping[str, Any]) -> int | None:

@@ -1,9 +1,11 @@
-"""Which layouts of rows compute a model exactly, decided from its configuration and not from its name.  Torch-free.
+"""Which layouts of rows compute a model exactly, decided from its configuration and not from its
+name.  Torch-free.
 
-A micro-batch holds its rows as a prefix tree (shared), one behind the other (packed), or one per line (padded).  In the first two only
-attention sees where a row begins: every other layer that looks at earlier positions would carry state from one row into the next, unless
-its kernels take the rows' ends, as they do on GPUs.
-Knows the configuration keys of transformers.  Invariant: a layer type that nobody has proven is never packed or shared.
+A micro-batch holds its rows as a prefix tree (shared), one behind the other (packed), or one per
+line (padded).  In the first two only attention sees where a row begins: every other layer that
+looks at earlier positions would carry state from one row into the next, unless its kernels take the
+rows' ends, as they do on GPUs. Knows the configuration keys of transformers.  Invariant: a layer
+type that nobody has proven is never packed or shared.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ RowLayout = Literal["shared", "packed", "padded"]
 AskedLayout = Literal["auto", "shared", "packed", "padded"]
 KEY = "trainer.row_layout"
 
-_STATE = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"})
+_STATE = frozenset(
+    {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+)
 _CARRIED = "carries state over row boundaries"
 _SPARSE = "chooses positions by an index over the whole input"
 _MASK = "sees a window of positions by a mask of its own"
@@ -73,7 +77,9 @@ _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 @dataclass(frozen=True)
 class Head:
-    """How a model changes the logits z of its output layer: cap * tanh(scale * z / cap), or scale * z."""
+    """How a model changes the logits z of its output layer: cap * tanh(scale * z / cap), or scale *
+    z.
+    """
 
     scale: float = 1.0
     cap: float | None = None
@@ -87,18 +93,23 @@ class Choice:
     why: str
 
 
-def choose(config: Mapping[str, Any], asked: AskedLayout = "auto", *, device: str = "cpu") -> Choice:
-    """The layout for the model of `config` (config.json).  "auto": the first of shared, packed, padded that every layer allows.
+def choose(
+    config: Mapping[str, Any], asked: AskedLayout = "auto", *, device: str = "cpu"
+) -> Choice:
+    """The layout for the model of `config` (config.json).  "auto": the first of shared, packed,
+    padded that every layer allows.
 
-    Layers with state are packed on GPUs, where their kernels may take the rows' ends; whether they do is proven when the model is loaded.
-    Raises ConfigError for layer types that are unknown, and for a layout that was demanded and is not exact.
+    Layers with state are packed on GPUs, where their kernels may take the rows' ends; whether they
+    do is proven when the model is loaded. Raises ConfigError for layer types that are unknown, and
+    for a layout that was demanded and is not exact.
     """
     if asked == "padded":
         return Choice("padded", "asked for; padded rows are exact for every layer type")
     types = layer_types(config)
     if unknown := [t for t in types if t not in PADDED_ONLY and t not in EXACT]:
         raise ConfigError(
-            f"the model has layers of type {unknown[0]}, which are not proven in {'shared or packed' if asked == 'auto' else asked} "
+            f"the model has layers of type {unknown[0]}, which are not proven in "
+            f"{'shared or packed' if asked == 'auto' else asked} "
             "rows.  Write padded, which is compared with plain rows when the model is loaded",
             key=KEY,
             given=asked,
@@ -106,17 +117,27 @@ def choose(config: Mapping[str, Any], asked: AskedLayout = "auto", *, device: st
     bad = [t for t in types if t in PADDED_ONLY]
     reset = device == "cuda" and _STATE.issuperset(bad)
     if bad and asked != "auto" and not (reset and asked == "packed"):
-        raise ConfigError(f"{bad[0]} {PADDED_ONLY[bad[0]]}.  Write auto or padded", key=KEY, given=asked)
+        raise ConfigError(
+            f"{bad[0]} {PADDED_ONLY[bad[0]]}.  Write auto or padded", key=KEY, given=asked
+        )
     if not bad:
-        return Choice("shared" if asked == "auto" else asked, f"every layer is {' or '.join(types)}")
+        return Choice(
+            "shared" if asked == "auto" else asked, f"every layer is {' or '.join(types)}"
+        )
     why = "; ".join(f"{t} {PADDED_ONLY[t]}" for t in bad)
     if reset:
-        return Choice("packed", f"{why}, unless its kernels are told where rows end, which is proven when the model is loaded")
+        return Choice(
+            "packed",
+            f"{why}, unless its kernels are told where rows end, which is proven when the model is "
+            f"loaded",
+        )
     return Choice("padded", why)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """The kinds of layers of a model, each once, in transformers' words; what its attention does besides is a kind too."""
+    """The kinds of layers of a model, each once, in transformers' words; what its attention does
+    besides is a kind too.
+    """
     c = text_config(config)
     return list(dict.fromkeys([*_listed(c), *_attention(c)]))
 
@@ -126,7 +147,9 @@ def carries_state(config: Mapping[str, Any]) -> bool:
     return not _STATE.isdisjoint(layer_types(config))
 
 
-TEXT_CLASSES = {  # type of a model with a tower for images: vLLM's class for its language model, which reads the whole's config.json
+# type of a model with a tower for images: vLLM's class for its language model, which reads the
+# whole's config.json
+TEXT_CLASSES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
 }
@@ -141,19 +164,30 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def head(config: Mapping[str, Any]) -> Head:
     """How the model of `config`, with all its default entries, changes its logits."""
     text = text_config(config)
-    given = {k: v for c in (config, text) for k in (*_CAPS, *_FACTORS, *_DIVISORS) if (v := c.get(k)) is not None}
-    factors = [given[k] for k in _FACTORS if k in given] + [1 / given[k] for k in _DIVISORS if k in given]
+    given = {
+        k: v
+        for c in (config, text)
+        for k in (*_CAPS, *_FACTORS, *_DIVISORS)
+        if (v := c.get(k)) is not None
+    }
+    factors = [given[k] for k in _FACTORS if k in given] + [
+        1 / given[k] for k in _DIVISORS if k in given
+    ]
     return Head(math.prod(factors), next((given[k] for k in _CAPS if given.get(k)), None))
 
 
 def changing_rope(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """(kind, positions) of rotary embeddings that change for all positions once one row is longer than `positions`."""
+    """(kind, positions) of rotary embeddings that change for all positions once one row is longer
+    than `positions`.
+    """
     c = text_config(config)
     ropes = c.get("rope_parameters") or c.get("rope_scaling") or {}
     for rope in [ropes, *(r for r in ropes.values() if isinstance(r, Mapping))]:
         kind = rope.get("rope_type") or rope.get("type")
         if kind in ("dynamic", "longrope"):
-            known = rope.get("original_max_position_embeddings") or c.get("original_max_position_embeddings")
+            known = rope.get("original_max_position_embeddings") or c.get(
+                "original_max_position_embeddings"
+            )
             longest = known if kind == "longrope" and known else c.get("max_position_embeddings")
             return str(kind), int(longest or 0)
     return None
@@ -161,7 +195,11 @@ def changing_rope(config: Mapping[str, Any]) -> tuple[str, int] | None:
 
 def _listed(c: Mapping[str, Any]) -> Iterator[str]:
     """What the configuration lists for each layer; without a list what its entries tell."""
-    lists = [c[k] for k in _LISTS if isinstance(c.get(k), Sequence) and c[k] and not isinstance(c[k], str)]
+    lists = [
+        c[k]
+        for k in _LISTS
+        if isinstance(c.get(k), Sequence) and c[k] and not isinstance(c[k], str)
+    ]
     if lists:
         yield from (str(t) for t in lists[0])
     elif isinstance(pattern := c.get("hybrid_override_pattern"), str):
@@ -184,5 +222,9 @@ def _attention(c: Mapping[str, Any]) -> Iterator[str]:
         yield "soft-capped attention"
     if any("sink" in k and v and not k.endswith("token_id") for k, v in c.items()):
         yield "attention sinks"
-    if c.get("alibi") or c.get("use_alibi") or str(c.get("position_embedding_type", "")).startswith("relative"):
+    if (
+        c.get("alibi")
+        or c.get("use_alibi")
+        or str(c.get("position_embedding_type", "")).startswith("relative")
+    ):
         yield "biased attention"

@@ -1,10 +1,11 @@
-"""What the buffer keeps of sessions that are served: who asked, what was answered, what it was worth, and what became of it.
+"""What the buffer keeps of sessions that are served: who asked, what was answered, what it was
+worth, and what became of it.
 
     open ── reward ──> rewarded ── its group is appended ──> accepted
       └─ ttl, withdrawn ─┴─ no partner, weights, refused ──> explained(reason)
 
-A call's payload are its turns, packed here; the buffer does not look into it.  Invariant: the states open and rewarded wait, the others
-are final.
+A call's payload are its turns, packed here; the buffer does not look into it.  Invariant: the
+states open and rewarded wait, the others are final.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ WAITING: tuple[SessionState, ...] = ("open", "rewarded")
 
 
 class StoredSession(Struct, frozen=True, kw_only=True):
-    """One session.  Times are seconds since the epoch.  `merged`: its calls belong to the session `reason` since a feedback joined them."""
+    """One session.  Times are seconds since the epoch.  `merged`: its calls belong to the session
+    `reason` since a feedback joined them.
+    """
 
     id: str
     client: str
@@ -60,7 +63,9 @@ class CallStored(Struct, frozen=True):
 
 
 class Rewarded(Struct, frozen=True, kw_only=True):
-    """A reward of the session, or of its call `call`.  Without a `score` what its calls got is all: the session is complete."""
+    """A reward of the session, or of its call `call`.  Without a `score` what its calls got is all:
+    the session is complete.
+    """
 
     session: str
     score: Score | None
@@ -92,7 +97,8 @@ class SessionStore(Protocol):
         ...
 
     async def note(self, note: Note) -> bool:
-        """Store it; durable on return.  False: a session it is about does not wait any more, so nothing was stored.
+        """Store it; durable on return.  False: a session it is about does not wait any more, so
+        nothing was stored.
 
         Raises DiskFull at once, Fenced.
         """

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 
 class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
-    """How tokens are drawn.  The defaults sample the policy itself, which is what on-policy losses need."""
+    """How tokens are drawn.  The defaults sample the policy itself, which is what on-policy losses
+    need.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,11 +37,16 @@ class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p {self.min_p}: must be in [0, 1]")
         if self.max_tokens < 1 or not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens}, max_tokens {self.max_tokens}: need 0 <= min <= max and max >= 1")
+            raise ValueError(
+                f"min_tokens {self.min_tokens}, max_tokens {self.max_tokens}: need 0 <= min <= max "
+                f"and max >= 1"
+            )
         if isinstance(self.stop, str):
             raise ValueError(f"stop {self.stop!r}: must be a list of texts, [{self.stop!r}]")
         if self.seed is not None and not -1 << 63 <= self.seed < 1 << 63:
-            raise ValueError(f"seed {self.seed}: must be from -2**63 to 2**63 - 1, as the ledger keeps it")
+            raise ValueError(
+                f"seed {self.seed}: must be from -2**63 to 2**63 - 1, as the ledger keeps it"
+            )
 
     @property
     def reproducible(self) -> bool:
@@ -57,10 +64,14 @@ class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def plain_text(content: Any) -> str | None:
-    """The text of a message's content: a text, null, or a list of text parts.  None: it holds anything else, e.g. images."""
+    """The text of a message's content: a text, null, or a list of text parts.  None: it holds
+    anything else, e.g. images.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+    if isinstance(content, list) and all(
+        isinstance(p, dict) and p.get("type") == "text" for p in content
+    ):
         texts = [p.get("text", "") for p in content]
         return "".join(texts) if all(isinstance(t, str) for t in texts) else None
     return None
@@ -69,7 +80,8 @@ def plain_text(content: Any) -> str | None:
 class Task(Struct, frozen=True, kw_only=True):
     """One row of a taskset.
 
-    Example: Task(taskset="sums", index=3, prompt="What is 1+1?", truth="2", workflow="math_workflow", reward="exact_answer")
+    Example: Task(taskset="sums", index=3, prompt="What is 1+1?", truth="2",
+    workflow="math_workflow", reward="exact_answer")
     """
 
     taskset: str
@@ -81,7 +93,8 @@ class Task(Struct, frozen=True, kw_only=True):
     system_prompt: str | None = None
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
-    prompt_truncation: str = "error"  # left | right | middle: where an opening prompt that is too long is cut
+    # left | right | middle: where an opening prompt that is too long is cut
+    prompt_truncation: str = "error"
     truth: Any = None  # the gold answer, JSON
     workflow: str
     workflow_args: dict[str, Any] = field(default_factory=dict)
@@ -93,9 +106,13 @@ class Task(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.num_runs < 1:
-            raise ValueError(f"task {self.taskset}[{self.index}]: num_runs {self.num_runs} must be at least 1")
+            raise ValueError(
+                f"task {self.taskset}[{self.index}]: num_runs {self.num_runs} must be at least 1"
+            )
         if self.prompt is None and not self.messages and not self.row:
-            raise ValueError(f"task {self.taskset}[{self.index}]: has neither prompt, messages nor row")
+            raise ValueError(
+                f"task {self.taskset}[{self.index}]: has neither prompt, messages nor row"
+            )
 
     def chat(self) -> list[dict[str, Any]]:
         """The opening messages of a conversation about this task."""
@@ -107,6 +124,15 @@ class Task(Struct, frozen=True, kw_only=True):
         return [*system, {"role": "user", "content": self.prompt}]
 
     def own(self) -> Task:
-        """A copy for a workflow or a reward, which may change what is in it: nothing is changed for other runs."""
+        """A copy for a workflow or a reward, which may change what is in it: nothing is changed for
+        other runs.
+        """
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return replace(self, **{name: copy.deepcopy(v) for name, v in fields.items() if v and isinstance(v, dict | list | tuple)})
+        return replace(
+            self,
+            **{
+                name: copy.deepcopy(v)
+                for name, v in fields.items()
+                if v and isinstance(v, dict | list | tuple)
+            },
+        )

@@ -1,8 +1,8 @@
 """What a model client and its caller share while a call is under way.
 
-Throttled: the clock of the caller's deadline, which is stopped while the request waits before it is sent.  Resent: it is sent again
-although the server may have worked on it, so both may cost.  Unpaid: the last request costs nothing, because it did not arrive or was
-refused.
+Throttled: the clock of the caller's deadline, which is stopped while the request waits before it is
+sent.  Resent: it is sent again although the server may have worked on it, so both may cost.
+Unpaid: the last request costs nothing, because it did not arrive or was refused.
 """
 
 from __future__ import annotations
@@ -33,9 +33,15 @@ UNPAID: ContextVar[Callable[[], None]] = ContextVar("unpaid", default=_unpaid)
 
 
 @contextmanager
-def calling(clock: Clock, resent: Callable[[], Awaitable[None]], unpaid: Callable[[], None]) -> Iterator[None]:
+def calling(
+    clock: Clock, resent: Callable[[], Awaitable[None]], unpaid: Callable[[], None]
+) -> Iterator[None]:
     """While open, the model client that is called finds these."""
-    hooks: tuple[tuple[ContextVar[Any], Any], ...] = ((THROTTLED, clock), (RESENT, resent), (UNPAID, unpaid))
+    hooks: tuple[tuple[ContextVar[Any], Any], ...] = (
+        (THROTTLED, clock),
+        (RESENT, resent),
+        (UNPAID, unpaid),
+    )
     before = [(var, var.set(hook)) for var, hook in hooks]
     try:
         yield
@@ -45,7 +51,9 @@ def calling(clock: Clock, resent: Callable[[], Awaitable[None]], unpaid: Callabl
 
 
 class RateLimiter:
-    """At most `per_minute` on average: a call may begin once the time of those before it has passed."""
+    """At most `per_minute` on average: a call may begin once the time of those before it has
+    passed.
+    """
 
     def __init__(self, per_minute: float | None) -> None:
         self._each_s = 0.0 if per_minute is None else 60.0 / per_minute

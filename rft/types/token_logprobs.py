@@ -1,6 +1,8 @@
-"""Numbers of a row's tokens, as the ledger keeps them: log-probs by the engine that sampled and the trainer that learnt, advantages.
+"""Numbers of a row's tokens, as the ledger keeps them: log-probs by the engine that sampled and the
+trainer that learnt, advantages.
 
-Knows experiences; not models or tables.  Numbers are written with 9 digits, which tell one float32 from every other.
+Knows experiences; not models or tables.  Numbers are written with 9 digits, which tell one float32
+from every other.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from rft.types.experience import Experience
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Of one row.  `pairs`, JSON: [engine, trainer, advantage] for each token from `token_start` to the row's end.
+    """Of one row.  `pairs`, JSON: [engine, trainer, advantage] for each token from `token_start` to
+    the row's end.
 
     null stands for a token that was not trained, and for a number that is not there or not finite.
     """
@@ -26,13 +29,17 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class TrainerTokens(Struct, frozen=True):
-    """What the trainer had for the tokens of one row: float32 [T] each, 0 where none was trained, NaN where it is not known."""
+    """What the trainer had for the tokens of one row: float32 [T] each, 0 where none was trained,
+    NaN where it is not known.
+    """
 
     logprobs: np.ndarray
     advantages: np.ndarray
 
 
-def beside(row: Experience, trainer: np.ndarray, advantages: np.ndarray | None = None) -> TokenLogprobs:
+def beside(
+    row: Experience, trainer: np.ndarray, advantages: np.ndarray | None = None
+) -> TokenLogprobs:
     """`trainer`, `advantages`: float32 [L], of the row's trained tokens; None: not known."""
     starts = [span.start for span in row.version_spans if span.end > span.start]
     start = min([*starts, int(row.loss_mask.argmax())])
@@ -50,7 +57,9 @@ def of_trainer(token_start: int, pairs: str) -> TrainerTokens:
     read = _PAIRS.decode(pairs)
 
     def column(at: int) -> np.ndarray:
-        made = [0.0 if p is None else math.nan if len(p) <= at or p[at] is None else p[at] for p in read]
+        made = [
+            0.0 if p is None else math.nan if len(p) <= at or p[at] is None else p[at] for p in read
+        ]
         return np.array([0.0] * token_start + made, np.float32)
 
     return TrainerTokens(column(1), column(2))

@@ -1,7 +1,9 @@
-"""Finds out what a chat template writes of a conversation, by putting marks into its messages and looking for them in the text.
+"""Finds out what a chat template writes of a conversation, by putting marks into its messages and
+looking for them in the text.
 
-Knows no tokenizer.  `render` is a template with everything but the messages.  Invariant: a mark is a number that no other text has, so
-that a template which trims, escapes or moves a text still shows it.
+Knows no tokenizer.  `render` is a template with everything but the messages.  Invariant: a mark is
+a number that no other text has, so that a template which trims, escapes or moves a text still shows
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _ONCE = "write its text into the first message of the user, or use another chat_
 
 
 class MessageLeftOut(ValueError):
-    """The chat template does not write a message, or writes it twice; raised before anything is generated."""
+    """The chat template does not write a message, or writes it twice; raised before anything is
+    generated.
+    """
 
 
 class Tail(NamedTuple):
@@ -43,25 +47,35 @@ def behind_answer(messages: Sequence[Message], at: int, render: Render) -> Tail:
     """
     mark = str(uuid.uuid4().int)
     for answer in _stand_ins(messages[at], mark):
-        _, found, text = render([*map(dict, messages[:at]), answer, *map(dict, messages[at + 1 :])]).rpartition(mark)
+        _, found, text = render(
+            [*map(dict, messages[:at]), answer, *map(dict, messages[at + 1 :])]
+        ).rpartition(mark)
         if found:
             break
     else:
         raise MessageLeftOut(
-            "the chat template leaves out earlier answers, so a conversation cannot go on from its tokens; set another chat_template"
+            "the chat template leaves out earlier answers, so a conversation cannot go on from its "
+            "tokens; set another chat_template"
         )
     marked, marks = _marked(messages)
     marked[at] = answer
     seen = render(marked).rpartition(mark)[2]
     places = _places(messages, marks, range(at + 1, len(messages)), seen)
     for index in range(at):
-        if messages[index].get("role") != "assistant" and any(mark in seen for each in marks[index] for mark in each):
-            raise MessageLeftOut(f"the chat template writes {_named(messages, index)} again behind an answer; {_ONCE}")
+        if messages[index].get("role") != "assistant" and any(
+            mark in seen for each in marks[index] for mark in each
+        ):
+            raise MessageLeftOut(
+                f"the chat template writes {_named(messages, index)} again behind an answer; "
+                f"{_ONCE}"
+            )
     return Tail(text, min([len(text), *places]), called="tool_calls" in answer)
 
 
 def _stand_ins(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
-    """The answer with the mark as near to its end as the template writes anything of it: in its last call, else as its text."""
+    """The answer with the mark as near to its end as the template writes anything of it: in its
+    last call, else as its text.
+    """
     if calls := answer.get("tool_calls"):
         yield {**answer, "content": "", "tool_calls": [_with_mark(call, mark) for call in calls]}
     yield {"role": "assistant", "content": mark}
@@ -75,7 +89,9 @@ def _with_mark(call: Message, mark: str) -> dict[str, Any]:
 
 
 def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[list[Marks]]]:
-    """The messages with marks, and the marks of each: that of its text, and those of its calls, where it has them."""
+    """The messages with marks, and the marks of each: that of its text, and those of its calls,
+    where it has them.
+    """
     marked: list[dict[str, Any]] = []
     marks: list[list[Marks]] = []
     stem = uuid.uuid4().int
@@ -92,16 +108,21 @@ def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[lis
             found.append((begin, end) if begin else (end,))
         if calls := message.get("tool_calls"):
             found.append(tuple(itertools.islice(new, len(calls))))
-            message["tool_calls"] = [_with_mark(call, mark) for call, mark in zip(calls, found[-1], strict=True)]
+            message["tool_calls"] = [
+                _with_mark(call, mark) for call, mark in zip(calls, found[-1], strict=True)
+            ]
         marked.append(message)
         marks.append(found)
     return marked, marks
 
 
-def _places(messages: Sequence[Message], marks: Sequence[Sequence[Marks]], indexes: Iterable[int], text: str) -> list[int]:
+def _places(
+    messages: Sequence[Message], marks: Sequence[Sequence[Marks]], indexes: Iterable[int], text: str
+) -> list[int]:
     """Where the messages `indexes` begin in `text`.
 
-    Raises MessageLeftOut for one of which it has neither the text nor the calls, or some of the calls.
+    Raises MessageLeftOut for one of which it has neither the text nor the calls, or some of the
+    calls.
     """
     found: list[int] = []
     for index in indexes:
@@ -109,7 +130,8 @@ def _places(messages: Sequence[Message], marks: Sequence[Sequence[Marks]], index
         whole = [min(each) >= 0 for each in places]
         if (whole and not any(whole)) or any(min(each) < 0 <= max(each) for each in places):
             raise MessageLeftOut(
-                f"the chat template does not write {_named(messages, index)}, so the model would not see it; {way_out(messages)}"
+                f"the chat template does not write {_named(messages, index)}, so the model would "
+                f"not see it; {way_out(messages)}"
             )
         found += [place for each in places for place in each if place >= 0]
     return found
@@ -125,10 +147,14 @@ def way_out(messages: Sequence[Message]) -> str:
     """What to do where a template does not take these messages."""
     if not any(m.get("role") == "tool" for m in messages):
         return "use a role that it writes, or another chat_template"
-    way = "give results as messages of the user (tool_workflow: result_role: user), or use another chat_template"
+    way = (
+        "give results as messages of the user (tool_workflow: result_role: user), or use another "
+        "chat_template"
+    )
     if any(m.get("tool_calls") for m in messages):
         return way
     return (
-        f"{way}.  Some templates write results behind tool_calls only: set tool_call_parser and enable_auto_tool_choice in "
+        f"{way}.  Some templates write results behind tool_calls only: set tool_call_parser and "
+        f"enable_auto_tool_choice in "
         "explorer.rollout_model, and append answer.message"
     )

@@ -1,7 +1,7 @@
 """Where the main thread is held up by code that is not ours: named while it lasts.
 
-Knows no plugin.  Invariant: nothing is ended here; whoever waits gets to read the file, the line and for how long, and the program hears
-where it goes on for ever.
+Knows no plugin.  Invariant: nothing is ended here; whoever waits gets to read the file, the line
+and for how long, and the program hears where it goes on for ever.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ _CHECKS = str(Path(_OURS, "config"))
 
 
 def held_up_by(thread: int) -> tuple[FrameType, str] | None:
-    """The innermost frame of a thread that is neither ours nor a library's, and where it is; None without one, and in a debugger.
+    """The innermost frame of a thread that is neither ours nor a library's, and where it is; None
+    without one, and in a debugger.
 
-    Ours has to have called it: the script or the notebook that calls rft waits for rft, not the other way round.
+    Ours has to have called it: the script or the notebook that calls rft waits for rft, not the
+    other way round.
     """
-    frame, found, called = sys._current_frames().get(thread), None, False
+    frame = sys._current_frames().get(thread)
+    found = None
+    called = False
     while frame is not None:
         file = frame.f_code.co_filename
         if str(frame.f_globals.get("__name__", "")).split(".")[0] in _DEBUGGERS:
@@ -50,26 +54,40 @@ def name_what_blocks(
     after_s: float = NAME_AFTER_S,
     end_after_s: float = END_AFTER_S,
 ) -> threading.Event:
-    """Tells, in a daemon thread, what the main thread waits for whenever that is the same code of a plugin for `after_s`.
+    """Tells, in a daemon thread, what the main thread waits for whenever that is the same code of a
+    plugin for `after_s`.
 
-    `end` is told too where that goes on for `end_after_s` in the check of a configuration, and no process of ours computes anything: a run
-    has a watch of its own.  Ends when the event that is returned is set.
+    `end` is told too where that goes on for `end_after_s` in the check of a configuration, and no
+    process of ours computes anything: a run has a watch of its own.  Ends when the event that is
+    returned is set.
     """
-    main, over = threading.main_thread().ident or 0, threading.Event()
+    main = threading.main_thread().ident or 0
+    over = threading.Event()
 
     def watch() -> None:
         place: tuple[FrameType, str] | None = None
         since = told = time.monotonic()
         used = 0.0
         while not over.wait(after_s / 3):
-            now, at = held_up_by(main), time.monotonic()
+            now = held_up_by(main)
+            at = time.monotonic()
             if now is None or place is None or now[0] is not place[0] or now[1] != place[1]:
-                place, since, told, used = now, at, at, 0.0 if now is None else _cpu_s()
+                place = now
+                since = at
+                told = at
+                used = 0.0 if now is None else _cpu_s()
             elif at - told >= after_s:
                 tell(f"waiting for {at - since:.0f} s for {now[1]}")
                 told = at
-                if at - since >= end_after_s and _checks(main) and _cpu_s() - used < _IDLE_SHARE * (at - since):
-                    end(f"{now[1]} has not returned for {at - since:.0f} s, in which nothing was computed")
+                if (
+                    at - since >= end_after_s
+                    and _checks(main)
+                    and _cpu_s() - used < _IDLE_SHARE * (at - since)
+                ):
+                    end(
+                        f"{now[1]} has not returned for {at - since:.0f} s, in which nothing was "
+                        f"computed"
+                    )
 
     threading.Thread(target=watch, name="names-what-blocks", daemon=True).start()
     return over
@@ -84,7 +102,9 @@ def _checks(thread: int) -> bool:
 
 
 def _cpu_s() -> float:
-    """Processor time of this process and of what it has started; NaN, which is neither more nor less, where one of them has just ended."""
+    """Processor time of this process and of what it has started; NaN, which is neither more nor
+    less, where one of them has just ended.
+    """
     import psutil
 
     try:

@@ -1,6 +1,8 @@
-"""Our end of a process that others are forked from: started on first use, and started again where it has died.
+"""Our end of a process that others are forked from: started on first use, and started again where
+it has died.
 
-Orders are messages with descriptors; what is done with them is the business of the process.  Its first message is {} or {error}.
+Orders are messages with descriptors; what is done with them is the business of the process.  Its
+first message is {} or {error}.
 """
 
 from __future__ import annotations
@@ -15,8 +17,13 @@ from collections.abc import Mapping, Sequence
 class ForkingProcess:
     """Usable from any thread.  `answers`: whether each order is answered with a message."""
 
-    def __init__(self, *, env: Mapping[str, str], cwd: str | None = None, start_s: float, answers: bool) -> None:
-        self._env, self._cwd, self._start_s, self._answers = env, cwd, start_s, answers
+    def __init__(
+        self, *, env: Mapping[str, str], cwd: str | None = None, start_s: float, answers: bool
+    ) -> None:
+        self._env = env
+        self._cwd = cwd
+        self._start_s = start_s
+        self._answers = answers
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -37,7 +44,9 @@ class ForkingProcess:
         raise NotImplementedError
 
     def _order(self, message: bytes, fds: Sequence[int]) -> bytes:
-        """The answer to an order, b"" where there is none; a process that has died costs no order.  Needs the lock."""
+        """The answer to an order, b"" where there is none; a process that has died costs no order.
+        Needs the lock.
+        """
         for attempt in (1, 2):
             control = self._started()
             try:
@@ -69,7 +78,10 @@ class ForkingProcess:
             )
         ours.settimeout(self._start_s)
         try:
-            said = json.loads(ours.recv(1 << 16) or b'{"error": "it ended while starting; see its message in the log"}')
+            said = json.loads(
+                ours.recv(1 << 16)
+                or b'{"error": "it ended while starting; see its message in the log"}'
+            )
         except OSError as e:
             said = {"error": str(e)}
         if "error" in said:

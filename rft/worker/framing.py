@@ -1,6 +1,7 @@
 """Frames between processes: a 4-byte length and that many bytes, over any descriptor or stream.
 
-Knows nothing of what is in a frame.  Invariant: a deadline (of time.monotonic) is that of the whole frame, so single bytes gain no time.
+Knows nothing of what is in a frame.  Invariant: a deadline (of time.monotonic) is that of the whole
+frame, so single bytes gain no time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _nonblocking(fd: int) -> Iterator[None]:
 
 
 def receive(fd: int, *, largest: int = LARGEST, deadline: float | None = None) -> bytes:
-    """Raises ChannelClosed, BadMessage for a frame that is too large, TimeoutError, or what the descriptor raises."""
+    """Raises ChannelClosed, BadMessage for a frame that is too large, TimeoutError, or what the
+    descriptor raises.
+    """
     return _exactly(fd, _size(_exactly(fd, 4, deadline), largest), deadline)
 
 

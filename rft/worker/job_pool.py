@@ -1,4 +1,5 @@
-"""Bounded jobs in threads and in worker processes: counted, answered from memory, killed at a deadline, ended with this process.
+"""Bounded jobs in threads and in worker processes: counted, answered from memory, killed at a
+deadline, ended with this process.
 
 Invariant: a call ends with the worker's own answer or raises; it is never given a default.
 """
@@ -29,7 +30,9 @@ _POOLS: weakref.WeakSet[JobPool] = weakref.WeakSet()
 
 
 class JobPool:
-    """At most `size` jobs at a time, each in a thread.  Usable from any thread and any event loop; ended by `close_all`."""
+    """At most `size` jobs at a time, each in a thread.  Usable from any thread and any event loop;
+    ended by `close_all`.
+    """
 
     def __init__(self, name: str, *, size: int) -> None:
         self.name = name  # in the metrics <name>/calls, memo_hits, timeouts, restarts
@@ -60,7 +63,8 @@ class JobPool:
 
     async def _done(self, job: Callable[[], T]) -> T:
         """What `job` gives; the deadline of its caller stands still until there is a thread for it."""
-        loop, waiting = asyncio.get_running_loop(), ExitStack()
+        loop = asyncio.get_running_loop()
+        waiting = ExitStack()
 
         def work() -> T:
             if not loop.is_closed():
@@ -83,7 +87,8 @@ class JobPool:
     def _end_jobs(self, abort: Callable[[], None], *, after_s: float = 0.0) -> None:
         """No job is running when this returns: `abort` ends those that take longer than `after_s`."""
         with self._lock:
-            threads, self._threads = self._threads, None
+            threads = self._threads
+            self._threads = None
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
         if not after_s or wait(set(self._running), after_s).not_done:
@@ -112,24 +117,35 @@ class WorkerPool(JobPool):
         codec: Codec = JSON,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(name, size=size if size is not None else max(1, min(8, os.cpu_count() or 1)))
-        self._module, self._remembers, self._codec, self._env = module, memo, codec, env
+        super().__init__(
+            name, size=size if size is not None else max(1, min(8, os.cpu_count() or 1))
+        )
+        self._module = module
+        self._remembers = memo
+        self._codec = codec
+        self._env = env
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
-        self._ending: set[WorkerProcess] = set()  # were told to end; what the kernel takes for that is not the call's time
+        # were told to end; what the kernel takes for that is not the call's time
+        self._ending: set[WorkerProcess] = set()
         self._closing = False
 
     async def call(self, request: Any, timeout_s: float) -> Any:
         """The worker's answer to `request`, from memory if an equal one was answered.
 
-        Raises TimeoutError after `timeout_s` of computing (the worker is killed), WorkerError with its traceback, or WorkerDied.
+        Raises TimeoutError after `timeout_s` of computing (the worker is killed), WorkerError with
+        its traceback, or WorkerDied.
         """
         frame = self._codec.pack(request)
         key = xxhash.xxh3_128_digest(frame)
-        return await self._answered(key, lambda: self._call(frame, timeout_s), lambda _: self._remembers)
+        return await self._answered(
+            key, lambda: self._call(frame, timeout_s), lambda _: self._remembers
+        )
 
     def map(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """The answers in the order of the requests, which are read as workers get free.  Raises as `call` does."""
+        """The answers in the order of the requests, which are read as workers get free.  Raises as
+        `call` does.
+        """
         waiting: deque[Future[Any]] = deque()
         try:
             for request in requests:
@@ -153,13 +169,16 @@ class WorkerPool(JobPool):
                 self._drop(worker)
                 with self._lock:
                     self.timeouts += 1
-                raise TimeoutError(f"{self.name} worker was killed after {timeout_s:g} s without an answer") from None
+                raise TimeoutError(
+                    f"{self.name} worker was killed after {timeout_s:g} s without an answer"
+                ) from None
             except OSError as e:
                 self._drop(worker)
                 self._reap()
                 if attempt == 2 or self._closing:
                     raise WorkerDied(
-                        f"{self.name} worker ended without an answer (exit status {worker.returncode}), twice"
+                        f"{self.name} worker ended without an answer (exit status "
+                        f"{worker.returncode}), twice"
                     ) from e
                 left = None if left is None else left - (time.monotonic() - began)
                 continue
@@ -235,11 +254,18 @@ def close_all() -> None:
 
 
 def counts() -> dict[str, int]:
-    """For metrics: "<name>/calls", "/memo_hits", "/timeouts", "/restarts" of the pools and sandboxes that were used; summed by name."""
+    """For metrics: "<name>/calls", "/memo_hits", "/timeouts", "/restarts" of the pools and
+    sandboxes that were used; summed by name.
+    """
     found: Counter[str] = Counter()
     for pool in list(_POOLS):
         if pool.calls:
-            used = {"calls": pool.calls, "memo_hits": pool.memo_hits, "timeouts": pool.timeouts, "restarts": pool.restarts}
+            used = {
+                "calls": pool.calls,
+                "memo_hits": pool.memo_hits,
+                "timeouts": pool.timeouts,
+                "restarts": pool.restarts,
+            }
             found.update({f"{pool.name}/{what}": count for what, count in used.items()})
     return dict(found)
 

@@ -1,8 +1,11 @@
-"""Runs one program and ends it with everything that it has started: `python -I -S keeper.py LIFELINE COMMAND...`
+"""Runs one program and ends it with everything that it has started: `python -I -S keeper.py
+LIFELINE COMMAND...`
 
-Daemons too (`setsid`, two forks): the kernel gives orphans to this process (PR_SET_CHILD_SUBREAPER), which ends its children until it has
-none.  That happens when the program has ended, and when the other end of the descriptor LIFELINE is closed: the process that started this
-one does not need it any more, or is gone.  Ends with the program's exit code, or 128 + the signal that ended it.
+Daemons too (`setsid`, two forks): the kernel gives orphans to this process
+(PR_SET_CHILD_SUBREAPER), which ends its children until it has none.  That happens when the program
+has ended, and when the other end of the descriptor LIFELINE is closed: the process that started
+this one does not need it any more, or is gone.  Ends with the program's exit code, or 128 + the
+signal that ended it.
 
 Stands alone: it imports nothing of rft, and starts as quickly as Python does.
 """
@@ -18,8 +21,13 @@ _CANNOT_START = 127
 
 
 def adopt_orphans(on: bool) -> None:
-    """Whether the kernel gives processes below this one whose parent ends to it, instead of to init.  Linux only."""
-    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
+    """Whether the kernel gives processes below this one whose parent ends to it, instead of to
+    init.  Linux only.
+    """
+    if (
+        sys.platform == "linux"
+        and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0
+    ):
         raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
 
 
@@ -70,7 +78,8 @@ def end_children() -> None:
 
 
 def children() -> list[int]:
-    mine, found = os.getpid(), []
+    mine = os.getpid()
+    found = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue

@@ -17,11 +17,19 @@ def address_space() -> int:
 def limit(what: int, most: int) -> None:
     """Sets a resource limit, never above the limit that there is."""
     hard = resource.getrlimit(what)[1]
-    most = most if hard == resource.RLIM_INFINITY else hard if most == resource.RLIM_INFINITY else min(most, hard)
+    most = (
+        most
+        if hard == resource.RLIM_INFINITY
+        else hard
+        if most == resource.RLIM_INFINITY
+        else min(most, hard)
+    )
     resource.setrlimit(what, (most, most))
 
 
 def limit_memory(more_mb: int) -> None:
-    """At most `more_mb` beyond what this process has; no limit where there is no /proc, where the kernel would not keep it."""
+    """At most `more_mb` beyond what this process has; no limit where there is no /proc, where the
+    kernel would not keep it.
+    """
     if now := address_space():
         limit(resource.RLIMIT_AS, now + (more_mb << 20))

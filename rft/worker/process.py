@@ -1,7 +1,8 @@
 """A process of ours that answers requests: `python -m module`, where the module calls `serve`.
 
-Frames go over its stdin and stdout in a codec that makes plain data only; nothing is pickled.  It dies with its parent.
-Invariant: a request ends with the worker's answer or with a named failure, also where the worker's code calls sys.exit.
+Frames go over its stdin and stdout in a codec that makes plain data only; nothing is pickled.  It
+dies with its parent. Invariant: a request ends with the worker's answer or with a named failure,
+also where the worker's code calls sys.exit.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class WorkerProcess:
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
+        self._in = self._process.stdin
+        self._out = self._process.stdout
         self._lock = threading.Lock()
 
     @property
@@ -88,7 +90,9 @@ class WorkerProcess:
             raise WorkerDied(f"{self._module} did not start; see its message in the log") from e
 
     def ask(self, request: bytes, timeout_s: float | None = None) -> bytes:
-        """The worker's reply; `timeout_s` is that of the request and its reply.  Raises TimeoutError, or OSError where it has ended."""
+        """The worker's reply; `timeout_s` is that of the request and its reply.  Raises
+        TimeoutError, or OSError where it has ended.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.send(request, deadline)
         return self.receive(deadline)
@@ -101,13 +105,17 @@ class WorkerProcess:
         return framing.receive(self._out.fileno(), deadline=deadline)
 
     def end(self) -> None:
-        """Kills the process with its children, and does not wait: one that holds much memory takes a while to go."""
+        """Kills the process with its children, and does not wait: one that holds much memory takes
+        a while to go.
+        """
         with self._lock:
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kills the process with its children and waits.  The pipes stay open: another thread may be looking at them."""
+        """Kills the process with its children and waits.  The pipes stay open: another thread may
+        be looking at them.
+        """
         self.end()
         with self._lock:
             self._process.wait()
@@ -122,8 +130,11 @@ class WorkerProcess:
 # ---------------------------------------------------------------- the worker's side
 
 
-def serve(load: Callable[[], Callable[[Any], Any]], *, codec: Codec = JSON, memory_mb: int | None = None) -> None:
-    """Answers requests until the parent closes the pipe.  What `load` returns is called with each request.
+def serve(
+    load: Callable[[], Callable[[Any], Any]], *, codec: Codec = JSON, memory_mb: int | None = None
+) -> None:
+    """Answers requests until the parent closes the pipe.  What `load` returns is called with each
+    request.
 
     `memory_mb`: what the answers may take beyond what `load` took.
     """
@@ -147,7 +158,9 @@ def serve(load: Callable[[], Callable[[Any], Any]], *, codec: Codec = JSON, memo
 
 
 def end_with_parent() -> None:
-    """A worker that computes for ever must not outlive a parent that was killed (elsewhere only idle ones end)."""
+    """A worker that computes for ever must not outlive a parent that was killed (elsewhere only
+    idle ones end).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     die_with_parent()
     if str(os.getppid()) != os.environ.get("RFT_PARENT"):

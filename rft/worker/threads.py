@@ -1,7 +1,9 @@
-"""Code of plugins: blocking code in threads that may never end, code that takes too long, and what would end the program as a failure.
+"""Code of plugins: blocking code in threads that may never end, code that takes too long, and what
+would end the program as a failure.
 
-Knows nothing of what it runs.  Invariants: a call that never returns holds up nobody and does not keep the program alive; SystemExit,
-KeyboardInterrupt and a plugin's own BaseException never reach an event loop, which they would end.
+Knows nothing of what it runs.  Invariants: a call that never returns holds up nobody and does not
+keep the program alive; SystemExit, KeyboardInterrupt and a plugin's own BaseException never reach
+an event loop, which they would end.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def as_failure(error: BaseException, what: str = "a plugin") -> Exception:
 
 @contextmanager
 def contained(what: str) -> Iterator[None]:
-    """Code of the plugin `what` in this block raises nothing but an Exception or asyncio's own cancelling."""
+    """Code of the plugin `what` in this block raises nothing but an Exception or asyncio's own
+    cancelling.
+    """
     try:
         yield
     except (asyncio.CancelledError, GeneratorExit):
@@ -48,7 +52,8 @@ def contained(what: str) -> Iterator[None]:
     except BaseException as e:
         if (failure := as_failure(e, what)) is e:
             raise
-        raise failure from (None if isinstance(e, StopIteration) else e)  # contextlib takes what one causes for Python's own
+        # contextlib takes what one causes for Python's own
+        raise failure from (None if isinstance(e, StopIteration) else e)
 
 
 def last_lines(error: BaseException) -> str:
@@ -58,7 +63,8 @@ def last_lines(error: BaseException) -> str:
 
 @contextmanager
 def blamed(what: str, key: str = "") -> Iterator[None]:
-    """What a plugin's code in this block raises ends the command, with its own traceback: a ConfigError at `key`, else a RunFailed.
+    """What a plugin's code in this block raises ends the command, with its own traceback: a
+    ConfigError at `key`, else a RunFailed.
 
     KeyboardInterrupt is a person's, who may interrupt what takes long.
     """
@@ -72,13 +78,17 @@ def blamed(what: str, key: str = "") -> Iterator[None]:
 
 
 async def guarded(work: Awaitable[T], what: str) -> T:
-    """The result of `work`, contained: for code of a plugin in a task of its own, where SystemExit would end the loop past all others."""
+    """The result of `work`, contained: for code of a plugin in a task of its own, where SystemExit
+    would end the loop past all others.
+    """
     with contained(what):
         return await work
 
 
 async def in_thread(call: Callable[[], T], name: str) -> T:
-    """The result of `call`, in a daemon thread called `name`, with the context variables of the caller."""
+    """The result of `call`, in a daemon thread called `name`, with the context variables of the
+    caller.
+    """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -100,7 +110,9 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
 
 
 async def unblocked(call: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """The result of `call`, contained.  It may be async; an ordinary function has a thread called `name`, so that it may block."""
+    """The result of `call`, contained.  It may be async; an ordinary function has a thread called
+    `name`, so that it may block.
+    """
     with contained(name):
         if inspect.iscoroutinefunction(call):
             return await call(*args, **kwargs)
@@ -116,7 +128,9 @@ class Clock:
     """Seconds from when it was made, but for those in which it is stopped."""
 
     def __init__(self) -> None:
-        self._began, self._since, self._stops = time.monotonic(), 0.0, 0
+        self._began = time.monotonic()
+        self._since = 0.0
+        self._stops = 0
 
     @property
     def runs(self) -> bool:
@@ -152,11 +166,16 @@ class Clock:
 CLOCK: ContextVar[Clock] = ContextVar("clock", default=Clock())  # noqa: B039  # of the innermost deadline; the default is nobody's
 
 
-async def in_time(work: Coroutine[Any, Any, T], timeout_s: float | None, what: str, clock: Clock | None = None) -> T:
-    """The result of `work`.  After `timeout_s` of its clock it is cancelled and OutOfTime raised; one that ignores this is left behind."""
+async def in_time(
+    work: Coroutine[Any, Any, T], timeout_s: float | None, what: str, clock: Clock | None = None
+) -> T:
+    """The result of `work`.  After `timeout_s` of its clock it is cancelled and OutOfTime raised;
+    one that ignores this is left behind.
+    """
     if timeout_s is None:
         return await work
-    clock, context = clock or Clock(), contextvars.copy_context()
+    clock = clock or Clock()
+    context = contextvars.copy_context()
     context.run(CLOCK.set, clock)
     job = asyncio.create_task(work, context=context)
     try:
@@ -184,7 +203,8 @@ class TooLong(Exception):
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call`, in this thread; raises TooLong in the midst of it when it is not done after `seconds`.
+    """The result of `call`, in this thread; raises TooLong in the midst of it when it is not done
+    after `seconds`.
 
     A loop of Python code is ended so; a single long step of a library ends by itself first.
     """
@@ -196,7 +216,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 class _Watchdog:
-    """One thread that looks at all calls once in a while: to begin and to end one costs next to nothing."""
+    """One thread that looks at all calls once in a while: to begin and to end one costs next to
+    nothing.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -223,8 +245,14 @@ class _Watchdog:
                 now = time.monotonic()
                 for thread in [t for t, due in self._due.items() if due <= now]:
                     del self._due[thread]
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TooLong))
-                self._lock.wait(min(LINGERS_S, *(due - now for due in self._due.values())) if self._due else LINGERS_S)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread), ctypes.py_object(TooLong)
+                    )
+                self._lock.wait(
+                    min(LINGERS_S, *(due - now for due in self._due.values()))
+                    if self._due
+                    else LINGERS_S
+                )
 
 
 _WATCH = _Watchdog()

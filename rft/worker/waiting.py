@@ -1,10 +1,12 @@
-"""What this process works on and whom it waits for, for people who look on: named, counted, and since when.
+"""What this process works on and whom it waits for, for people who look on: named, counted, and
+since when.
 
     works("train step 3")                    a piece of work of this process
     waits("question", "judge helpful")       one of perhaps many that somebody outside of the run's own order has to answer
     idles("batch 3 waits for room")          a part of the run waits for another one, which says itself what it works on
 
-Knows nothing of the run.  Invariant: of waits inside each other the innermost counts, and none inside one that is `whole`.
+Knows nothing of the run.  Invariant: of waits inside each other the innermost counts, and none
+inside one that is `whole`.
 """
 
 from __future__ import annotations
@@ -98,24 +100,37 @@ def waits(noun: str, whom: str, *, count: int = 1, whole: bool = False) -> Itera
 
 def activities() -> list[Activity]:
     """Of this process at this moment; what began first comes first."""
-    now, found = clock(), dict[tuple[str, str, bool], list[_Entry]]()
+    now = clock()
+    found = dict[tuple[str, str, bool], list[_Entry]]()
     for entry in list(_ENTRIES):
         if not entry.inside:
             text = entry.text if isinstance(entry.text, str) else entry.text()
             found.setdefault((text, entry.noun, entry.idle), []).append(entry)
-    made = [Activity(*key, sum(e.count for e in same), now - min(e.since for e in same)) for key, same in found.items()]
+    made = [
+        Activity(*key, sum(e.count for e in same), now - min(e.since for e in same))
+        for key, same in found.items()
+    ]
     return sorted(made, key=lambda a: -a.seconds)
 
 
 def sentence(found: Sequence[Activity]) -> str:
-    """One line: the work, then who is waited for; where nobody is, which part of the run waits for which."""
+    """One line: the work, then who is waited for; where nobody is, which part of the run waits for
+    which.
+    """
     named = [a for a in found if not a.noun and not a.idle]
     named += [a for a in found if a.noun] or [a for a in found if a.idle]
     more = [f"and {len(named) - _MOST} more"] if len(named) > _MOST else []
-    return "; ".join([*map(_words, named[:_MOST]), *more]) or "no part of the run says what it waits for; see its logs"
+    return (
+        "; ".join([*map(_words, named[:_MOST]), *more])
+        or "no part of the run says what it waits for; see its logs"
+    )
 
 
 def _words(a: Activity) -> str:
     one = a.count == 1
-    text = f"{a.count} {a.noun}{'' if one else 's'} wait{'s' if one else ''} for {a.text}" if a.noun else a.text
+    text = (
+        f"{a.count} {a.noun}{'' if one else 's'} wait{'s' if one else ''} for {a.text}"
+        if a.noun
+        else a.text
+    )
     return f"{text}, {a.seconds:.0f} s"

@@ -7,10 +7,11 @@
             ...
             return 1.0 if answer == task.truth else 0.0
 
-An agent that is an ordinary function runs in a thread of its own; one that is a program, below a process that ends all it has started.
+An agent that is an ordinary function runs in a thread of its own; one that is a program, below a
+process that ends all it has started.
 
-Knows the endpoint, not the engine.  Invariant: when the run is over no call of its agent is under way, and its program is gone, with
-everything that it has started.
+Knows the endpoint, not the engine.  Invariant: when the run is over no call of its agent is under
+way, and its program is gone, with everything that it has started.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from rft.workflow.tools import missing
 _TAIL = 16 << 10  # bytes of a program's output that are kept
 _CLOSE_S = 5.0  # for a killed program, and all that it has started, to be gone
 _TOLD = 2000  # characters of its error output in a failed record
-_PASSED_ON = re.compile(  # of our environment; the rest holds keys and is none of a program's business
+# of our environment; the rest holds keys and is none of a program's business
+_PASSED_ON = re.compile(
     r"PATH|PYTHONPATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|NO_PROXY|no_proxy"
     r"|OMP_NUM_THREADS|RFT_RUN_ID|RFT_LEFTOVER_MARK"
 )
@@ -51,9 +53,10 @@ class AgentFailed(Exception):
 class AgentWorkflow(Workflow):
     """Write `agent`.  What it returns is the run's reward: a number, a dict of parts, a `Score`.
 
-    None: the taskset's reward; where the taskset names none, or with `agent_reward`, what was posted to /v1/reward.
-    `layout`: how its calls become experiences.  `sampling`: whose sampling arguments hold; "request" lets the agent choose, which training
-    on-policy does not allow (see docs/howto/agent.md).
+    None: the taskset's reward; where the taskset names none, or with `agent_reward`, what was
+    posted to /v1/reward. `layout`: how its calls become experiences.  `sampling`: whose sampling
+    arguments hold; "request" lets the agent choose, which training on-policy does not allow (see
+    docs/howto/agent.md).
     """
 
     layout: ClassVar[Layout] = "chains"
@@ -62,11 +65,17 @@ class AgentWorkflow(Workflow):
 
     def agent(self, task: Task, base_url: str, api_key: str) -> Any:
         """Plays one run; may be `async`."""
-        raise NotImplementedError(f"{type(self).__name__} must have a method agent(self, task, base_url, api_key)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method agent(self, task, base_url, api_key)"
+        )
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
-        async with serve(ctx, task, sampling=self.sampling, agent_reward=self.agent_reward) as session:
-            returned = await session.watch(unblocked(self.agent, "the agent", task, session.base_url, session.api_key))
+        async with serve(
+            ctx, task, sampling=self.sampling, agent_reward=self.agent_reward
+        ) as session:
+            returned = await session.watch(
+                unblocked(self.agent, "the agent", task, session.base_url, session.api_key)
+            )
             info: dict[str, Any] = {}
             if isinstance(returned, Said):
                 returned, info = None, {"agent_output": str(returned)}
@@ -87,8 +96,13 @@ class CommandArgs(BaseModel):
 
     command: list[str] = Field(min_length=1, description="program and arguments; no shell")
     env: dict[str, str] = Field(default_factory=dict, description="further environment variables")
-    pass_env: list[str] = Field(default_factory=list, description="names of variables of rft's own environment that it gets too")
-    agent_reward: bool = Field(False, description="the reward that it posts counts before that of the taskset")
+    pass_env: list[str] = Field(
+        default_factory=list,
+        description="names of variables of rft's own environment that it gets too",
+    )
+    agent_reward: bool = Field(
+        False, description="the reward that it posts counts before that of the taskset"
+    )
 
     @model_validator(mode="after")
     def _there(self) -> CommandArgs:
@@ -100,9 +114,11 @@ class CommandArgs(BaseModel):
 class CommandAgent(AgentWorkflow):
     """A program as agent, one process (group) for each run.
 
-    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, of ours only what says where things are (PATH, HOME, LANG ...), and the
-    task as one JSON object on its standard input: {prompt, messages, tools}; the truth stays here.  The taskset's reward scores it, or
-    where there is none what it posts to /v1/reward.  Any exit code but 0 fails the run, with the end of its error output.
+    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, of ours only what says where
+    things are (PATH, HOME, LANG ...), and the task as one JSON object on its standard input:
+    {prompt, messages, tools}; the truth stays here.  The taskset's reward scores it, or where there
+    is none what it posts to /v1/reward.  Any exit code but 0 fails the run, with the end of its
+    error output.
     """
 
     def __init__(self, **args: Any) -> None:
@@ -111,22 +127,33 @@ class CommandAgent(AgentWorkflow):
 
     async def agent(self, task: Task, base_url: str, api_key: str) -> Said:
         given = {"prompt": task.prompt, "messages": task.chat(), "tools": list(task.tools)}
-        ours = {name: v for name, v in os.environ.items() if _PASSED_ON.fullmatch(name) or name in self.args.pass_env}
+        ours = {
+            name: v
+            for name, v in os.environ.items()
+            if _PASSED_ON.fullmatch(name) or name in self.args.pass_env
+        }
         env = {**ours, **self.args.env, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         pipe = asyncio.subprocess.PIPE
         held, lifeline = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", keeper.__file__, str(held), *self.args.command),
-                stdin=pipe, stdout=pipe, stderr=pipe, env=env, pass_fds=(held,),
-            )  # fmt: skip
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=env,
+                pass_fds=(held,),
+            )
         except BaseException:
             os.close(lifeline)
             raise
         finally:
             os.close(held)
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        out, err = asyncio.ensure_future(_tail(process.stdout)), asyncio.ensure_future(_tail(process.stderr))
+        assert (
+            process.stdin is not None and process.stdout is not None and process.stderr is not None
+        )
+        out = asyncio.ensure_future(_tail(process.stdout))
+        err = asyncio.ensure_future(_tail(process.stderr))
         feeding = asyncio.ensure_future(_feed(process.stdin, json.dumps(given)))
         try:
             code = await process.wait()
@@ -137,7 +164,10 @@ class CommandAgent(AgentWorkflow):
             closing.add_done_callback(_CLOSING.discard)
             await asyncio.shield(closing)
         if out.cancelled() or err.cancelled():
-            raise AgentFailed(f"{self.args.command[0]} has ended, but something that it has started holds its output")
+            raise AgentFailed(
+                f"{self.args.command[0]} has ended, but something that it has started holds its "
+                f"output"
+            )
         if code != 0:
             said = err.result().strip()[-_TOLD:] or "no error output"
             raise AgentFailed(f"{self.args.command[0]} ended with exit code {code}: {said}")

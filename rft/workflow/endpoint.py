@@ -4,10 +4,12 @@
         ...  an agent talks to session.base_url with session.api_key
     return ctx.transcript(layout="chains")
 
-One server serves all runs of the process that are open at a time; each run has a session of its own: an address with the run's id and a
-random key.  What goes through a run's session is recorded in its context, with the engine's own tokens and log-probs.
+One server serves all runs of the process that are open at a time; each run has a session of its
+own: an address with the run's id and a random key.  What goes through a run's session is recorded
+in its context, with the engine's own tokens and log-probs.
 
-Knows engines by their port alone.  Invariants: a key opens one session, and none after its run; a request touches no other run.
+Knows engines by their port alone.  Invariants: a key opens one session, and none after its run; a
+request touches no other run.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 HEAD_S = 15.0  # for the head of a request, and for a connection between two of them
 BODY_S = 15.0
-KEEP_ALIVE_S = 15.0  # after which a stream begins although its answer is not there, and between two signs of life
-_FULL_DISK_S, _RUN_FAILED_S = 10.0, 2.0  # after which a client may try again
+# after which a stream begins although its answer is not there, and between two signs of life
+KEEP_ALIVE_S = 15.0
+_FULL_DISK_S = 10.0  # after which a client may try again
+_RUN_FAILED_S = 2.0
 MAX_RETRY_KEY = 200
-WRONG_KEY = "wrong key: send `Authorization: Bearer KEY` with the run's key, which ends with the run"
+WRONG_KEY = (
+    "wrong key: send `Authorization: Bearer KEY` with the run's key, which ends with the run"
+)
 _CLOSE_S = 1.0  # for answers that are being written when the server closes
 
 
@@ -51,7 +57,9 @@ _CLOSE_S = 1.0  # for answers that are being written when the server closes
 def listening(host: str, port: int) -> socket.socket:
     """Raises SetupError where the port cannot be had."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as e:
         where = f"{host}:{port} (explorer.proxy_port; of a model that observers ask: its base_port)"
         raise SetupError(f"the OpenAI-compatible endpoint cannot listen on {where}: {e}") from e
@@ -80,8 +88,10 @@ class Endpoint:
             logger=http_log("rft.endpoint.http"),
             shutdown_timeout=_CLOSE_S,
             handler_cancellation=True,
-            keepalive_timeout=HEAD_S,  # closes a connection without a whole head, however often a byte comes
-            lingering_time=BODY_S,  # a client that is still sending gets to read why its body was refused
+            # closes a connection without a whole head, however often a byte comes
+            keepalive_timeout=HEAD_S,
+            # a client that is still sending gets to read why its body was refused
+            lingering_time=BODY_S,
         )
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
@@ -119,8 +129,12 @@ class Endpoint:
         """Raises ApiError where the request shows no key that counts."""
         self._session(request)
 
-    async def respond(self, request: web.Request, asked: wire.ApiRequest, retry_key: str) -> tuple[Session, wire.ApiAnswer]:
-        """Whose call it is, and its answer.  Raises ApiError where there is nobody, or it asks too much."""
+    async def respond(
+        self, request: web.Request, asked: wire.ApiRequest, retry_key: str
+    ) -> tuple[Session, wire.ApiAnswer]:
+        """Whose call it is, and its answer.  Raises ApiError where there is nobody, or it asks too
+        much.
+        """
         session = self._session(request)
         return session, await session.answer(asked, retry_key)
 
@@ -129,7 +143,9 @@ class Endpoint:
         session = self._keys.get(key_of(request))
         if session is None and self._closing:
             raise stopping()
-        if session is None or (run is not None and not hmac.compare_digest(session.id.encode(), run.encode())):
+        if session is None or (
+            run is not None and not hmac.compare_digest(session.id.encode(), run.encode())
+        ):
             raise ApiError(401, WRONG_KEY, code="invalid_api_key")
         return session
 
@@ -145,10 +161,16 @@ class Endpoint:
             session, answer = await answering
         finally:
             answering.cancel()
-        headers = {"x-rft-ignored": ", ".join(ignored)} if (ignored := session.ignored(asked)) else {}
+        headers = (
+            {"x-rft-ignored": ", ".join(ignored)} if (ignored := session.ignored(asked)) else {}
+        )
         if asked.stream:
-            return web.Response(body=_events(asked, answer, chat=chat), headers={**_STREAM, **headers})
-        return json_response((wire.chat_body if chat else wire.text_body)(asked, answer), headers=headers)
+            return web.Response(
+                body=_events(asked, answer, chat=chat), headers={**_STREAM, **headers}
+            )
+        return json_response(
+            (wire.chat_body if chat else wire.text_body)(asked, answer), headers=headers
+        )
 
     async def _reward(self, request: web.Request) -> web.Response:
         return json_response(await self._session(request).reward(await read_json(request)))
@@ -157,7 +179,12 @@ class Endpoint:
         self.authenticate(request)
         session = self._keys.get(key_of(request))
         name = session.name if isinstance(session, ModelSession) else "policy"
-        return json_response({"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rft"}]})
+        return json_response(
+            {
+                "object": "list",
+                "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rft"}],
+            }
+        )
 
     async def _health(self, request: web.Request) -> web.Response:
         return json_response({"status": "ok"})
@@ -175,13 +202,21 @@ _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 def _events(asked: wire.ApiRequest, answer: wire.ApiAnswer, *, chat: bool) -> bytes:
     """A whole answer as a stream."""
     chunks = (wire.chat_chunks if chat else wire.text_chunks)(asked, answer)
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n"
+    return (
+        "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n"
+    )
 
 
 async def _late_stream(
-    request: web.Request, asked: wire.ApiRequest, answering: asyncio.Future[tuple[Session, wire.ApiAnswer]], *, chat: bool
+    request: web.Request,
+    asked: wire.ApiRequest,
+    answering: asyncio.Future[tuple[Session, wire.ApiAnswer]],
+    *,
+    chat: bool,
 ) -> web.StreamResponse:
-    """A stream that begins before its answer, so that nobody on the way takes it for dead; its failure is an event."""
+    """A stream that begins before its answer, so that nobody on the way takes it for dead; its
+    failure is an event.
+    """
     from aiohttp import web
 
     response = web.StreamResponse(headers=_STREAM)
@@ -206,8 +241,12 @@ def key_of(request: web.Request) -> str:
 
 def _retry_key(request: web.Request) -> str:
     key = request.headers.get("Idempotency-Key", "")
-    if len(key) > MAX_RETRY_KEY or not key.isprintable():  # bytes that are no text are read as halves of characters
-        why = f"Idempotency-Key has {len(key)} characters; at most {MAX_RETRY_KEY} are taken, all of them printable"
+    # bytes that are no text are read as halves of characters
+    if len(key) > MAX_RETRY_KEY or not key.isprintable():
+        why = (
+            f"Idempotency-Key has {len(key)} characters; at most {MAX_RETRY_KEY} are taken, all "
+            f"of them printable"
+        )
         raise ApiError(400, why, param="Idempotency-Key")
     return key
 
@@ -230,7 +269,11 @@ def _in_openais_form() -> Callable[..., Awaitable[web.StreamResponse]]:
             answered: web.StreamResponse = await handler(request)
             return answered
         except web.HTTPException as e:  # no such page, a body that is too large
-            served = "; of OpenAI's API this serves /v1/chat/completions and /v1/completions" if e.status == 404 else ""
+            served = (
+                "; of OpenAI's API this serves /v1/chat/completions and /v1/completions"
+                if e.status == 404
+                else ""
+            )
             error = ApiError(e.status, f"{request.method} {request.path}: {e.reason}{served}")
         except Exception as e:
             error = _told(e, request.path)
@@ -250,7 +293,10 @@ def _told(error: Exception, path: str) -> ApiError:
         return ApiError(503, f"the engine failed: {error}", code="engine_failed", retry_s=1.0)
     if isinstance(error, RunFailed):
         log.warning("a call of %s failed: %s", path, error)
-        why = "a part of the run has failed; send this again: it counts once, and is answered when the run was started again"
+        why = (
+            "a part of the run has failed; send this again: it counts once, and is answered when "
+            "the run was started again"
+        )
         return ApiError(503, why, code="run_failed", retry_s=_RUN_FAILED_S)
     if isinstance(error, RftError):
         return ApiError(500, f"the run failed: {error}")
@@ -317,7 +363,9 @@ async def serve(
 
 
 @asynccontextmanager
-async def serve_models(models: Mapping[str, ChatModel]) -> AsyncIterator[dict[str, tuple[str, str]]]:
+async def serve_models(
+    models: Mapping[str, ChatModel],
+) -> AsyncIterator[dict[str, tuple[str, str]]]:
     """Unrecorded sessions to other models: (base URL, key) by name."""
     async with shared() as endpoint:
         sessions = {name: ModelSession(model, name) for name, model in models.items()}
@@ -329,8 +377,11 @@ async def serve_models(models: Mapping[str, ChatModel]) -> AsyncIterator[dict[st
 
 
 @asynccontextmanager
-async def public(model: ChatModel, name: str, *, port: int | None, key: str | None) -> AsyncIterator[dict[str, str]]:
-    """A server of its own for observers; {base_url, api_key} for OpenAI clients.  `key` None: a random one.  Nothing is recorded.
+async def public(
+    model: ChatModel, name: str, *, port: int | None, key: str | None
+) -> AsyncIterator[dict[str, str]]:
+    """A server of its own for observers; {base_url, api_key} for OpenAI clients.  `key` None: a
+    random one.  Nothing is recorded.
 
     Raises SetupError where the port is taken.
     """

@@ -1,6 +1,8 @@
-"""OpenAI's request and answer bodies, as far as they are served: what is asked is a pydantic model, nothing is dropped in silence.
+"""OpenAI's request and answer bodies, as far as they are served: what is asked is a pydantic model,
+nothing is dropped in silence.
 
-Knows no server and no engine.  Invariant: a request is understood wholly or refused with the name of the field.
+Knows no server and no engine.  Invariant: a request is understood wholly or refused with the name
+of the field.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,13 +28,19 @@ MAX_BYTES = 16 << 20  # of a body
 MAX_VALUES = 1 << 20  # in a body: numbers, texts, lists, objects
 MAX_DEPTH = 64
 MAX_N = 128
-MAX_STOPS, MAX_STOP_CHARS = 64, 1000
-_TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # the last one may not be closed
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1000
+# the last one may not be closed
+_TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _TOLD = 80  # characters of a wrong value that are repeated
-_MOST, _MOST_SEED = (1 << 31) - 1, (1 << 62) - 1
+_MOST = (1 << 31) - 1
+_MOST_SEED = (1 << 62) - 1
 _UNSUPPORTED = "unsupported_parameter"
-_UNCONSTRAINED = "not served, because answers are recorded as they were sampled, without constraints; leave it out"
+_UNCONSTRAINED = (
+    "not served, because answers are recorded as they were sampled, without "
+    "constraints; leave it out"
+)
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -40,11 +48,20 @@ class ApiError(Exception):
     """An answer in OpenAI's error form."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_s: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: float | None = None,
     ) -> None:
         """`retry_s`: the client may try again then."""
         super().__init__(message)
-        self.status, self.param, self.code, self.retry_s = status, param, code, retry_s
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_s = retry_s
 
     @property
     def headers(self) -> dict[str, str]:
@@ -53,13 +70,20 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = (
+            "server_error"
+            if self.status >= 500
+            else kinds.get(self.status, "invalid_request_error")
+        )
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """A checked request.  `prompts`: texts or token ids of /v1/completions; else `messages` are set.
+    """A checked request.  `prompts`: texts or token ids of /v1/completions; else `messages` are
+    set.
 
     `sampling` holds fields of SamplingArgs that the request names.
     """
@@ -87,22 +111,28 @@ class ApiAnswer:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON value of a body.  Raises ApiError 413 or 400 before more is made of it than its bytes."""
+    """The JSON value of a body.  Raises ApiError 413 or 400 before more is made of it than its
+    bytes.
+    """
     if len(body) > MAX_BYTES:
         raise ApiError(413, f"the body has {len(body)} bytes; at most {MAX_BYTES} are taken")
     opened = body.count(b"[") + body.count(b"{")
-    if opened > MAX_DEPTH or opened + body.count(b",") > MAX_VALUES:  # else it cannot be too large or too deep
+    # else it cannot be too large or too deep
+    if opened > MAX_DEPTH or opened + body.count(b",") > MAX_VALUES:
         _check_size(_TEXTS.sub(b"", body))
     try:
         value = json.loads(body.decode(), parse_constant=_no_number, object_pairs_hook=no_key_twice)
-        msgspec.msgpack.encode(value)  # halves of characters and numbers beyond 64 bits fit into no record
+        # halves of characters and numbers beyond 64 bits fit into no record
+        msgspec.msgpack.encode(value)
         return value
     except (ValueError, OverflowError, RecursionError) as e:
         raise ApiError(400, f"the body is not JSON that can be stored: {str(e)[:200]}") from None
 
 
 def _check_size(structure: bytes) -> None:
-    """Raises ApiError 413 for too many values, or too deep ones; `structure` is a body without its texts."""
+    """Raises ApiError 413 for too many values, or too deep ones; `structure` is a body without its
+    texts.
+    """
     opened = structure.count(b"[") + structure.count(b"{")
     if structure.count(b"]") + structure.count(b"}") > opened:
         raise ApiError(400, "the body is not JSON: it closes more lists and objects than it opens")
@@ -124,23 +154,32 @@ def _no_number(name: str) -> Any:
 
 
 def checked(model: type[M], body: Any) -> M:
-    """`body` as `model`.  Raises ApiError 400 that names the first wrong field, what was given and what is taken."""
+    """`body` as `model`.  Raises ApiError 400 that names the first wrong field, what was given and
+    what is taken.
+    """
     try:
         return model.model_validate(body)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
-    where, kind = _where(first["loc"]), first["type"]
+    where = _where(first["loc"])
+    kind = first["type"]
     text = {
         "extra_forbidden": f"unknown field {where}; this takes {', '.join(model.model_fields)}",
         "missing": f"{where} is required",
-    }.get(kind, f"{where or 'the body'} is {_shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+    }.get(
+        kind,
+        f"{where or 'the body'} is {_shown(first['input'])}: "
+        f"{first['msg'][:1].lower()}{first['msg'][1:]}",
+    )
     code = {"extra_forbidden": "unknown_parameter", _UNSUPPORTED: _UNSUPPORTED}.get(kind)
     raise ApiError(400, text[:1000], param=_param(first["loc"]), code=code)
 
 
 def _where(loc: Sequence[str | int]) -> str:
     """messages[0].content"""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:_TOLD]}" for part in loc).lstrip(".")
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part[:_TOLD]}" for part in loc
+    ).lstrip(".")
 
 
 def _param(loc: Sequence[str | int]) -> str | None:
@@ -182,11 +221,16 @@ def _stops(given: Any) -> tuple[str, ...]:
         and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops)
     ):
         return tuple(stops)
-    raise _wrong(f"it must be a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters")
+    raise _wrong(
+        f"it must be a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} "
+        f"characters"
+    )
 
 
 def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    several = given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
+    several = (
+        given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
+    )
     if len(several) > MAX_N:
         raise _wrong(f"it has {len(several)} prompts; at most {MAX_N} are taken")
     return tuple(_prompt(p) for p in several)
@@ -197,7 +241,10 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
         return given
     if isinstance(given, list) and given and all(type(t) is int and 0 <= t <= _MOST for t in given):
         return tuple(given)
-    raise _wrong(f"it must be a text, a list of token ids (whole numbers from 0 to {_MOST}), or a list of these")
+    raise _wrong(
+        f"it must be a text, a list of token ids (whole numbers from 0 to {_MOST}), or a list of "
+        f"these"
+    )
 
 
 def _spoken(given: Any) -> Any:
@@ -237,15 +284,27 @@ class Message(_Part):
     tool_calls: list[ApiToolCall] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    function_call: Annotated[Any, _neutral(None, {}, why="this is the older form; use tool_calls")] = None
-    weight: Annotated[Any, _neutral(None, 1, why="every recorded answer is trained; a run without a reward is not")] = None
+    function_call: Annotated[
+        Any, _neutral(None, {}, why="this is the older form; use tool_calls")
+    ] = None
+    weight: Annotated[
+        Any,
+        _neutral(None, 1, why="every recorded answer is trained; a run without a reward is not"),
+    ] = None
 
     def plain(self) -> dict[str, Any]:
-        """In one form, so that what a client sends back is equal to what it was given: content a text, no empty fields."""
-        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        """In one form, so that what a client sends back is equal to what it was given: content a
+        text, no empty fields.
+        """
+        made: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
         if self.tool_calls:
             made["tool_calls"] = [call.plain() for call in self.tool_calls]
-        return made | {k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v}
+        return made | {
+            k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v
+        }
 
 
 class Function(_Part):
@@ -267,7 +326,9 @@ Count = Annotated[int, Field(ge=1, le=_MOST)]
 class Sampling(BaseModel):
     """How tokens are drawn; None: not named."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
 
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -286,11 +347,17 @@ class Sampling(BaseModel):
     def named(self) -> dict[str, Any]:
         """The fields of SamplingArgs that it names."""
         found = self.model_dump(include=set(Sampling.model_fields), exclude_unset=True)
-        return found | ({"max_tokens": found.pop("max_completion_tokens")} if "max_completion_tokens" in found else {})
+        return found | (
+            {"max_tokens": found.pop("max_completion_tokens")}
+            if "max_completion_tokens" in found
+            else {}
+        )
 
 
 class Body(Sampling):
-    """What both addresses take.  Fields of type Any say nothing about the answer, or are taken with their neutral values alone."""
+    """What both addresses take.  Fields of type Any say nothing about the answer, or are taken with
+    their neutral values alone.
+    """
 
     model: str = "policy"
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
@@ -345,17 +412,23 @@ class TextBody(Body):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
-    logprobs: Annotated[Any, _neutral(0, 1, why="only the written token's log-prob is known; write 0 or 1")] = False
+    logprobs: Annotated[
+        Any, _neutral(0, 1, why="only the written token's log-prob is known; write 0 or 1")
+    ] = False
 
 
 def read(body: Any, *, chat: bool) -> ApiRequest:
-    """What a body of /v1/chat/completions (or /v1/completions) asks.  Raises ApiError 400 that names the field."""
+    """What a body of /v1/chat/completions (or /v1/completions) asks.  Raises ApiError 400 that
+    names the field.
+    """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     given = {k: v for k, v in body.items() if v is not None}
     if chat:
         asked = checked(ChatBody, given)
-        return asked.request(given, messages=tuple(m.plain() for m in asked.messages), logprobs=asked.logprobs)
+        return asked.request(
+            given, messages=tuple(m.plain() for m in asked.messages), logprobs=asked.logprobs
+        )
     text = checked(TextBody, given)
     return text.request(given, prompts=text.prompt, logprobs=text.logprobs is not False)
 
@@ -365,22 +438,45 @@ def read(body: Any, *, chat: bool) -> ApiRequest:
 
 def chat_body(asked: ApiRequest, answer: ApiAnswer) -> dict[str, Any]:
     """A whole chat.completion."""
-    return _head(asked, answer, "chat.completion", "chatcmpl") | {
-        "choices": [
-            {"index": i, "message": _said(c), "finish_reason": _reason(c), "logprobs": _chat_logprobs(c) if asked.logprobs else None}
-            | ({"token_ids": c.tokens.tolist()} if asked.token_ids else {})
-            for i, c in enumerate(answer.completions)
-        ],
-        "usage": usage(answer.completions, asked.n),
-    } | ({"prompt_token_ids": answer.completions[0].prompt_tokens.tolist()} if asked.token_ids else {})  # fmt: skip
+    return (
+        _head(asked, answer, "chat.completion", "chatcmpl")
+        | {
+            "choices": [
+                {
+                    "index": i,
+                    "message": _said(c),
+                    "finish_reason": _reason(c),
+                    "logprobs": _chat_logprobs(c) if asked.logprobs else None,
+                }
+                | ({"token_ids": c.tokens.tolist()} if asked.token_ids else {})
+                for i, c in enumerate(answer.completions)
+            ],
+            "usage": usage(answer.completions, asked.n),
+        }
+        | (
+            {"prompt_token_ids": answer.completions[0].prompt_tokens.tolist()}
+            if asked.token_ids
+            else {}
+        )
+    )
 
 
 def chat_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]]:
-    """The same as chat.completion.chunk: for each choice its role, its text, its tool calls, then why it ended; then the usage."""
-    head = _head(asked, answer, "chat.completion.chunk", "chatcmpl") | ({"usage": None} if asked.usage_in_stream else {})
+    """The same as chat.completion.chunk: for each choice its role, its text, its tool calls, then
+    why it ended; then the usage.
+    """
+    head = _head(asked, answer, "chat.completion.chunk", "chatcmpl") | (
+        {"usage": None} if asked.usage_in_stream else {}
+    )
 
-    def chunk(i: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
-        return head | {"choices": [{"index": i, "delta": delta, "finish_reason": reason, "logprobs": None} | more]}
+    def chunk(
+        i: int, delta: dict[str, Any], reason: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        return head | {
+            "choices": [
+                {"index": i, "delta": delta, "finish_reason": reason, "logprobs": None} | more
+            ]
+        }
 
     for i, c in enumerate(answer.completions):
         first = chunk(i, {"role": "assistant", "content": ""})
@@ -388,9 +484,16 @@ def chat_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]
         if c.reasoning:
             yield chunk(i, {"reasoning_content": c.reasoning})
         more: dict[str, Any] = {"logprobs": _chat_logprobs(c)} if asked.logprobs else {}
-        yield chunk(i, {"content": c.text}, **more, **({"token_ids": c.tokens.tolist()} if asked.token_ids else {}))
+        yield chunk(
+            i,
+            {"content": c.text},
+            **more,
+            **({"token_ids": c.tokens.tolist()} if asked.token_ids else {}),
+        )
         if c.tool_calls:
-            yield chunk(i, {"tool_calls": [{"index": k, **call} for k, call in enumerate(c.tool_calls)]})
+            yield chunk(
+                i, {"tool_calls": [{"index": k, **call} for k, call in enumerate(c.tool_calls)]}
+            )
         yield chunk(i, {}, _reason(c))
     if asked.usage_in_stream:
         yield head | {"choices": [], "usage": usage(answer.completions, asked.n)}
@@ -399,7 +502,10 @@ def chat_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]
 def text_body(asked: ApiRequest, answer: ApiAnswer) -> dict[str, Any]:
     """A whole text_completion."""
     choices = [_text_choice(asked, i, c) for i, c in enumerate(answer.completions)]
-    return _head(asked, answer, "text_completion", "cmpl") | {"choices": choices, "usage": usage(answer.completions, asked.n)}
+    return _head(asked, answer, "text_completion", "cmpl") | {
+        "choices": choices,
+        "usage": usage(answer.completions, asked.n),
+    }
 
 
 def text_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]]:
@@ -411,11 +517,20 @@ def text_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]
 
 
 def _head(asked: ApiRequest, answer: ApiAnswer, kind: str, prefix: str) -> dict[str, Any]:
-    return {"id": f"{prefix}-{answer.id}", "object": kind, "created": int(answer.created), "model": asked.model}
+    return {
+        "id": f"{prefix}-{answer.id}",
+        "object": kind,
+        "created": int(answer.created),
+        "model": asked.model,
+    }
 
 
 def _said(c: Completion) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": "assistant", "content": c.text if c.text or not c.tool_calls else None, "refusal": None}
+    made: dict[str, Any] = {
+        "role": "assistant",
+        "content": c.text if c.text or not c.tool_calls else None,
+        "refusal": None,
+    }
     if c.reasoning:
         made["reasoning_content"] = c.reasoning
     return made | ({"tool_calls": list(c.tool_calls)} if c.tool_calls else {})
@@ -426,23 +541,46 @@ def _reason(c: Completion) -> str:
 
 
 def _names(c: Completion) -> list[str]:
-    return [f"token_id:{t}" for t in c.tokens.tolist()]  # the words of single tokens are known to the engine alone
+    # the words of single tokens are known to the engine alone
+    return [f"token_id:{t}" for t in c.tokens.tolist()]
 
 
 def _chat_logprobs(c: Completion) -> dict[str, Any]:
     pairs = zip(_names(c), c.logprobs.tolist(), strict=True)
-    return {"content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs], "refusal": None}
+    return {
+        "content": [
+            {"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs
+        ],
+        "refusal": None,
+    }
 
 
 def _text_choice(asked: ApiRequest, i: int, c: Completion) -> dict[str, Any]:
-    told = {"tokens": _names(c), "token_logprobs": c.logprobs.tolist(), "top_logprobs": None, "text_offset": []}
-    made = {"index": i, "text": c.text, "finish_reason": c.finish_reason, "logprobs": told if asked.logprobs else None}
-    return made | ({"token_ids": c.tokens.tolist(), "prompt_token_ids": c.prompt_tokens.tolist()} if asked.token_ids else {})
+    told = {
+        "tokens": _names(c),
+        "token_logprobs": c.logprobs.tolist(),
+        "top_logprobs": None,
+        "text_offset": [],
+    }
+    made = {
+        "index": i,
+        "text": c.text,
+        "finish_reason": c.finish_reason,
+        "logprobs": told if asked.logprobs else None,
+    }
+    return made | (
+        {"token_ids": c.tokens.tolist(), "prompt_token_ids": c.prompt_tokens.tolist()}
+        if asked.token_ids
+        else {}
+    )
 
 
 def usage(completions: Sequence[Completion], n: int) -> dict[str, int]:
     """Tokens; the `n` answers to one prompt count it once."""
-    size: Callable[[Completion], tuple[int, int]] = lambda c: c.usage or (len(c.prompt_tokens), len(c.tokens))  # noqa: E731
+
+    def size(c: Completion) -> tuple[int, int]:
+        return c.usage or (len(c.prompt_tokens), len(c.tokens))
+
     prompt = sum(size(c)[0] for c in completions[::n])
     answer = sum(size(c)[1] for c in completions)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}

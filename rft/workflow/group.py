@@ -1,4 +1,6 @@
-"""Plays all runs of one task and judges whether the group can be trained.  Knows no buffer; the caller appends the rows."""
+"""Plays all runs of one task and judges whether the group can be trained.  Knows no buffer; the
+caller appends the rows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from rft.workflow.recipes import Recipe, refuse_group_reward
 log = logging.getLogger(__name__)
 REJECTED_WEIGHTS = "rejected_weights"
 Slot = Callable[[int], AbstractAsyncContextManager[None]]
-"""`async with slot(n)`: room for n runs, all at once, so that two groups never wait for each other's half."""
+"""`async with slot(n)`: room for n runs, all at once, so that two groups never wait for each
+other's half.
+"""
 
 
 @asynccontextmanager
@@ -34,10 +38,12 @@ async def no_slot(count: int) -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class PlayedGroup:
-    """All runs of one task, in run order.  `accepted` = it can be trained; else `reason`: failed, unscored, too_few,
-    group_timeout, over_rollout, no_baseline, filtered (by operators), operator (one broke), rejected (by the buffer),
-    rejected_weights (their canary failed).  `needed`: runs with something to train that it takes, also after operators have changed
-    rewards; more than it has: nothing makes it trainable any more; None: two, or the only one of a group of one."""
+    """All runs of one task, in run order.  `accepted` = it can be trained; else `reason`: failed,
+    unscored, too_few, group_timeout, over_rollout, no_baseline, filtered (by operators), operator
+    (one broke), rejected (by the buffer), rejected_weights (their canary failed).  `needed`: runs
+    with something to train that it takes, also after operators have changed rewards; more than it
+    has: nothing makes it trainable any more; None: two, or the only one of a group of one.
+    """
 
     id: GroupId
     task: Task
@@ -68,29 +74,48 @@ class PlayedGroup:
     def why(self) -> str:
         """Why it is not accepted, with what the first run that tells more says."""
         told = [r.reason or str(r.info.get("reward_reason", "")) for r in self.rows]
-        own = (text for text in told if text and text not in _WHY.values())  # not that it was ended because of other runs
+        # not that it was ended because of other runs
+        own = (text for text in told if text and text not in _WHY.values())
         return ": ".join(filter(None, (self.reason, next(own, ""))))
 
     def refused(self, why: str, *, reason: str = "rejected", traceback: str = "") -> PlayedGroup:
-        """The same group with every run turned into a failed record, which can be stored: what is left when its rows cannot be used."""
+        """The same group with every run turned into a failed record, which can be stored: what is
+        left when its rows cannot be used.
+        """
         info = {"traceback": _unicode(traceback)} if traceback else None
-        runs = tuple(replace(run, experiences=(self._gone(run, why, info),), value=None) for run in self.runs)
+        runs = tuple(
+            replace(run, experiences=(self._gone(run, why, info),), value=None) for run in self.runs
+        )
         return PlayedGroup(self.id, self.task, runs, accepted=False, reason=reason)
 
     def _gone(self, run: PlayedRun, why: str, info: dict[str, Any] | None) -> Experience:
         """The header row of a run; one that had failed before keeps its own reason."""
         first = run.experiences[0]
         if run.failed:
-            why, info = first.reason, {k: _unicode(v) if isinstance(v, str) else v for k, v in first.info.items()}
-        told: dict[str, Any] = {"taskset": self.task.taskset, "task_index": self.task.index, "workflow": first.workflow}
+            why = first.reason
+            info = {k: _unicode(v) if isinstance(v, str) else v for k, v in first.info.items()}
+        told: dict[str, Any] = {
+            "taskset": self.task.taskset,
+            "task_index": self.task.index,
+            "workflow": first.workflow,
+        }
         return failed(first.id, **told, reason=_unicode(why[:300]), info=info)
 
     def after(self, rows: Sequence[Experience], *, accepted: bool, reason: str) -> PlayedGroup:
-        """The same group as operators give it back, with the rewards of its runs; what was rejected before keeps its reason."""
-        left, runs = iter(rows), []
+        """The same group as operators give it back, with the rewards of its runs; what was rejected
+        before keeps its reason.
+        """
+        left = iter(rows)
+        runs = []
         for run in self.runs:
             mine = tuple(next(left) for _ in run.experiences)
-            runs.append(replace(run, experiences=mine, value=next(iter(run_rewards(scored_members(mine)).values()), None)))
+            runs.append(
+                replace(
+                    run,
+                    experiences=mine,
+                    value=next(iter(run_rewards(scored_members(mine)).values()), None),
+                )
+            )
         if not accepted and reason != "filtered":
             reason = self.reason or reason
         return replace(self, runs=tuple(runs), accepted=accepted, reason=reason)
@@ -100,7 +125,9 @@ class Ending:
     """Asks groups under way to end: `end` may be called once, at any time, also before they begin."""
 
     def __init__(self, *, partial: bool = False) -> None:
-        self.partial = partial  # what is left of a group is trained if it has two trainable runs (one, if it was to have one)
+        # what is left of a group is trained if it has two trainable runs (one, if it was to have
+        # one)
+        self.partial = partial
         self.why: Ended = ""
         self._tell: set[Callable[[Ended], None]] = set()
 
@@ -136,17 +163,22 @@ async def run_group(
     ending: Ending | None = None,
     baseline: Slot | None = None,
 ) -> PlayedGroup:
-    """Plays `task.num_runs` runs at the same time, each inside a `slot(1)`; `seed(run)` gives its seeds.  Raises RftError only.
+    """Plays `task.num_runs` runs at the same time, each inside a `slot(1)`; `seed(run)` gives its
+    seeds.  Raises RftError only.
 
-    `models` are the auxiliary ones, by name.  Scoring is inside the slot too, except where the reward sees all runs at once.
-    `ending` may end it early.  With `baseline` the task is also played once at temperature 0, inside that slot, and its reward stands
-    in the info of every row as "baseline_reward"; the reward must see each run alone.
+    `models` are the auxiliary ones, by name.  Scoring is inside the slot too, except where the
+    reward sees all runs at once. `ending` may end it early.  With `baseline` the task is also
+    played once at temperature 0, inside that slot, and its reward stands in the info of every row
+    as "baseline_reward"; the reward must see each run alone.
     """
     play = _Play(task, recipe, model, id, limits, slot, seed, request_prefix, models, ending)
     if baseline is None:
         return await play.run()
     refuse_group_reward(recipe, task)
-    plays = play, replace(play, task=_greedy(task), slot=baseline, request_prefix=f"{request_prefix}greedy-")
+    plays = (
+        play,
+        replace(play, task=_greedy(task), slot=baseline, request_prefix=f"{request_prefix}greedy-"),
+    )
     both = [asyncio.ensure_future(play.run()) for play in plays]
     try:
         group, greedy = await asyncio.gather(*both)
@@ -157,7 +189,9 @@ async def run_group(
 
 
 def _greedy(task: Task) -> Task:
-    sampling = msgspec.structs.replace(task.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    sampling = msgspec.structs.replace(
+        task.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0
+    )
     return msgspec.structs.replace(task, num_runs=1, sampling=sampling)
 
 
@@ -167,8 +201,16 @@ def _with_baseline(group: PlayedGroup, greedy: PlayedGroup) -> PlayedGroup:
     if value is None:
         why = greedy.runs[0].experiences[0].reason
         log.warning("group %s: its greedy run has no reward: %s", group.id, why)
-        return replace(group, accepted=False, reason=group.reason or "no_baseline", needed=group.task.num_runs + 1)
-    runs = tuple(replace(run, experiences=tuple(_told(x, value) for x in run.experiences)) for run in group.runs)
+        return replace(
+            group,
+            accepted=False,
+            reason=group.reason or "no_baseline",
+            needed=group.task.num_runs + 1,
+        )
+    runs = tuple(
+        replace(run, experiences=tuple(_told(x, value) for x in run.experiences))
+        for run in group.runs
+    )
     return replace(group, runs=runs)
 
 
@@ -178,7 +220,11 @@ def _unicode(text: str) -> str:
 
 
 def _told(row: Experience, baseline: float) -> Experience:
-    return row if row.status == "failed" else msgspec.structs.replace(row, info={**row.info, BASELINE_KEY: baseline})
+    return (
+        row
+        if row.status == "failed"
+        else msgspec.structs.replace(row, info={**row.info, BASELINE_KEY: baseline})
+    )
 
 
 @dataclass(eq=False)
@@ -207,7 +253,9 @@ class _Play:
 
     async def run(self) -> PlayedGroup:
         numbers = range(self.task.num_runs)
-        make = [self._together()] if self.recipe.plays_group else [self._one(run) for run in numbers]
+        make = (
+            [self._together()] if self.recipe.plays_group else [self._one(run) for run in numbers]
+        )
         self._jobs = [asyncio.ensure_future(coroutine) for coroutine in make]
         if self.limits.stop_hopeless:
             for job in self._jobs:
@@ -215,7 +263,9 @@ class _Play:
         try:
             with self.ending.telling(self._end) if self.ending is not None else nullcontext():
                 await asyncio.wait(self._jobs, return_when=asyncio.FIRST_EXCEPTION)
-            done = [r for job in self._jobs if job.done() and not job.cancelled() for r in job.result()]
+            done = [
+                r for job in self._jobs if job.done() and not job.cancelled() for r in job.result()
+            ]
         finally:
             self._end("")
         return self._group(await self._scored(done))
@@ -241,23 +291,30 @@ class _Play:
         self._attempt[run] = attempt
         own = None if self.seed is None else self.seed(run)
         request_id = f"{self.request_prefix}{self.id.run(run, attempt)}"
-        return RunContext(self.model, self.task, run=run, request_id=request_id, seed=own, models=self.models)
+        return RunContext(
+            self.model, self.task, run=run, request_id=request_id, seed=own, models=self.models
+        )
 
     def _begins(self, run: int) -> None:
         self._began[run] = time.monotonic()
         if self._timer is None and self.limits.max_group_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(self.limits.max_group_s, self._end, "group_timeout")
+            self._timer = asyncio.get_running_loop().call_later(
+                self.limits.max_group_s, self._end, "group_timeout"
+            )
 
     def _hope(self, job: asyncio.Future[list[Run | PlayedRun]]) -> None:
         if job.cancelled() or job.exception() is not None:
             return
         for r in job.result():
-            self._lost += r.error is not None if isinstance(r, Run) else r.failed  # an operator may score it yet
+            # an operator may score it yet
+            self._lost += r.error is not None if isinstance(r, Run) else r.failed
         if self.task.num_runs - self._lost < self.limits.needed(self.task.num_runs):
             self._end("hopeless")
 
     def _end(self, why: Ended) -> None:
-        """Ends the runs that are under way.  Empty: they are not to be accounted for (the caller is cancelled, or all are done)."""
+        """Ends the runs that are under way.  Empty: they are not to be accounted for (the caller is
+        cancelled, or all are done).
+        """
         left = [job for job in self._jobs if not job.done()]
         if left and not self._cut:
             self._cut = why
@@ -277,17 +334,25 @@ class _Play:
             waiting.sort(key=lambda r: r.number)
             return await self._runs.score_together(waiting)
         for r in waiting:
-            ended = r if r.error is not None else replace(r, error=RunError(_WHY[self._cut]), ended=self._cut)
+            ended = (
+                r
+                if r.error is not None
+                else replace(r, error=RunError(_WHY[self._cut]), ended=self._cut)
+            )
             played.append(self._runs.record(ended))
         return sorted(played, key=lambda r: r.experiences[0].id.run)
 
     def _cut_short(self, run: int) -> Run:
         took = time.monotonic() - self._began[run] if run in self._began else 0.0
-        return Run(run, self._attempt.get(run, 0), took, error=RunError(_WHY[self._cut]), ended=self._cut)
+        return Run(
+            run, self._attempt.get(run, 0), took, error=RunError(_WHY[self._cut]), ended=self._cut
+        )
 
     @property
     def _needed(self) -> int:
-        """How many runs of the group must be trainable; more than there are where its end leaves nothing to train."""
+        """How many runs of the group must be trainable; more than there are where its end leaves
+        nothing to train.
+        """
         runs = self.task.num_runs
         if self._cut != "over_rollout":
             return self.limits.needed(runs)
@@ -309,9 +374,15 @@ _WHY: dict[Ended, str] = {
 
 
 def judge(rows: list[Experience], num_runs: int, needed: int | None = None) -> tuple[bool, str]:
-    """Whether a group can be trained: `needed` runs with something to train; None: two, or the only one of a group of one."""
-    if len({r.id.run for r in rows if r.trainable}) >= (min(2, num_runs) if needed is None else needed):
+    """Whether a group can be trained: `needed` runs with something to train; None: two, or the only
+    one of a group of one.
+    """
+    if len({r.id.run for r in rows if r.trainable}) >= (
+        min(2, num_runs) if needed is None else needed
+    ):
         return True, ""
     if all(r.status == "failed" for r in rows):
         return False, "failed"
-    return False, "unscored" if all(r.reward is None for r in rows if r.status != "failed") else "too_few"
+    return False, "unscored" if all(
+        r.reward is None for r in rows if r.status != "failed"
+    ) else "too_few"

@@ -4,10 +4,11 @@
     class Browses(Workflow):
         isolated = Isolation(memory_mb=512)     # or True
 
-A run gets a process group of its own, forked from a server that has imported the class's file, and killed when the run is over, at its
-deadline, or with this process.  Its model calls come back here over a socket, so tokens and log-probs never pass through user code.
-It is a guard against accidents (endless loops, leaks, crashes, children that stay), not a sandbox for hostile programs.
-Invariant: what a run leaves running in its process group is dead when `play` returns.
+A run gets a process group of its own, forked from a server that has imported the class's file, and
+killed when the run is over, at its deadline, or with this process.  Its model calls come back here
+over a socket, so tokens and log-probs never pass through user code. It is a guard against accidents
+(endless loops, leaks, crashes, children that stay), not a sandbox for hostile programs. Invariant:
+what a run leaves running in its process group is dead when `play` returns.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class IsolatedRunFailed(Exception):
 
 @dataclass(frozen=True)
 class Isolation:
-    """What one run's process may take: memory beyond what it starts with, sizes of files that it writes, open files."""
+    """What one run's process may take: memory beyond what it starts with, sizes of files that it
+    writes, open files.
+    """
 
     memory_mb: int = 1024
     file_mb: int = 64
@@ -65,7 +68,9 @@ class Order(msgspec.Struct, kw_only=True):
 
 
 class RunCall(msgspec.Struct, array_like=True):
-    """A frame from a child.  verb generate | logprobs | classify: one call of `model` ("" = the policy); done | failed: the end."""
+    """A frame from a child.  verb generate | logprobs | classify: one call of `model` ("" = the
+    policy); done | failed: the end.
+    """
 
     id: int
     verb: str
@@ -75,7 +80,9 @@ class RunCall(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """A frame to a child.  error "" = `body` is the result; prompt_too_long: it is [tokens, limit]; other: a text."""
+    """A frame to a child.  error "" = `body` is the result; prompt_too_long: it is [tokens, limit];
+    other: a text.
+    """
 
     id: int
     error: str
@@ -83,7 +90,9 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """One run, as its process reports it: the completions, each by its call's number and its place there, with what the workflow added."""
+    """One run, as its process reports it: the completions, each by its call's number and its place
+    there, with what the workflow added.
+    """
 
     calls: list[tuple[tuple[int, int], Score | None, dict[str, Any], np.ndarray | None]]
     layout: Layout
@@ -126,19 +135,34 @@ class Place:
     """Where a class's runs are forked: its file's server, started on first use."""
 
     def __init__(self, cls: type, wanted: Any, *, key: str) -> None:
-        """Raises ConfigError for a class that a new process could not find, and for an `isolated` that is neither true nor limits."""
+        """Raises ConfigError for a class that a new process could not find, and for an `isolated`
+        that is neither true nor limits.
+        """
         if not isinstance(wanted, Isolation) and wanted is not True:
-            raise ConfigError("`isolated` must be True or an Isolation(...)", key=key, given=repr(wanted))
+            raise ConfigError(
+                "`isolated` must be True or an Isolation(...)", key=key, given=repr(wanted)
+            )
         if cls.__qualname__ != cls.__name__:
-            raise ConfigError(f"workflow class {cls.__qualname__} is isolated, so it must stand at the top of its file", key=key)
+            raise ConfigError(
+                f"workflow class {cls.__qualname__} is isolated, so it must stand at the top of "
+                f"its file",
+                key=key,
+            )
         self.limits = wanted if isinstance(wanted, Isolation) else Isolation()
         self._server = _Server.of(inspect.getfile(cls))
         self._name = cls.__name__
 
     async def play(
-        self, task: Task, keywords: Mapping[str, Any], contexts: Sequence[RunContext], *, together: bool
+        self,
+        task: Task,
+        keywords: Mapping[str, Any],
+        contexts: Sequence[RunContext],
+        *,
+        together: bool,
     ) -> list[Transcript]:
-        """The transcripts of these runs.  Raises IsolatedRunFailed, PromptTooLong, or the RftError of an engine."""
+        """The transcripts of these runs.  Raises IsolatedRunFailed, PromptTooLong, or the RftError
+        of an engine.
+        """
         ours, theirs = socket.socketpair()
         forking = asyncio.ensure_future(asyncio.to_thread(self._server.fork, self._name, theirs))
         try:
@@ -162,7 +186,9 @@ class Place:
                 return await _Talk(reader, writer, contexts).end()
             except ConnectionError:
                 status = await asyncio.shield(asyncio.to_thread(self._server.kill, pid))
-                raise IsolatedRunFailed(f"the run's process ended without a result ({_said(status)})") from None
+                raise IsolatedRunFailed(
+                    f"the run's process ended without a result ({_said(status)})"
+                ) from None
             finally:
                 writer.close()
         finally:
@@ -181,8 +207,15 @@ class Place:
 class _Talk:
     """One child's calls, answered side by side."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, contexts: Sequence[RunContext]) -> None:
-        self._reader, self._writer, self._contexts = reader, writer, contexts
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        contexts: Sequence[RunContext],
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._contexts = contexts
         self._turns: dict[tuple[int, int], Turn] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._too_long: PromptTooLong | None = None
@@ -216,7 +249,9 @@ class _Talk:
             except PromptTooLong:
                 raise
             except (ValueError, msgspec.MsgspecError) as e:
-                raise IsolatedRunFailed(f"the run's process sent what cannot be read: {e}") from None
+                raise IsolatedRunFailed(
+                    f"the run's process sent what cannot be read: {e}"
+                ) from None
             job = asyncio.ensure_future(self._answer(call))
             self._jobs.add(job)
             job.add_done_callback(self._jobs.discard)
@@ -229,14 +264,25 @@ class _Talk:
             for number, score, info, teacher in run.calls:
                 if number not in self._turns:
                     raise ValueError(f"call {number[0]} gave no completion {number[1]}")
-                ctx.record(msgspec.structs.replace(self._turns[number], score=score, info=info, teacher_logprobs=teacher))
+                ctx.record(
+                    msgspec.structs.replace(
+                        self._turns[number], score=score, info=info, teacher_logprobs=teacher
+                    )
+                )
             made.append(
-                ctx.transcript(score=run.score, metrics=run.metrics, info=run.info, layout=run.layout, limited=run.limited)
+                ctx.transcript(
+                    score=run.score,
+                    metrics=run.metrics,
+                    info=run.info,
+                    layout=run.layout,
+                    limited=run.limited,
+                )
             )
         return made
 
     async def _answer(self, call: RunCall) -> None:
-        error, body = "", b""
+        error = ""
+        body = b""
         try:
             body = pack(await self._result(call, self._contexts[call.run]))
         except RftError as e:
@@ -245,9 +291,13 @@ class _Talk:
             return
         except PromptTooLong as e:
             self._too_long = e
-            error, body = "prompt_too_long", pack([e.tokens, e.limit])
-        except Exception as e:  # of a model, or of a frame that makes no sense: the workflow hears of it
-            error, body = "other", pack(f"{type(e).__name__}: {e}")
+            error = "prompt_too_long"
+            body = pack([e.tokens, e.limit])
+        except (
+            Exception
+        ) as e:  # of a model, or of a frame that makes no sense: the workflow hears of it
+            error = "other"
+            body = pack(f"{type(e).__name__}: {e}")
         self._writer.write(framing.frame(pack(Answer(call.id, error, msgspec.Raw(body)))))
 
     async def _result(self, call: RunCall, ctx: RunContext) -> Any:
@@ -265,8 +315,11 @@ class _Talk:
             request = msgspec.structs.replace(request, sampling=seeded)
         done: list[Completion] = await model.generate(request)
         for place, completion in enumerate(done):
-            self._turns[call.id, place] = Turn(messages=request.messages, tools=request.tools, completion=completion)
-        return [msgspec.structs.replace(c, routed_experts=None) for c in done]  # which no workflow reads
+            self._turns[call.id, place] = Turn(
+                messages=request.messages, tools=request.tools, completion=completion
+            )
+        # which no workflow reads
+        return [msgspec.structs.replace(c, routed_experts=None) for c in done]
 
 
 class _Server(ForkingProcess):
@@ -286,7 +339,9 @@ class _Server(ForkingProcess):
         self._children: set[int] = set()
 
     def fork(self, name: str, theirs: socket.socket) -> int:
-        """The id of a new process, leader of its group, that plays class `name` as it is told over `theirs`."""
+        """The id of a new process, leader of its group, that plays class `name` as it is told over
+        `theirs`.
+        """
         with theirs, self._lock:
             said = self._order(name.encode(), [theirs.fileno()]).decode()
             if not said.isdecimal():
@@ -295,7 +350,9 @@ class _Server(ForkingProcess):
             return int(said)
 
     def kill(self, pid: int) -> int | None:
-        """Kill the process group of a child, which only this method waits for; its wait status, None if that was returned before."""
+        """Kill the process group of a child, which only this method waits for; its wait status,
+        None if that was returned before.
+        """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._stop()  # its children died with it, and their ids may be others' by now
@@ -322,7 +379,8 @@ class _Server(ForkingProcess):
         return IsolatedRunFailed(f"a process for the run could not be forked: {why}")
 
     def _stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:  # of a dead server, ids may be others' by now
+        # of a dead server, ids may be others' by now
+        if self._process is not None and self._process.poll() is None:
             for pid in self._children:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""The other side of `rft.workflow.isolated`: the server of one file, and in each process that it forks, one run.
+"""The other side of `rft.workflow.isolated`: the server of one file, and in each process that it
+forks, one run.
 
 Invariant: user code runs only after the limits are in place, and in a process group of its own.
 """
@@ -36,7 +37,9 @@ from rft.workflow.recipes import Recipe
 
 
 def main(argv: Sequence[str]) -> None:
-    """`argv`: control descriptor, file to import.  Says {} or {error}, then forks for every class name that comes with a descriptor."""
+    """`argv`: control descriptor, file to import.  Says {} or {error}, then forks for every class
+    name that comes with a descriptor.
+    """
     with socket.socket(fileno=int(argv[0])) as control:
         try:
             module = _module(Path(argv[1]))
@@ -58,7 +61,9 @@ def _served(control: socket.socket, module: Any) -> bool:
         return True
     try:
         pid = os.fork()
-    except OSError as e:  # too many processes, too little memory: this run fails, later ones may not
+    except (
+        OSError
+    ) as e:  # too many processes, too little memory: this run fails, later ones may not
         control.send(f"{type(e).__name__}: {e}".encode())
     else:
         if pid == 0:
@@ -103,14 +108,22 @@ async def _play(channel: socket.socket, cls: Any) -> None:
     link = _Link(reader, writer)
     listening = asyncio.ensure_future(link.listen())
     contexts = [
-        RunContext(link.model(i), order.task, run=run, request_id=name, models={m: link.model(i, m) for m in order.models})
+        RunContext(
+            link.model(i),
+            order.task,
+            run=run,
+            request_id=name,
+            models={m: link.model(i, m) for m in order.models},
+        )
         for i, (run, name) in enumerate(order.runs)
     ]
     try:
         done = await _run(cls, order, contexts)
-        verb, body = "done", pack([_played(t, link) for t in done])
+        verb = "done"
+        body = pack([_played(t, link) for t in done])
     except BaseException as e:  # user code may raise anything
-        verb, body = "failed", pack(f"{reason_of(e)}\n{last_lines(e)[-4000:]}")
+        verb = "failed"
+        body = pack(f"{reason_of(e)}\n{last_lines(e)[-4000:]}")
     writer.write(framing.frame(pack(RunCall(0, verb, 0, "", msgspec.Raw(body)))))
     await writer.drain()
     listening.cancel()
@@ -128,10 +141,23 @@ async def _run(cls: Any, order: Order, contexts: list[RunContext]) -> list[Trans
 
 def _played(t: Transcript, link: _Link) -> Played:
     if any(turn.mask is not None for turn in t.turns):
-        raise ValueError("an isolated workflow cannot leave tokens out of training (mask); play it without isolated")
-    calls = [(link.number(turn.completion), _score(turn.score), turn.info, turn.teacher_logprobs) for turn in t.turns]
+        raise ValueError(
+            "an isolated workflow cannot leave tokens out of training (mask); play it without "
+            "isolated"
+        )
+    calls = [
+        (link.number(turn.completion), _score(turn.score), turn.info, turn.teacher_logprobs)
+        for turn in t.turns
+    ]
     metrics = {name: float(value) for name, value in t.metrics.items()}
-    return Played(calls=calls, layout=t.layout, metrics=metrics, info=t.info, score=_score(t.score), limited=t.limited)
+    return Played(
+        calls=calls,
+        layout=t.layout,
+        metrics=metrics,
+        info=t.info,
+        score=_score(t.score),
+        limited=t.limited,
+    )
 
 
 def _score(given: Any) -> Score | None:
@@ -148,21 +174,27 @@ def _limit(most: Isolation) -> None:
 
 class _Link:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self._given: dict[int, tuple[Completion, int, int]] = {}  # id() of a completion → itself, number of its call, place there
+        # id() of a completion → itself, number of its call, place there
+        self._given: dict[int, tuple[Completion, int, int]] = {}
 
     def model(self, run: int, name: str = "") -> _Model:
         return _Model(self, run, name)
 
     def gave(self, call: int, done: Sequence[Completion]) -> None:
         """`call` of the policy was answered with these."""
-        self._given |= {id(completion): (completion, call, place) for place, completion in enumerate(done)}
+        self._given |= {
+            id(completion): (completion, call, place) for place, completion in enumerate(done)
+        }
 
     def number(self, completion: Completion) -> tuple[int, int]:
         if id(completion) not in self._given:
-            raise ValueError("the transcript has a completion that no call of the policy's engine gave")
+            raise ValueError(
+                "the transcript has a completion that no call of the policy's engine gave"
+            )
         return self._given[id(completion)][1:]
 
     async def listen(self) -> None:
@@ -176,14 +208,18 @@ class _Link:
             else:
                 too_long = answer.error == "prompt_too_long"
                 error = (
-                    PromptTooLong(*unpack(answer.body, tuple[int, int])) if too_long else RuntimeError(unpack(answer.body, str))
+                    PromptTooLong(*unpack(answer.body, tuple[int, int]))
+                    if too_long
+                    else RuntimeError(unpack(answer.body, str))
                 )
                 future.set_exception(error)
 
     async def ask(self, verb: str, run: int, model: str, body: Any, kind: Any) -> tuple[int, Any]:
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(framing.frame(pack(RunCall(number, verb, run, model, msgspec.Raw(pack(body))))))
+        self._writer.write(
+            framing.frame(pack(RunCall(number, verb, run, model, msgspec.Raw(pack(body)))))
+        )
         return number, unpack(await self._waiting[number], kind)
 
 
@@ -191,19 +227,29 @@ class _Model:
     """A `ChatModel` at the other end of the socket."""
 
     def __init__(self, link: _Link, run: int, name: str) -> None:
-        self._link, self._run, self._name = link, run, name
+        self._link = link
+        self._run = run
+        self._name = name
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        number, done = await self._link.ask("generate", self._run, self._name, request, list[Completion])
+        number, done = await self._link.ask(
+            "generate", self._run, self._name, request, list[Completion]
+        )
         if not self._name:
             self._link.gave(number, done)
         return list(done)
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        return np.asarray((await self._link.ask("logprobs", self._run, self._name, row, np.ndarray))[1])
+        return np.asarray(
+            (await self._link.ask("logprobs", self._run, self._name, row, np.ndarray))[1]
+        )
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        return list((await self._link.ask("classify", self._run, self._name, list(messages), list[float]))[1])
+        return list(
+            (await self._link.ask("classify", self._run, self._name, list(messages), list[float]))[
+                1
+            ]
+        )
 
 
 if __name__ == "__main__":

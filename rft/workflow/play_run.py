@@ -1,7 +1,9 @@
-"""Plays one run of a task and makes a record of it, whatever happens: complete, truncated, or failed with the reason.
+"""Plays one run of a task and makes a record of it, whatever happens: complete, truncated, or
+failed with the reason.
 
-What user code raises becomes a failed record; what `rft` itself raises (a dead engine, a failed sync) goes on to the caller.
-Invariant: a run gives at least one experience, whose id carries the attempt it came from, within (retries + 1) x the deadline.
+What user code raises becomes a failed record; what `rft` itself raises (a dead engine, a failed
+sync) goes on to the caller. Invariant: a run gives at least one experience, whose id carries the
+attempt it came from, within (retries + 1) x the deadline.
 """
 
 from __future__ import annotations
@@ -44,11 +46,18 @@ _LAYOUTS = get_args(Layout)
 
 
 def experiences(
-    task: Task, workflow: str, transcript: Transcript, verdict: Score | None, group: GroupId, run: int, attempt: int
+    task: Task,
+    workflow: str,
+    transcript: Transcript,
+    verdict: Score | None,
+    group: GroupId,
+    run: int,
+    attempt: int,
 ) -> tuple[Experience, ...]:
     """The rows of one run, numbered by step.
 
-    A row's reward is that of its own calls where they have one (their sum), else `verdict`, the whole run's: `rft.types.credit`.
+    A row's reward is that of its own calls where they have one (their sum), else `verdict`, the
+    whole run's: `rft.types.credit`.
     """
     rows = []
     for step, turns in enumerate(cut(transcript)):
@@ -56,13 +65,25 @@ def experiences(
         score = own or verdict or Score(value=None)
         last = turns[-1]
         row = from_completions(
-            group.run(run, attempt, step), [t.completion for t in turns], taskset=task.taskset, task_index=task.index,
-            workflow=workflow, reward=score.value, credit="run" if own is None else "step", reward_parts=score.parts,
-            messages=(*last.messages, last.completion.message), tools=last.tools, prompt_text=_prompt_text(turns[0]),
+            group.run(run, attempt, step),
+            [t.completion for t in turns],
+            taskset=task.taskset,
+            task_index=task.index,
+            workflow=workflow,
+            reward=score.value,
+            credit="run" if own is None else "step",
+            reward_parts=score.parts,
+            messages=(*last.messages, last.completion.message),
+            tools=last.tools,
+            prompt_text=_prompt_text(turns[0]),
             metrics={name: float(value) for name, value in transcript.metrics.items()},
-            info={**transcript.info, **last.info, **last.completion.around_text,
-                  **({"reward_reason": redact(score.reason)} if score.reason else {})},
-        )  # fmt: skip
+            info={
+                **transcript.info,
+                **last.info,
+                **last.completion.around_text,
+                **({"reward_reason": redact(score.reason)} if score.reason else {}),
+            },
+        )
         rows.append(_taught(_masked(row, turns), turns))
     if transcript.limited:
         rows[-1] = msgspec.structs.replace(rows[-1], status="truncated")
@@ -73,7 +94,8 @@ def _gold(task: Task) -> dict[str, Any]:
     """What the reward compared the answer with, for people, where it is short."""
     if not isinstance(task.truth, str | int | float) or len(text := str(task.truth)) > _GOLD_CHARS:
         return {}
-    return {"gold_answer": redact(text.encode("utf-8", "backslashreplace").decode())}  # half characters cannot be stored
+    # half characters cannot be stored
+    return {"gold_answer": redact(text.encode("utf-8", "backslashreplace").decode())}
 
 
 def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
@@ -83,7 +105,8 @@ def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
     if transcript.layout == "steps":
         return [(t,) for t in transcript.turns]
     chains: list[list[Turn]] = []
-    ends = np.zeros(len(transcript.turns), np.int64)  # tokens up to the end of each chain's last call
+    # tokens up to the end of each chain's last call
+    ends = np.zeros(len(transcript.turns), np.int64)
     sums = np.zeros(len(transcript.turns), np.uint64)  # `_prefix_sums` there
     for turn in transcript.turns:
         if chains and _continues(turn, chains[-1][-1]):  # as in nearly every run
@@ -94,7 +117,9 @@ def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
             ends[len(chains) - 1], sums[len(chains) - 1] = len(last) - 1, last[-1]
         mine = _prefix_sums(turn)
         begun = ends[: len(chains)].clip(max=len(turn.completion.prompt_tokens))
-        alike = np.flatnonzero((begun == ends[: len(chains)]) & (mine[begun] == sums[: len(chains)])).tolist()
+        alike = np.flatnonzero(
+            (begun == ends[: len(chains)]) & (mine[begun] == sums[: len(chains)])
+        ).tolist()
         home = next((n for n in reversed(alike) if _continues(turn, chains[n][-1])), len(chains))
         if home == len(chains):
             chains.append([])
@@ -104,7 +129,9 @@ def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
 
 
 def _prefix_sums(turn: Turn) -> np.ndarray:
-    """A number for each prefix, the empty one first: equal prefixes have equal numbers (others hardly ever)."""
+    """A number for each prefix, the empty one first: equal prefixes have equal numbers (others
+    hardly ever).
+    """
     c = turn.completion
     found = np.concatenate([[0], c.prompt_tokens, c.tokens], dtype=np.uint64, casting="unsafe")
     found *= _powers(len(found).bit_length())[: len(found)]
@@ -117,10 +144,14 @@ def _powers(bits: int) -> np.ndarray:
 
 
 def _continues(turn: Turn, before: Turn) -> bool:
-    prompt, old = turn.completion.prompt_tokens, before.completion
-    start, end = len(old.prompt_tokens), len(old.prompt_tokens) + len(old.tokens)
+    prompt = turn.completion.prompt_tokens
+    old = before.completion
+    start = len(old.prompt_tokens)
+    end = len(old.prompt_tokens) + len(old.tokens)
     return (
-        len(prompt) >= end and np.array_equal(prompt[:start], old.prompt_tokens) and np.array_equal(prompt[start:end], old.tokens)
+        len(prompt) >= end
+        and np.array_equal(prompt[:start], old.prompt_tokens)
+        and np.array_equal(prompt[start:end], old.tokens)
     )
 
 
@@ -141,7 +172,9 @@ def value(transcript: Transcript, verdict: Score | None) -> float | None:
     """The reward of the whole run: `verdict`, else the sum of what its calls got (the return)."""
     if verdict is not None:
         return verdict.value
-    own = [t.score.value for t in transcript.turns if t.score is not None and t.score.value is not None]
+    own = [
+        t.score.value for t in transcript.turns if t.score is not None and t.score.value is not None
+    ]
     return math.fsum(own) if own else None
 
 
@@ -150,12 +183,17 @@ def _masked(row: Experience, turns: Sequence[Turn]) -> Experience:
         return row
     keep = row.loss_mask.copy()
     for t in turns:
-        start, size = len(t.completion.prompt_tokens), len(t.completion.tokens)
+        start = len(t.completion.prompt_tokens)
+        size = len(t.completion.tokens)
         if t.mask is not None:
             if t.mask.shape != (size,) or t.mask.dtype != np.bool_:
-                raise ValueError(f"mask: {t.mask.dtype} {t.mask.shape}, must be bool for {size} tokens")
+                raise ValueError(
+                    f"mask: {t.mask.dtype} {t.mask.shape}, must be bool for {size} tokens"
+                )
             keep[start : start + size] &= t.mask
-    return msgspec.structs.replace(row, loss_mask=keep, logprobs=np.where(keep, row.logprobs, np.float32(0)))
+    return msgspec.structs.replace(
+        row, loss_mask=keep, logprobs=np.where(keep, row.logprobs, np.float32(0))
+    )
 
 
 def _taught(row: Experience, turns: Sequence[Turn]) -> Experience:
@@ -164,9 +202,13 @@ def _taught(row: Experience, turns: Sequence[Turn]) -> Experience:
         return row
     taught = np.zeros(row.num_tokens, np.float32)
     for t in turns:
-        start, values = len(t.completion.prompt_tokens), t.teacher_logprobs
+        start = len(t.completion.prompt_tokens)
+        values = t.teacher_logprobs
         if values is None or len(values) != len(t.completion.tokens):
-            raise ValueError(f"teacher: {0 if values is None else len(values)} log-probs for {len(t.completion.tokens)} tokens")
+            raise ValueError(
+                f"teacher: {0 if values is None else len(values)} log-probs for "
+                f"{len(t.completion.tokens)} tokens"
+            )
         taught[start : start + len(values)] = values
     return msgspec.structs.replace(row, teacher_logprobs=taught)
 
@@ -182,8 +224,9 @@ class RunError(Exception):
 
 
 Ended = Literal["", "timeout", "group_timeout", "hopeless", "over_rollout"]
-"""What ended a run before its time: its own deadline, that of its group, a group that cannot be trained any more, a batch that waits
-no longer for its slowest tasks."""
+"""What ended a run before its time: its own deadline, that of its group, a group that cannot be
+trained any more, a batch that waits no longer for its slowest tasks.
+"""
 
 
 @dataclass(frozen=True)
@@ -207,11 +250,14 @@ class PlayedRun:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What a run may take: seconds per attempt (playing, and again scoring) and how often it is tried again after a failure.
+    """What a run may take: seconds per attempt (playing, and again scoring) and how often it is
+    tried again after a failure.
 
-    `max_group_s`: seconds for all runs of a task together, from the moment the first of them begins.  `whole_groups`: a group that
-    misses a run is not trained; else half of its runs, and at least two, are enough.  `stop_hopeless`: once too many runs of a group
-    have failed, its others are ended.  `reproducible`: a trainer has to compute how its tokens were drawn; `drawn`: that they were.
+    `max_group_s`: seconds for all runs of a task together, from the moment the first of them
+    begins.  `whole_groups`: a group that misses a run is not trained; else half of its runs, and at
+    least two, are enough.  `stop_hopeless`: once too many runs of a group have failed, its others
+    are ended.  `reproducible`: a trainer has to compute how its tokens were drawn; `drawn`: that
+    they were.
     """
 
     max_timeout_s: float
@@ -249,7 +295,9 @@ class TaskRuns:
     group: GroupId
 
     async def play_one(self, context: Callable[[int, int], RunContext], run: int) -> Run:
-        """Plays run number `run`; a failed attempt is repeated.  `context(run, attempt)` makes its context.  Raises RftError only."""
+        """Plays run number `run`; a failed attempt is repeated.  `context(run, attempt)` makes its
+        context.  Raises RftError only.
+        """
 
         async def play(attempt: int) -> Transcript:
             transcript = await self._played(context(run, attempt))
@@ -266,21 +314,33 @@ class TaskRuns:
             return self.record(run)
         try:
             with exchanges.noted() as asked:
-                verdict = await _score(self.recipe, self.task, transcript, self.limits.max_timeout_s)
+                verdict = await _score(
+                    self.recipe, self.task, transcript, self.limits.max_timeout_s
+                )
         except RftError:
             raise
         except Exception as e:
-            log.debug("reward of run %s failed", self.group.run(run.number, run.attempt), exc_info=True)
+            log.debug(
+                "reward of run %s failed", self.group.run(run.number, run.attempt), exc_info=True
+            )
             run = replace(run, error=e, ended=ended_by(e))
             return self.record(run, None, time.monotonic() - began)
         by_reward = verdict is not None and transcript.score is None
-        beside = {**(_gold(self.task) if by_reward else {}), **({exchanges.KEY: asked} if asked else {})}
+        beside = {
+            **(_gold(self.task) if by_reward else {}),
+            **({exchanges.KEY: asked} if asked else {}),
+        }
         if beside:
-            run = replace(run, transcript=msgspec.structs.replace(transcript, info={**beside, **transcript.info}))
+            run = replace(
+                run,
+                transcript=msgspec.structs.replace(transcript, info={**beside, **transcript.info}),
+            )
         return self.record(run, verdict, time.monotonic() - began)
 
     async def score_together(self, runs: Sequence[Run]) -> list[PlayedRun]:
-        """Scores all runs of a task with one call of a group reward, which sees those that have a transcript.  Raises RftError only."""
+        """Scores all runs of a task with one call of a group reward, which sees those that have a
+        transcript.  Raises RftError only.
+        """
         began = time.monotonic()
         whole = [r for r in runs if r.transcript is not None]
         verdicts: dict[int, Score] = {}
@@ -288,7 +348,9 @@ class TaskRuns:
         if whole and self.recipe.reward is not None:
             transcripts = [r.transcript for r in whole if r.transcript is not None]
             try:
-                got = await score_group(self.recipe.reward, self.task, transcripts, timeout_s=self.limits.max_timeout_s)
+                got = await score_group(
+                    self.recipe.reward, self.task, transcripts, timeout_s=self.limits.max_timeout_s
+                )
                 verdicts = {r.number: s for r, s in zip(whole, got, strict=True)}
             except RftError:
                 raise
@@ -296,19 +358,41 @@ class TaskRuns:
                 failure = e
         took = time.monotonic() - began
         if failure is not None:
-            runs = [replace(r, error=failure, ended=ended_by(failure)) if r in whole else r for r in runs]
-        return [self.record(r, verdicts.get(r.number), 0.0 if r.transcript is None else took) for r in runs]
+            runs = [
+                replace(r, error=failure, ended=ended_by(failure)) if r in whole else r
+                for r in runs
+            ]
+        return [
+            self.record(r, verdicts.get(r.number), 0.0 if r.transcript is None else took)
+            for r in runs
+        ]
 
     def record(self, run: Run, verdict: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
         """The rows of a run, or the header row that says why there are none."""
         error = run.error
         if error is None and run.transcript is not None:
             try:
-                rows = experiences(self.task, self.recipe.name, run.transcript, verdict, self.group, run.number, run.attempt)
+                rows = experiences(
+                    self.task,
+                    self.recipe.name,
+                    run.transcript,
+                    verdict,
+                    self.group,
+                    run.number,
+                    run.attempt,
+                )
                 for row in rows:
                     if row.reward is not None:
-                        number(row.reward, f"the reward of the calls of {row.id}")  # each was small enough to be stored
-                return PlayedRun(rows, value(run.transcript, verdict), run.run_s, reward_s, run.attempt + 1, run.ended)
+                        # each was small enough to be stored
+                        number(row.reward, f"the reward of the calls of {row.id}")
+                return PlayedRun(
+                    rows,
+                    value(run.transcript, verdict),
+                    run.run_s,
+                    reward_s,
+                    run.attempt + 1,
+                    run.ended,
+                )
             except Exception as e:  # what a workflow recorded may not fit together
                 error = e
         assert error is not None, "a run without a transcript has an error"
@@ -316,13 +400,18 @@ class TaskRuns:
         return PlayedRun((row,), None, run.run_s, reward_s, run.attempt + 1, run.ended)
 
     async def play_together(self, context: Callable[[int, int], RunContext]) -> list[Run]:
-        """Plays all runs of a task with one call of the workflow's `run_group`, which is repeated where it fails.  Raises RftError only."""
+        """Plays all runs of a task with one call of the workflow's `run_group`, which is repeated
+        where it fails.  Raises RftError only.
+        """
         numbers = range(self.task.num_runs)
 
         async def play(attempt: int) -> Sequence[Any]:
             got = await self._played([context(run, attempt) for run in numbers])
             if not isinstance(got, list | tuple) or len(got) != len(numbers):
-                raise RunError(f"workflow {self.recipe.name}: run_group must return a list of {len(numbers)} transcripts")
+                raise RunError(
+                    f"workflow {self.recipe.name}: run_group must return a list of {len(numbers)} "
+                    f"transcripts"
+                )
             return got
 
         transcripts, how = await self._tried(play)
@@ -338,7 +427,9 @@ class TaskRuns:
         return runs
 
     async def _tried(self, play: Callable[[int], Awaitable[T]]) -> tuple[T | None, Run]:
-        """What `play(attempt)` gives, repeated after a failure, and how that went, without number and transcript."""
+        """What `play(attempt)` gives, repeated after a failure, and how that went, without number
+        and transcript.
+        """
         attempt = 0
         while True:
             began = time.monotonic()
@@ -349,24 +440,31 @@ class TaskRuns:
             except Exception as e:  # user code may raise anything; it becomes a record
                 log.debug("attempt %d of %s failed", attempt, self.group, exc_info=True)
                 if isinstance(e, PromptTooLong) or attempt >= self.limits.max_retry_times:
-                    return None, Run(0, attempt, time.monotonic() - began, error=e, ended=ended_by(e))
+                    return None, Run(
+                        0, attempt, time.monotonic() - began, error=e, ended=ended_by(e)
+                    )
             attempt += 1
 
     async def _played(self, ctx: RunContext | Sequence[RunContext]) -> Any:
         what = f"workflow {self.recipe.name}"
         with waits("run", what, count=1 if isinstance(ctx, RunContext) else len(ctx)):
-            return await in_time(play(self.recipe, self.task.own(), ctx), self.limits.max_timeout_s, what)
+            return await in_time(
+                play(self.recipe, self.task.own(), ctx), self.limits.max_timeout_s, what
+            )
 
     def _check(self, transcript: Any) -> None:
         check_transcript(transcript, self.recipe)
         if not self.task.sampling.temperature:  # a greedy run, for a baseline, is not trained
             return
-        limits, also = self.limits, ", or a top_p, top_k, min_p, min_tokens or penalty"
+        limits = self.limits
+        also = ", or a top_p, top_k, min_p, min_tokens or penalty"
         for n, s in enumerate(t.completion.sampling for t in transcript.turns):
             if (limits.drawn and not s.temperature) or (limits.reproducible and not s.reproducible):
                 raise RunError(
-                    f"workflow {self.recipe.name}: model call {n} has temperature 0{also if limits.reproducible else ''}: "
-                    "the trainer cannot compute such log-probs.  For a call that is not trained write "
+                    f"workflow {self.recipe.name}: model call {n} has temperature "
+                    f"0{also if limits.reproducible else ''}: "
+                    "the trainer cannot compute such log-probs.  For a call that is not trained "
+                    "write "
                     "ctx.policy.generate(ctx.request(messages, ...))"
                 )
 
@@ -383,10 +481,14 @@ async def play(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext
         return await _blocking(recipe, task, ctx)
     with contained(f"workflow {recipe.name}"):
         made: Any = recipe.make()
-        return await (made.run(task, ctx) if isinstance(ctx, RunContext) else made.run_group(task, list(ctx)))
+        return await (
+            made.run(task, ctx) if isinstance(ctx, RunContext) else made.run_group(task, list(ctx))
+        )
 
 
-async def _isolated(recipe: Recipe, place: Place, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
+async def _isolated(
+    recipe: Recipe, place: Place, task: Task, ctx: RunContext | Sequence[RunContext]
+) -> Any:
     """In a process of its own; what is raised there is told with its own traceback."""
     several = [ctx] if isinstance(ctx, RunContext) else ctx
     try:
@@ -400,19 +502,28 @@ async def _isolated(recipe: Recipe, place: Place, task: Task, ctx: RunContext | 
 
 
 class BlockingContext:
-    """A run's context for workflows whose `run` is an ordinary function: what is awaited there is waited for in the run's own thread."""
+    """A run's context for workflows whose `run` is an ordinary function: what is awaited there is
+    waited for in the run's own thread.
+    """
 
     def __init__(self, ctx: RunContext, loop: asyncio.AbstractEventLoop) -> None:
-        self._ctx, self._loop = ctx, loop
+        self._ctx = ctx
+        self._loop = loop
         self._over = False
         self._calls: set[Future[Any]] = set()  # under way
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ctx, name)
-        return (lambda *a, **k: self.wait(found(*a, **k))) if inspect.iscoroutinefunction(found) else found
+        return (
+            (lambda *a, **k: self.wait(found(*a, **k)))
+            if inspect.iscoroutinefunction(found)
+            else found
+        )
 
     def wait(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine that the event loop runs: `ctx.wait(ctx.model("judge").generate(request))`."""
+        """The result of a coroutine that the event loop runs:
+        `ctx.wait(ctx.model("judge").generate(request))`.
+        """
         if self._over:
             call.close()
             raise RunError("this run is over")
@@ -431,14 +542,20 @@ class BlockingContext:
 
 
 async def _blocking(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
-    """A thread of its own for each run: one that never returns holds up nobody, and does not keep the program alive."""
+    """A thread of its own for each run: one that never returns holds up nobody, and does not keep
+    the program alive.
+    """
     several = [ctx] if isinstance(ctx, RunContext) else ctx
     blocking = [BlockingContext(c, asyncio.get_running_loop()) for c in several]
 
     def play() -> Any:
         with contained(f"workflow {recipe.name}"):
             made: Any = recipe.make()
-            return made.run(task, blocking[0]) if isinstance(ctx, RunContext) else made.run_group(task, blocking)
+            return (
+                made.run(task, blocking[0])
+                if isinstance(ctx, RunContext)
+                else made.run_group(task, blocking)
+            )
 
     try:
         return await in_thread(play, f"run-{several[0].request_id}")
@@ -449,40 +566,60 @@ async def _blocking(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunCo
 
 def check_transcript(transcript: Any, recipe: Recipe) -> None:
     if not isinstance(transcript, Transcript):
-        raise RunError(f"workflow {recipe.name} returned {type(transcript).__name__}; it must return ctx.transcript()")
+        raise RunError(
+            f"workflow {recipe.name} returned {type(transcript).__name__}; it must return "
+            f"ctx.transcript()"
+        )
     if not transcript.turns:
         raise RunError(f"workflow {recipe.name} made no model call")
     if any(t.completion.finish_reason == "abort" for t in transcript.turns):
         raise RunError("the engine aborted a model call")
     if transcript.layout not in _LAYOUTS:
-        raise RunError(f"workflow {recipe.name}: layout is {transcript.layout!r}; it must be one of {', '.join(_LAYOUTS)}")
+        raise RunError(
+            f"workflow {recipe.name}: layout is {transcript.layout!r}; it must be one of "
+            f"{', '.join(_LAYOUTS)}"
+        )
     for name, given in transcript.metrics.items():
         if (found := as_number(given)) is None or not math.isfinite(found):
-            raise RunError(f"workflow {recipe.name}: metric {name!r} is {given!r}; it must be a finite number")
+            raise RunError(
+                f"workflow {recipe.name}: metric {name!r} is {given!r}; it must be a finite number"
+            )
     try:
         msgspec.json.encode(transcript.info)
     except (TypeError, RecursionError) as e:
         raise RunError(f"workflow {recipe.name}: info must be JSON values: {e}") from None
 
 
-async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: float) -> Score | None:
+async def _score(
+    recipe: Recipe, task: Task, transcript: Transcript, timeout_s: float
+) -> Score | None:
     """The score of the whole run; None where its calls have their own."""
-    scored = any(t.score is not None for t in transcript.turns)  # else the cut, which takes time, says nothing new
+    # else the cut, which takes time, says nothing new
+    scored = any(t.score is not None for t in transcript.turns)
     own = [any(t.score is not None for t in turns) for turns in cut(transcript)] if scored else []
     if transcript.score is not None:
-        given, earned = checked(transcript.score), _own_score(transcript.turns)
+        given = checked(transcript.score)
+        earned = _own_score(transcript.turns)
         steps = None if earned is None else earned.value
-        if own == [True] and not math.isclose(math.nan if given.value is None else given.value, steps or 0.0, abs_tol=1e-9):
+        if own == [True] and not math.isclose(
+            math.nan if given.value is None else given.value, steps or 0.0, abs_tol=1e-9
+        ):
             raise RunError(
-                f"workflow {recipe.name} scored the run with {given.value} and its calls with {steps}; both are one row: give one of them"
+                f"workflow {recipe.name} scored the run with {given.value} and its calls with "
+                f"{steps}; both are one row: give one of them"
             )
         return given
     if any(own):
         if not all(own):
-            raise RunError(f"workflow {recipe.name} scored some of its calls and not others; score all, or only the whole run")
+            raise RunError(
+                f"workflow {recipe.name} scored some of its calls and not others; score all, or "
+                f"only the whole run"
+            )
         return None
     if recipe.reward is None:
-        raise RunError(f"workflow {recipe.name} gave no score and taskset {task.taskset} names no reward")
+        raise RunError(
+            f"workflow {recipe.name} gave no score and taskset {task.taskset} names no reward"
+        )
     return checked(await called(recipe.reward, task, transcript, timeout_s=timeout_s))
 
 
@@ -493,11 +630,18 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{hint(error)}"
 
 
-def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:
-    """The header row: one line of reason, and the end of the traceback for the person who wrote the workflow; without secrets."""
+def _failed(
+    task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception
+) -> Experience:
+    """The header row: one line of reason, and the end of the traceback for the person who wrote the
+    workflow; without secrets.
+    """
     text = redact(reason_of(error))
     return failed(
-        group.run(run, attempt), taskset=task.taskset, task_index=task.index, workflow=recipe.name,
+        group.run(run, attempt),
+        taskset=task.taskset,
+        task_index=task.index,
+        workflow=recipe.name,
         reason=text[:_REASON_CHARS] or type(error).__name__,
         info={"traceback": last_lines(error)[-4000:], "attempts": attempt + 1},
-    )  # fmt: skip
+    )

@@ -1,6 +1,8 @@
-"""Conversations with tools: calls in an answer are run and their results said; an answer without a call ends the run.
+"""Conversations with tools: calls in an answer are run and their results said; an answer without a
+call ends the run.
 
-Tools are functions, what veRL's tool configuration (`tool_config_path`) lists, and those of MCP servers:
+Tools are functions, what veRL's tool configuration (`tool_config_path`) lists, and those of MCP
+servers:
 
     tools:
       - class_name: tools.py:Search          # or pkg.module.Search; veRL's methods create, execute, release
@@ -11,10 +13,11 @@ Tools are functions, what veRL's tool configuration (`tool_config_path`) lists, 
         config: {type: mcp}
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
-Paths in the file are relative to it; a file is read once per run of the program.  MCP servers (`pip install rft-platform[mcp]`) are named
-in a JSON file {"mcpServers": {name: {command, args, env} or {url}}}; each is started once for all runs (anew after
-it has died) and ends with its event loop.
-Invariant: a tool that fails, and a call that makes no sense, are told to the model and counted; they do not end the run.
+Paths in the file are relative to it; a file is read once per run of the program.  MCP servers (`pip
+install rft-platform[mcp]`) are named in a JSON file {"mcpServers": {name: {command, args, env} or
+{url}}}; each is started once for all runs (anew after it has died) and ends with its event loop.
+Invariant: a tool that fails, and a call that makes no sense, are told to the model and counted;
+they do not end the run.
 """
 
 from __future__ import annotations
@@ -42,14 +45,28 @@ from rft.secrets import redact
 from rft.types.completion import Completion
 from rft.types.task import Task
 from rft.worker.threads import unblocked
-from rft.workflow.tools import Format, FunctionTool, Side, Tool, Toolbox, ToolError, as_text, described, find, missing, named
+from rft.workflow.tools import (
+    Format,
+    FunctionTool,
+    Side,
+    Tool,
+    Toolbox,
+    ToolError,
+    as_text,
+    described,
+    find,
+    missing,
+    named,
+)
 from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs
 
 log = logging.getLogger(__name__)
 _MCP_KEY = "workflow_args.mcp_config_path"
-_ERROR_BYTES, _ERROR_LINES = 4000, 10  # of a server's standard error in a message
+_ERROR_BYTES = 4000  # of a server's standard error in a message
+_ERROR_LINES = 10
 START_S = 30.0
-_GONE = ("Connection closed", "Session terminated")  # what the library says where a server is not there any more
+# what the library says where a server is not there any more
+_GONE = ("Connection closed", "Session terminated")
 _FILE_KEY = "workflow_args.tool_config_path"
 
 
@@ -81,7 +98,8 @@ class _McpServer:
     """A connection, held open by a task until the event loop ends."""
 
     def __init__(self, name: str, where: Any) -> None:
-        self._name, self._where = name, where
+        self._name = name
+        self._where = where
         self._errors = _error_file(name)
         self.client: Any = None
         self._loop = asyncio.get_running_loop()
@@ -90,7 +108,9 @@ class _McpServer:
 
     @property
     def usable(self) -> bool:
-        return self._loop is asyncio.get_running_loop() and not (self._job.done() or self._job.cancelling())
+        return self._loop is asyncio.get_running_loop() and not (
+            self._job.done() or self._job.cancelling()
+        )
 
     def leave(self, why: str) -> None:
         """It is gone: the next run opens another connection, and so starts the program again."""
@@ -102,7 +122,9 @@ class _McpServer:
             async with asyncio.timeout(START_S):
                 return await asyncio.shield(self._ready)
         except TimeoutError:
-            raise ConfigError(f"MCP server {self._name!r} did not answer within {START_S:g} s", key=_MCP_KEY) from None
+            raise ConfigError(
+                f"MCP server {self._name!r} did not answer within {START_S:g} s", key=_MCP_KEY
+            ) from None
 
     async def _hold(self) -> None:
         from mcp import Client, StdioServerParameters
@@ -120,13 +142,18 @@ class _McpServer:
                     await asyncio.Event().wait()
             except Exception as e:  # the server is another program; who waits for it is told
                 if not self._ready.done():
-                    text = f"MCP server {self._name!r} cannot be used: {_innermost(e)}{self._last_errors()}"
+                    text = (
+                        f"MCP server {self._name!r} cannot be used: "
+                        f"{_innermost(e)}{self._last_errors()}"
+                    )
                     self._ready.set_exception(ConfigError(text, key=_MCP_KEY))
 
     def _last_errors(self) -> str:
         """The end of what the program has written to its standard error, on lines of their own."""
         size = os.fstat(self._errors.fileno()).st_size
-        text = os.pread(self._errors.fileno(), _ERROR_BYTES, max(0, size - _ERROR_BYTES)).decode("utf-8", "replace")
+        text = os.pread(self._errors.fileno(), _ERROR_BYTES, max(0, size - _ERROR_BYTES)).decode(
+            "utf-8", "replace"
+        )
         return "".join(f"\n  {redact(line)}" for line in text.splitlines()[-_ERROR_LINES:])
 
 
@@ -148,11 +175,15 @@ _SERVERS: dict[tuple[str, str], _McpServer] = {}
 
 
 async def mcp_tools(path: str, selected: tuple[str, ...] = ()) -> list[Tool]:
-    """The tools of all servers in the file, or those that are selected.  Raises ConfigError, SetupError without the library."""
+    """The tools of all servers in the file, or those that are selected.  Raises ConfigError,
+    SetupError without the library.
+    """
     try:
         from mcp import StdioServerParameters
     except ImportError as e:
-        raise SetupError(f"MCP servers need the package mcp ({e}): pip install 'rft-platform[mcp]'") from e
+        raise SetupError(
+            f"MCP servers need the package mcp ({e}): pip install 'rft-platform[mcp]'"
+        ) from e
     found: list[Tool] = []
     for name, about in _servers(path).items():
         key = (_whole(path), name)
@@ -167,7 +198,9 @@ async def mcp_tools(path: str, selected: tuple[str, ...] = ()) -> list[Tool]:
         found += await server.tools()
     names = [t.schema["function"]["name"] for t in found]
     if missing := [s for s in selected if s not in names]:
-        raise ConfigError(f"no MCP server has the tool {missing[0]!r}; they have {', '.join(names)}", key=_MCP_KEY)
+        raise ConfigError(
+            f"no MCP server has the tool {missing[0]!r}; they have {', '.join(names)}", key=_MCP_KEY
+        )
     return [t for t, name in zip(found, names, strict=True) if not selected or name in selected]
 
 
@@ -179,15 +212,23 @@ def _servers(path: str) -> dict[str, dict[str, Any]]:
     try:
         read: Any = msgspec.json.decode(Path(path).expanduser().read_bytes())
     except (OSError, msgspec.DecodeError) as e:
-        raise ConfigError(f"the list of MCP servers cannot be read: {e}", key=_MCP_KEY, given=path) from None
-    servers = read.get("mcpServers") if isinstance(read, dict) else None
-    if not isinstance(servers, dict) or not all(isinstance(s, dict) and ("command" in s or "url" in s) for s in servers.values()):
         raise ConfigError(
-            'it must be {"mcpServers": {name: {"command": ..., "args": [...]} or {"url": ...}}}', key=_MCP_KEY, given=path
+            f"the list of MCP servers cannot be read: {e}", key=_MCP_KEY, given=path
+        ) from None
+    servers = read.get("mcpServers") if isinstance(read, dict) else None
+    if not isinstance(servers, dict) or not all(
+        isinstance(s, dict) and ("command" in s or "url" in s) for s in servers.values()
+    ):
+        raise ConfigError(
+            'it must be {"mcpServers": {name: {"command": ..., "args": [...]} or {"url": ...}}}',
+            key=_MCP_KEY,
+            given=path,
         )
     for name, about in servers.items():
         if "url" not in about and (why := missing(str(about["command"]), about.get("env") or {})):
-            raise ConfigError(f"MCP server {name!r} cannot be used: {why}", key=_MCP_KEY, given=path)
+            raise ConfigError(
+                f"MCP server {name!r} cannot be used: {why}", key=_MCP_KEY, given=path
+            )
     return servers
 
 
@@ -197,16 +238,19 @@ def _schema(t: Any) -> dict[str, Any]:
 
 
 class ClassTool:
-    """An object with veRL's methods: `create(instance_id, **kwargs)`, `execute(instance_id, parameters)`, `release(instance_id)`.
+    """An object with veRL's methods: `create(instance_id, **kwargs)`, `execute(instance_id,
+    parameters)`, `release(instance_id)`.
 
-    `execute` gives (what the model is told, a reward, metrics); what it is told is a text or has an attribute `text`.  All may block.
+    `execute` gives (what the model is told, a reward, metrics); what it is told is a text or has an
+    attribute `text`.  All may block.
     """
 
     def __init__(self, made: Any, schema: dict[str, Any]) -> None:
         self._made = made
         self.schema = schema
         self.rewards: list[float] = []
-        self._instance, self._creating = "", asyncio.Lock()
+        self._instance = ""
+        self._creating = asyncio.Lock()
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         async with self._creating:
@@ -231,7 +275,11 @@ class ClassTool:
     async def _does(self, name: str, *given: Any) -> Any:
         """What a method says of our instance; None where the object has no such method."""
         method = getattr(self._made, name, None)
-        return await unblocked(method, f"tool {name}", self._instance, *given) if callable(method) else None
+        return (
+            await unblocked(method, f"tool {name}", self._instance, *given)
+            if callable(method)
+            else None
+        )
 
 
 async def load_tool_file(path: str) -> list[Tool]:
@@ -241,11 +289,15 @@ async def load_tool_file(path: str) -> list[Tool]:
         where = f"{path}: tools[{number}]"
         folder = Path(_whole(path)).parent
         if "function" in entry:
-            found.append(FunctionTool(REGISTRY.get("tool", _near(str(entry["function"]), folder)).obj))
+            found.append(
+                FunctionTool(REGISTRY.get("tool", _near(str(entry["function"]), folder)).obj)
+            )
         elif (entry.get("config") or {}).get("type") == "mcp":
             about = entry.get("mcp") or {}
             if "mcp_servers_config_path" not in about:
-                raise ConfigError(f"{where}: an MCP tool needs mcp.mcp_servers_config_path", key=_FILE_KEY)
+                raise ConfigError(
+                    f"{where}: an MCP tool needs mcp.mcp_servers_config_path", key=_FILE_KEY
+                )
             servers = _beside(folder, str(about["mcp_servers_config_path"]))
             found += await mcp_tools(servers, tuple(about.get("tool_selected_list") or ()))
         else:
@@ -254,20 +306,28 @@ async def load_tool_file(path: str) -> list[Tool]:
 
 
 def _class(entry: Mapping[str, Any], where: str, folder: Path) -> ClassTool:
-    name, schema = str(entry.get("class_name", "")), entry.get("tool_schema")
+    name = str(entry.get("class_name", ""))
+    schema = entry.get("tool_schema")
     if ":" not in name and "." in name:
         name = ":".join(name.rsplit(".", 1))
     if ":" not in name:
-        raise ConfigError(f"{where} needs `function`, or `class_name` as pkg.module.Name or path/file.py:Name", key=_FILE_KEY)
+        raise ConfigError(
+            f"{where} needs `function`, or `class_name` as pkg.module.Name or path/file.py:Name",
+            key=_FILE_KEY,
+        )
     cls = REGISTRY.get("tool", _near(name, folder)).obj
     made = cls(dict(entry.get("config") or {}), schema)
     schema = schema or getattr(made, "tool_schema", None)
     if not isinstance(schema, dict) or "name" not in schema.get("function", {}):
         raise ConfigError(
-            f"{where}: tool_schema must be OpenAI's form {{type: function, function: {{name, ...}}}}", key=_FILE_KEY
+            f"{where}: tool_schema must be OpenAI's form {{type: function, function: {{name, "
+            f"...}}}}",
+            key=_FILE_KEY,
         )
     if not callable(getattr(made, "execute", None)):
-        raise ConfigError(f"{where}: {name} has no method execute(instance_id, parameters)", key=_FILE_KEY)
+        raise ConfigError(
+            f"{where}: {name} has no method execute(instance_id, parameters)", key=_FILE_KEY
+        )
     return ClassTool(made, schema)
 
 
@@ -291,37 +351,54 @@ def _entries(path: str) -> tuple[dict[str, Any], ...]:
         raise ConfigError(f"the tool file cannot be read: {e}", key=_FILE_KEY, given=path) from None
     entries = read.get("tools") if isinstance(read, dict) else None
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise ConfigError("the tool file must hold a list `tools` of mappings", key=_FILE_KEY, given=path)
+        raise ConfigError(
+            "the tool file must hold a list `tools` of mappings", key=_FILE_KEY, given=path
+        )
     return tuple(entries)
 
 
 class ToolArgs(TurnArgs):
     """As TurnArgs, with veRL's names for what belongs to tools."""
 
-    tools: tuple[str, ...] = Field((), description="functions: path/file.py:name, pkg.module:name, or a marked name")
+    tools: tuple[str, ...] = Field(
+        (), description="functions: path/file.py:name, pkg.module:name, or a marked name"
+    )
     tool_config_path: str | None = Field(None, description="veRL's tool file")
     mcp_config_path: str | None = Field(None, description="JSON file of MCP servers")
     mcp_tools: tuple[str, ...] = Field((), description="which of their tools; empty: all")
     max_assistant_turns: int | None = Field(None, ge=1, description="veRL's name of max_turns")
-    max_user_turns: int | None = Field(None, ge=1, description="answers that are followed by tool results, at most")
+    max_user_turns: int | None = Field(
+        None, ge=1, description="answers that are followed by tool results, at most"
+    )
     max_parallel_calls: int = Field(1, ge=1, description="calls of one answer that are run")
-    max_tool_response_length: int = Field(256, ge=1, description="characters of a result that the model is told")
+    max_tool_response_length: int = Field(
+        256, ge=1, description="characters of a result that the model is told"
+    )
     tool_response_truncate_side: Side = Field(
         "middle", description="which part is kept: the left, the right, or both ends (middle)"
     )
     tool_timeout: float = Field(30.0, gt=0, description="seconds that one call may take")
-    format: Format = Field("auto", description="how calls are written where the engine has no parser: hermes, json, auto")
-    tools_in: Literal["template", "system"] = Field(
-        "template", description="who tells the model of its tools: the chat template, or a text in the system message"
+    format: Format = Field(
+        "auto",
+        description="how calls are written where the engine has no parser: hermes, json, auto",
     )
-    result_role: Literal["tool", "user"] = Field("tool", description="role of the messages with results")
+    tools_in: Literal["template", "system"] = Field(
+        "template",
+        description="who tells the model of its tools: the chat template, or a text in the system "
+        "message",
+    )
+    result_role: Literal["tool", "user"] = Field(
+        "tool", description="role of the messages with results"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _verl(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("max_assistant_turns") is not None:
             if values.get("max_turns") not in (None, 10, values["max_assistant_turns"]):
-                raise ValueError("max_turns and max_assistant_turns are the same; write one of them")
+                raise ValueError(
+                    "max_turns and max_assistant_turns are the same; write one of them"
+                )
             return {**values, "max_turns": values["max_assistant_turns"]}
         return values
 
@@ -342,7 +419,9 @@ def _usable(names: tuple[str, ...]) -> None:
 
 
 class ToolWorkflow(MultiTurnWorkflow):
-    """Base; works as it is.  Override `make_tools(task)` for tools that belong to the task, `outcome` or `react` for a score."""
+    """Base; works as it is.  Override `make_tools(task)` for tools that belong to the task,
+    `outcome` or `react` for a score.
+    """
 
     Args: type[BaseModel] = ToolArgs
 
@@ -358,19 +437,31 @@ class ToolWorkflow(MultiTurnWorkflow):
     async def begin(self, task: Task) -> list[Message]:
         a = self.args
         own = await self.call(self.make_tools, task)
-        found: list[Tool] = [*named(a.tools), *(t if isinstance(t, Tool) else FunctionTool(t) for t in own)]
+        found: list[Tool] = [
+            *named(a.tools),
+            *(t if isinstance(t, Tool) else FunctionTool(t) for t in own),
+        ]
         if a.tool_config_path is not None:
             found += await load_tool_file(a.tool_config_path)
         if a.mcp_config_path is not None:
             found += await mcp_tools(a.mcp_config_path, a.mcp_tools)
-        self.box = Toolbox(found, a.max_parallel_calls, a.max_tool_response_length, a.tool_response_truncate_side, a.tool_timeout)
+        self.box = Toolbox(
+            found,
+            a.max_parallel_calls,
+            a.max_tool_response_length,
+            a.tool_response_truncate_side,
+            a.tool_timeout,
+        )
         messages = task.chat()
         return self._told(messages) if a.tools_in == "system" and found else messages
 
     def _told(self, messages: list[Message]) -> list[Message]:
         text = described(self.box.schemas)
         if messages[0]["role"] == "system":
-            return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+            return [
+                {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"},
+                *messages[1:],
+            ]
         return [{"role": "system", "content": text}, *messages]
 
     def tools(self) -> Sequence[Message]:
@@ -391,7 +482,10 @@ class ToolWorkflow(MultiTurnWorkflow):
 
     def counts(self) -> dict[str, float]:
         given = [r for t in self.box.tools if isinstance(t, ClassTool) for r in t.rewards]
-        return {**{k: float(v) for k, v in self.box.counts.items()}, **({"tool_reward": sum(given)} if given else {})}
+        return {
+            **{k: float(v) for k, v in self.box.counts.items()},
+            **({"tool_reward": sum(given)} if given else {}),
+        }
 
     async def close(self) -> None:
         await self.box.close()

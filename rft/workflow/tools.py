@@ -1,10 +1,12 @@
-"""Tools as Python functions, and the calls of them in an answer: those that the engine's parser found, else in the text.
+"""Tools as Python functions, and the calls of them in an answer: those that the engine's parser
+found, else in the text.
 
     def weather(city: str, days: int = 1) -> str:
         # its docstring: what it does, then a line `name: text` for each parameter
 
-Knows no workflow.  Invariants: a thought has no calls; what looks like a call and cannot be read is a call too; `Toolbox.run` never
-raises for what a model or a tool does wrong, it gives the text to say and counts it.
+Knows no workflow.  Invariants: a thought has no calls; what looks like a call and cannot be read is
+a call too; `Toolbox.run` never raises for what a model or a tool does wrong, it gives the text to
+say and counts it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from rft.worker.threads import in_time, unblocked
 from rft.worker.waiting import waits
 
 Format = Literal["auto", "hermes", "json"]
-_TAGGED = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_TAGGED = re.compile(
+    r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL
+)
 _WORDS = re.compile(r"[^\n{\[<(=]*")  # between tags that are only mentioned
 
 tool = kind("tool")
@@ -53,9 +57,9 @@ class ToolCall:
 def find(answer: Completion, form: Format = "auto") -> list[ToolCall]:
     """The calls in order, those behind the last thought (`rft.types.thoughts`).
 
-    hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.  json: the answer, or a fenced block of it, is such an object or
-    a list of them ("parameters" is understood too).  auto: hermes where there are such tags, else json.  A tag that is only mentioned is
-    no call.
+    hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.  json: the answer, or a fenced
+    block of it, is such an object or a list of them ("parameters" is understood too).  auto: hermes
+    where there are such tags, else json.  A tag that is only mentioned is no call.
     """
     if answer.tool_calls:
         return [_given(call) for call in answer.tool_calls]
@@ -68,7 +72,10 @@ def in_text(text: str, form: Format = "auto") -> list[ToolCall]:
     tagged = [block[1] for block in _TAGGED.finditer(text) if _is_call(block)]
     if form == "hermes" or (form == "auto" and tagged):
         return [call for block in tagged for call in _read(block, sure=True)]
-    blocks = [*(b.body for b in fenced(text) if b.closed and b.language in ("", "json", "tool_call")), text]
+    blocks = [
+        *(b.body for b in fenced(text) if b.closed and b.language in ("", "json", "tool_call")),
+        text,
+    ]
     for block in blocks:
         if found := _read(block, sure=False):
             return found
@@ -76,7 +83,9 @@ def in_text(text: str, form: Format = "auto") -> list[ToolCall]:
 
 
 def _is_call(block: re.Match[str]) -> bool:
-    """Whether a tag begins a call: words are no call, and without an end it has to begin like one, or be cut off."""
+    """Whether a tag begins a call: words are no call, and without an end it has to begin like one,
+    or be cut off.
+    """
     if block[2]:
         return _WORDS.fullmatch(block[1]) is None
     body = block[1].lstrip()
@@ -89,13 +98,16 @@ def _read(block: str, *, sure: bool) -> list[ToolCall]:
     except (msgspec.DecodeError, RecursionError) as e:
         return [ToolCall("", error=f"this tool call is no JSON: {_why(e)}")] if sure else []
     items = value if isinstance(value, list) else [value]
-    if not sure and not (items and all(isinstance(i, dict) and isinstance(i.get("name"), str) for i in items)):
+    if not sure and not (
+        items and all(isinstance(i, dict) and isinstance(i.get("name"), str) for i in items)
+    ):
         return []
     return [_item(i) for i in items]
 
 
 def _item(item: Any) -> ToolCall:
-    if isinstance(item, dict) and isinstance(function := item.get("function"), dict):  # OpenAI's form
+    # OpenAI's form
+    if isinstance(item, dict) and isinstance(function := item.get("function"), dict):
         item = function
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return ToolCall("", error='a tool call must be an object with "name" and "arguments"')
@@ -109,7 +121,9 @@ def _item(item: Any) -> ToolCall:
 
 def _given(call: dict[str, Any]) -> ToolCall:
     function = call.get("function", {})
-    return _with(str(function.get("name", "")), function.get("arguments") or "{}", str(call.get("id", "")))
+    return _with(
+        str(function.get("name", "")), function.get("arguments") or "{}", str(call.get("id", ""))
+    )
 
 
 def _with(name: str, arguments: str, id: str = "") -> ToolCall:
@@ -131,13 +145,16 @@ def described(tools: Sequence[dict[str, Any]]) -> str:
     lines = "\n".join(msgspec.json.encode(t.get("function", t)).decode() for t in tools)
     return (
         f"You may call these tools, described as JSON:\n{lines}\n"
-        'To call one write <tool_call>{"name": "...", "arguments": {...}}</tool_call> and nothing after it; the result follows.'
+        'To call one write <tool_call>{"name": "...", "arguments": {...}}</tool_call> and nothing '
+        "after it; the result follows."
     )
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """Something a model may call.  `schema` is OpenAI's form {"type": "function", "function": {name, description, parameters}}."""
+    """Something a model may call.  `schema` is OpenAI's form {"type": "function", "function":
+    {name, description, parameters}}.
+    """
 
     @property
     def schema(self) -> dict[str, Any]: ...
@@ -161,7 +178,9 @@ class ToolResult:
 
 
 class FunctionTool:
-    """A function; an ordinary one runs in a thread, so it may block.  Arguments are checked against its annotations."""
+    """A function; an ordinary one runs in a thread, so it may block.  Arguments are checked against
+    its annotations.
+    """
 
     def __init__(self, function: Callable[..., Any], *, name: str = "") -> None:
         self.function = function
@@ -184,7 +203,9 @@ class FunctionTool:
 
 @dataclass
 class Toolbox:
-    """The tools of one run.  Limits are veRL's: `parallel` calls of one answer, `length` characters of a result."""
+    """The tools of one run.  Limits are veRL's: `parallel` calls of one answer, `length` characters
+    of a result.
+    """
 
     tools: Sequence[Tool] = ()
     parallel: int = 1
@@ -198,7 +219,9 @@ class Toolbox:
         for tool in self.tools:
             name = tool.schema["function"]["name"]
             if name in self._by_name:
-                raise ConfigError(f"two tools are called {name!r}; rename one", key="workflow_args.tools")
+                raise ConfigError(
+                    f"two tools are called {name!r}; rename one", key="workflow_args.tools"
+                )
             self._by_name[name] = tool
 
     @property
@@ -214,29 +237,42 @@ class Toolbox:
 
     async def _one(self, call: ToolCall, number: int) -> ToolResult:
         if number >= self.parallel:
-            return ToolResult(call, f"Error: not run; at most {self.parallel} calls in one answer", error=True)
+            return ToolResult(
+                call, f"Error: not run; at most {self.parallel} calls in one answer", error=True
+            )
         if call.error:
             return ToolResult(call, f"Error: {self.shortened(call.error)}", error=True)
         tool = self._by_name.get(call.name)
         if tool is None:
             known = ", ".join(self._by_name) or "none"
-            return ToolResult(call, f"Error: there is no tool {self.shortened(call.name)!r}; there is: {known}", error=True)
+            return ToolResult(
+                call,
+                f"Error: there is no tool {self.shortened(call.name)!r}; there is: {known}",
+                error=True,
+            )
         try:
             what = f"tool {call.name}"
             with waits("call", what, whole=True):
-                text = await in_time(unblocked(tool.call, what, call.arguments), self.timeout_s, what)
+                text = await in_time(
+                    unblocked(tool.call, what, call.arguments), self.timeout_s, what
+                )
         except RftError:
             raise
         except TimeoutError:
-            return ToolResult(call, f"Error: {call.name} took longer than {self.timeout_s:g} s", error=True)
+            return ToolResult(
+                call, f"Error: {call.name} took longer than {self.timeout_s:g} s", error=True
+            )
         except ToolError as e:
             return ToolResult(call, f"Error: {self.shortened(str(e))}", error=True)
         except Exception as e:  # a tool may raise anything; the model is told
-            return ToolResult(call, f"Error: {self.shortened(f'{type(e).__name__}: {e}')}", error=True)
+            return ToolResult(
+                call, f"Error: {self.shortened(f'{type(e).__name__}: {e}')}", error=True
+            )
         return ToolResult(call, self.shortened(text))
 
     def shortened(self, text: str) -> str:
-        """At most `length` characters of it; `side` says which are kept: the left, the right, or both ends (middle).
+        """At most `length` characters of it; `side` says which are kept: the left, the right, or
+        both ends (middle).
 
         Halves of characters, which no text file and no request can hold, become question marks.
         """
@@ -264,17 +300,23 @@ def named(names: Iterable[str]) -> list[Tool]:
 def _function(name: str) -> Callable[..., Any]:
     found = REGISTRY.get("tool", name).obj
     if not callable(found) or inspect.isclass(found):
-        raise ConfigError(f"tool {name!r} must be a function", key="workflow_args.tools", given=name)
+        raise ConfigError(
+            f"tool {name!r} must be a function", key="workflow_args.tools", given=name
+        )
     function: Callable[..., Any] = found
     return function
 
 
 ELSEWHERE: ContextVar[list[str] | None] = ContextVar("elsewhere", default=None)
-"""Set where runs may be played on other machines: takes why a program cannot be started on this one, which is no error then."""
+"""Set where runs may be played on other machines: takes why a program cannot be started on this
+one, which is no error then.
+"""
 
 
 def missing(program: str, env: Mapping[str, str]) -> str:
-    """Why a program cannot be started with these variables besides ours; empty: it can, or others are to start it."""
+    """Why a program cannot be started with these variables besides ours; empty: it can, or others
+    are to start it.
+    """
     path = env.get("PATH", os.environ.get("PATH"))
     if shutil.which(program, path=path) is not None:
         return ""
@@ -295,7 +337,8 @@ def _model(function: Callable[..., Any], name: str) -> type[BaseModel]:
     for p in inspect.signature(function).parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise ConfigError(
-                f"tool {name!r}: parameter {p.name!r} must have a name that a model can give", key="workflow_args.tools"
+                f"tool {name!r}: parameter {p.name!r} must have a name that a model can give",
+                key="workflow_args.tools",
             )
         fields[p.name] = (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
     made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
@@ -310,12 +353,18 @@ def _schema(function: Callable[..., Any], name: str, model: type[BaseModel]) -> 
         p.pop("title", None)
         if key in about:
             p.setdefault("description", about[key])
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 def _docstring(function: Callable[..., Any], parameters: set[str]) -> tuple[str, dict[str, str]]:
-    """(text before the parameters, what is said of each): lines `name: text`, also below Args: or as :param name: text."""
-    text, about = [], {}
+    """(text before the parameters, what is said of each): lines `name: text`, also below Args: or
+    as :param name: text.
+    """
+    text = []
+    about = {}
     for line in (inspect.getdoc(function) or "").splitlines():
         if (m := _PARAMETER.match(line)) and m[1] in parameters:
             about[m[1]] = m[2].strip()

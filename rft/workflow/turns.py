@@ -8,7 +8,8 @@
             hit = answer.text.strip() == str(self.secret)
             return Reply.say("no", reward=0.0) if not hit else Reply(reward=1.0, done=True)
 
-Knows no engine and no environment.  Invariant: earlier messages are never changed, so one sequence holds the run token by token.
+Knows no engine and no environment.  Invariant: earlier messages are never changed, so one sequence
+holds the run token by token.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ async def waited(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reply:
-    """What follows an answer: messages for the model, a reward for this step (None: it has none), and whether the run is over.
+    """What follows an answer: messages for the model, a reward for this step (None: it has none),
+    and whether the run is over.
 
     `info` (JSON values) goes into the step's experience.
     """
@@ -63,35 +65,46 @@ class TurnArgs(BaseModel):
     max_turn_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of one answer at most; all turns together, with what was said in between: max_response_tokens",
+        description="tokens of one answer at most; all turns together, with what was said in "
+        "between: max_response_tokens",
     )
-    layout: Literal["joined", "steps"] = Field("joined", description="one sequence of the whole run, or one for each call")
+    layout: Literal["joined", "steps"] = Field(
+        "joined", description="one sequence of the whole run, or one for each call"
+    )
     credit: Literal["run", "step"] = Field(
         "run", description="steps: each row has the reward of the whole run, or of its own step"
     )
     history: int | None = Field(
-        None, ge=0, description="steps: how many earlier turns the model is shown besides the opening; null: all"
+        None,
+        ge=0,
+        description="steps: how many earlier turns the model is shown besides the opening; null: "
+        "all",
     )
 
     @model_validator(mode="after")
     def _fit(self) -> TurnArgs:
         if self.layout == "joined" and (self.credit != "run" or self.history is not None):
             raise ValueError(
-                "credit: step and history need layout: steps; a joined run is one row with one reward and its whole history"
+                "credit: step and history need layout: steps; a joined run is one row with one "
+                "reward and its whole history"
             )
         return self
 
 
 class MultiTurnWorkflow(Workflow):
-    """Base of workflows with several turns.  One object plays one run; its methods may be async or ordinary functions.
+    """Base of workflows with several turns.  One object plays one run; its methods may be async or
+    ordinary functions.
 
-    Override `begin` and `react`; `close` is called in the end, whatever happens; `outcome` gives named numbers for the score.
-    `blocking = True` lets ordinary methods run in threads of their own.
+    Override `begin` and `react`; `close` is called in the end, whatever happens; `outcome` gives
+    named numbers for the score. `blocking = True` lets ordinary methods run in threads of their
+    own.
     """
 
     Args: type[BaseModel] = TurnArgs
     blocking = False
-    observed = 0  # opening messages, the last ones, that are part of the first turn: not always shown where history is limited
+    # opening messages, the last ones, that are part of the first turn: not always shown where
+    # history is limited
+    observed = 0
 
     def __init__(self, **args: Any) -> None:
         self.args: Any = self.Args(**args)
@@ -102,14 +115,18 @@ class MultiTurnWorkflow(Workflow):
 
     def react(self, answer: Completion) -> Any:
         """What follows the answer, a Reply."""
-        raise NotImplementedError(f"{type(self).__name__} must have a method react(self, answer) that gives a Reply")
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method react(self, answer) that gives a Reply"
+        )
 
     def outcome(self) -> dict[str, float]:
         """Named parts of the score, e.g. {"success": 1.0}; logged as reward/NAME."""
         return {}
 
     def leftover(self) -> Any:
-        """Reward of a run that a limit ended, added to that of its last step; None: nothing is added."""
+        """Reward of a run that a limit ended, added to that of its last step; None: nothing is
+        added.
+        """
         return None
 
     def counts(self) -> dict[str, float]:
@@ -122,7 +139,9 @@ class MultiTurnWorkflow(Workflow):
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a method that may be async, or block."""
         if self.blocking:
-            return await unblocked(method, f"{type(self).__name__}.{method.__name__}", *args, **kwargs)
+            return await unblocked(
+                method, f"{type(self).__name__}.{method.__name__}", *args, **kwargs
+            )
         return await waited(method(*args, **kwargs))
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
@@ -135,12 +154,19 @@ class MultiTurnWorkflow(Workflow):
         args = self.args
         messages: list[Message] = [dict(m) for m in await self.call(self.begin, task)]
         rewards: list[float | None] = []
-        opening, left, done, cut = len(messages), task.sampling.max_tokens, False, False
+        opening = len(messages)
+        left = task.sampling.max_tokens
+        done = False
+        cut = False
         start: int | None = None
         for _ in range(args.max_turns):
             most = left if args.max_turn_tokens is None else min(left, args.max_turn_tokens)
             try:
-                answer = await ctx.chat(self._shown(messages, opening), tools=list(self.tools()) or None, max_tokens=most)
+                answer = await ctx.chat(
+                    self._shown(messages, opening),
+                    tools=list(self.tools()) or None,
+                    max_tokens=most,
+                )
             except PromptTooLong:
                 if start is None:
                     raise
@@ -150,7 +176,10 @@ class MultiTurnWorkflow(Workflow):
             messages.append(answer.message)
             reply = await self.call(self.react, answer)
             if not isinstance(reply, Reply):
-                raise TypeError(f"{type(self).__name__}.react returned {type(reply).__name__}; it must return a Reply")
+                raise TypeError(
+                    f"{type(self).__name__}.react returned {type(reply).__name__}; it must return "
+                    f"a Reply"
+                )
             rewards.append(reply.reward)
             self._scored(ctx, reply)
             messages += reply.messages
@@ -183,7 +212,9 @@ class MultiTurnWorkflow(Workflow):
         return [*messages[:head], *messages[_observed(messages, first, head) :]]
 
     def _left(self, task: Task, ctx: RunContext, start: int) -> int:
-        """Tokens that the run may still take: answers and what was said in between count, the opening does not."""
+        """Tokens that the run may still take: answers and what was said in between count, the
+        opening does not.
+        """
         if self.args.layout == "joined":
             last = ctx.completions[-1]
             return task.sampling.max_tokens - (len(last.prompt_tokens) + len(last.tokens) - start)
@@ -197,12 +228,23 @@ class MultiTurnWorkflow(Workflow):
         else:
             ctx.score_step(None, **reply.info)
 
-    def _transcript(self, ctx: RunContext, rewards: list[float | None], *, done: bool, cut: bool) -> Transcript:
+    def _transcript(
+        self, ctx: RunContext, rewards: list[float | None], *, done: bool, cut: bool
+    ) -> Transcript:
         given = [float(r) for r in rewards if r is not None]
         if self.args.credit == "step" and not given:
             raise ValueError(f"{type(self).__name__}: credit: step, but no step had a reward")
-        score = Score(value=math.fsum(given), parts=self.outcome()) if given and self.args.credit == "run" else None
-        metrics = {"turns": float(len(rewards)), "finished": float(done), "over_limit": float(cut), **self.counts()}
+        score = (
+            Score(value=math.fsum(given), parts=self.outcome())
+            if given and self.args.credit == "run"
+            else None
+        )
+        metrics = {
+            "turns": float(len(rewards)),
+            "finished": float(done),
+            "over_limit": float(cut),
+            **self.counts(),
+        }
         if self.args.credit == "step":
             metrics |= self.outcome()
         return ctx.transcript(score=score, metrics=metrics, layout=self.args.layout, limited=cut)
@@ -212,13 +254,17 @@ class StepArgs(TurnArgs):
     """As TurnArgs; one row for each call, each with the reward of its own step."""
 
     layout: Literal["joined", "steps"] = Field("steps", description="one sequence for each call")
-    credit: Literal["run", "step"] = Field("step", description="each row has the reward of its own step")
+    credit: Literal["run", "step"] = Field(
+        "step", description="each row has the reward of its own step"
+    )
 
 
 class PropagationArgs(StepArgs):
     """As TurnArgs; one row for each call, all with the reward of the whole run."""
 
-    credit: Literal["run", "step"] = Field("run", description="all rows have the reward of the whole run")
+    credit: Literal["run", "step"] = Field(
+        "run", description="all rows have the reward of the whole run"
+    )
 
 
 class StepWiseWorkflow(MultiTurnWorkflow):
@@ -228,13 +274,17 @@ class StepWiseWorkflow(MultiTurnWorkflow):
 
 
 class RewardPropagationWorkflow(MultiTurnWorkflow):
-    """Every call is an experience; all have the run's one reward (the sum of what `react` gave, or the taskset's reward)."""
+    """Every call is an experience; all have the run's one reward (the sum of what `react` gave, or
+    the taskset's reward).
+    """
 
     Args: type[BaseModel] = PropagationArgs
 
 
 def _observed(messages: list[Message], answer: int, head: int) -> int:
-    """Where the messages begin that stand before answer number `answer` and after the one before it, the head left out."""
+    """Where the messages begin that stand before answer number `answer` and after the one before
+    it, the head left out.
+    """
     i = answer
     while i > head and messages[i - 1]["role"] != "assistant":
         i -= 1
@@ -251,7 +301,8 @@ def row_seed(task: Task) -> int:
 class Step:
     """What an action led to.  `info` holds JSON values; its `success` becomes a part of the score.
 
-    `reward` None: the step says nothing about the score.  A run none of whose steps has a reward is scored by the taskset's reward.
+    `reward` None: the step says nothing about the score.  A run none of whose steps has a reward is
+    scored by the taskset's reward.
     """
 
     observation: str
@@ -261,7 +312,8 @@ class Step:
 
 
 class EnvWorkflow(MultiTurnWorkflow):
-    """Base of environments, text in and text out: override `reset(task)` → observation and `step(action)` → Step.
+    """Base of environments, text in and text out: override `reset(task)` → observation and
+    `step(action)` → Step.
 
         class Guess(EnvWorkflow):
             def reset(self, task):
@@ -271,9 +323,10 @@ class EnvWorkflow(MultiTurnWorkflow):
                 right = action.strip() == str(self.secret)
                 return Step("Right!" if right else "Wrong.", reward=float(right), done=right)
 
-    `instruction(task)` is the system message.  The reward of a run is the sum of its steps' rewards; where no step has one, the taskset's
-    reward scores the run.  If nobody names a reward, a step without one earns 0.  With `layout: steps` each row's
-    info has `step_reward` and `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
+    `instruction(task)` is the system message.  The reward of a run is the sum of its steps'
+    rewards; where no step has one, the taskset's reward scores the run.  If nobody names a reward,
+    a step without one earns 0.  With `layout: steps` each row's info has `step_reward` and
+    `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
     """
 
     observed = 1
@@ -289,11 +342,16 @@ class EnvWorkflow(MultiTurnWorkflow):
 
     def reset(self, task: Task) -> Any:
         """The first observation, a text."""
-        raise NotImplementedError(f"{type(self).__name__} must have a method reset(self, task) that gives the first observation")
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method reset(self, task) that gives the first "
+            f"observation"
+        )
 
     def step(self, action: str) -> Any:
         """What an action leads to, a Step.  `action` is the answer's text behind its thought."""
-        raise NotImplementedError(f"{type(self).__name__} must have a method step(self, action) that gives a Step")
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method step(self, action) that gives a Step"
+        )
 
     def instruction(self, task: Task) -> str:
         """What the model is told first; empty: nothing but the task's own system prompt."""
@@ -318,7 +376,9 @@ class EnvWorkflow(MultiTurnWorkflow):
         began = self._state
         step = await self.call(self.step, answer.answer)
         if not isinstance(step, Step):
-            raise TypeError(f"{type(self).__name__}.step returned {type(step).__name__}; it must return a Step")
+            raise TypeError(
+                f"{type(self).__name__}.step returned {type(step).__name__}; it must return a Step"
+            )
         self._observation = step.observation
         self._state = self.state()
         if "success" in step.info:

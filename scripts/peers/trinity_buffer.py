@@ -1,10 +1,12 @@
-"""Trinity-RFT's buffer on the race's experiences, one order whenever it is told to; runs in the peers' environment.
+"""Trinity-RFT's buffer on the race's experiences, one order whenever it is told to; runs in the
+peers' environment.
 
     python trinity_buffer.py SPEC.json      with {arrays, texts, folder, threads}
 
-Protocol on the pipes: it prints {"ready": true} once everything is loaded; each line on stdin is {"do": NAME, ...} and is answered by
-one line; it ends when stdin closes.  Writing, reading, serialising and gathering are Trinity's own, through its public classes, in this
-process: without the hop into its Ray actor, except for the queue, which has no other form.
+Protocol on the pipes: it prints {"ready": true} once everything is loaded; each line on stdin is
+{"do": NAME, ...} and is answered by one line; it ends when stdin closes.  Writing, reading,
+serialising and gathering are Trinity's own, through its public classes, in this process: without
+the hop into its Ray actor, except for the queue, which has no other form.
 """
 
 from __future__ import annotations
@@ -51,9 +53,13 @@ def load() -> list[Experience]:
     """The race's experiences in Trinity's form: log-probs and mask of the response only."""
     arrays = load_file(SPEC["arrays"])
     texts = json.loads(Path(SPEC["texts"]).read_text())
-    made, at = [], 0
-    for i, (length, prompt, text) in enumerate(zip(arrays["lengths"], arrays["prompts"], texts, strict=True)):
-        span, response = slice(at, at + length), slice(at + prompt, at + length)
+    made = []
+    at = 0
+    for i, (length, prompt, text) in enumerate(
+        zip(arrays["lengths"], arrays["prompts"], texts, strict=True)
+    ):
+        span = slice(at, at + length)
+        response = slice(at + prompt, at + length)
         made.append(
             Experience(
                 eid=EID(batch=i // 64, task=i // 8, run=i % 8),
@@ -73,7 +79,9 @@ def load() -> list[Experience]:
 
 
 def storage_config(**given: Any) -> StorageConfig:
-    return StorageConfig(name="bench", schema_type="experience", max_read_timeout=600, batch_size=64, **given)
+    return StorageConfig(
+        name="bench", schema_type="experience", max_read_timeout=600, batch_size=64, **given
+    )
 
 
 def sql(path: str) -> StorageConfig:
@@ -88,7 +96,9 @@ def collate(rows: list[Experience]) -> dict[str, torch.Tensor]:
     tokens = gather_token_ids(rows, prompt, response, 0).long()
     cumulated = torch.cumsum(attention, dim=-1)
     rewards = torch.zeros(attention.shape, dtype=torch.float32)
-    rewards[torch.arange(len(rows)), cumulated.argmax(dim=-1)] = torch.tensor([x.reward for x in rows], dtype=torch.float32)
+    rewards[torch.arange(len(rows)), cumulated.argmax(dim=-1)] = torch.tensor(
+        [x.reward for x in rows], dtype=torch.float32
+    )
     return {
         "position_ids": torch.clip(cumulated - 1, 0, None).long(),
         "input_ids": tokens,
@@ -114,7 +124,11 @@ def tensor_facts(made: dict[str, torch.Tensor]) -> dict[str, float]:
     mask = made["response_mask"].numpy()
     targets = made["input_ids"].numpy()[:, -mask.shape[1] :][mask]
     logprobs = made["rollout_log_probs"].numpy()[mask]
-    return {"trained": len(targets), "targets": int(targets.sum()), "logprobs": float(logprobs.sum(dtype=float))}
+    return {
+        "trained": len(targets),
+        "targets": int(targets.sum()),
+        "logprobs": float(logprobs.sum(dtype=float)),
+    }
 
 
 class Peer:
@@ -122,7 +136,9 @@ class Peer:
         self.rows = load()
 
     async def write(self, path: str, rows: int, writers: int) -> dict[str, Any]:
-        """`rows` experiences in batches of 64 by `writers` at once, as the storage's actor would serve them."""
+        """`rows` experiences in batches of 64 by `writers` at once, as the storage's actor would
+        serve them.
+        """
         storage = SQLExperienceStorage(sql(path))
         await storage.prepare()
         began = time.perf_counter()
@@ -140,7 +156,9 @@ class Peer:
         return {"seconds": time.perf_counter() - began}
 
     async def read(self, path: str, batches: int) -> dict[str, Any]:
-        """From its SQL storage to the tensors of `batches` batches, each of which is gone before the next."""
+        """From its SQL storage to the tensors of `batches` batches, each of which is gone before
+        the next.
+        """
         reader = SQLReader(sql(path))
         await (await reader._get_async_storage()).prepare()
         seconds: list[float] = []
@@ -155,23 +173,35 @@ class Peer:
 
     async def unpack(self, batches: int) -> dict[str, Any]:
         """From the bytes of its queue to the tensors."""
-        payloads = [Experience.serialize_many(self.rows[i * 64 : i * 64 + 64]) for i in range(batches)]
+        payloads = [
+            Experience.serialize_many(self.rows[i * 64 : i * 64 + 64]) for i in range(batches)
+        ]
         began = time.perf_counter()
         for payload in payloads:
             collate(Experience.deserialize_many(payload))
         return {"seconds": time.perf_counter() - began, "bytes": sum(map(len, payloads))}
 
     async def fill(self, path: str, rows: int) -> dict[str, Any]:
-        """`rows` rows through its own tables, many in one transaction: its writer would need minutes."""
+        """`rows` rows through its own tables, many in one transaction: its writer would need
+        minutes.
+        """
         storage = SQLExperienceStorage(sql(path))
         await storage.prepare()
         payloads = [x.serialize() for x in self.rows]
         for start in range(0, rows, 5000):
             numbers = range(start, min(start + 5000, rows))
-            metas = [storage.table_model_cls.from_experience(self.rows[i % len(self.rows)]) for i in numbers]
-            blobs = [storage.blob_model_cls(id=i + 1, experience_bytes=payloads[i % len(payloads)]) for i in numbers]
+            metas = [
+                storage.table_model_cls.from_experience(self.rows[i % len(self.rows)])
+                for i in numbers
+            ]
+            blobs = [
+                storage.blob_model_cls(id=i + 1, experience_bytes=payloads[i % len(payloads)])
+                for i in numbers
+            ]
             for i, meta in zip(numbers, metas, strict=True):
-                meta.id, meta.task_id, meta.model_version = i + 1, str(i // 8), i // 640
+                meta.id = i + 1
+                meta.task_id = str(i // 8)
+                meta.model_version = i // 640
             async with storage.session() as session, session.begin():
                 session.add_all(metas)
                 session.add_all(blobs)
@@ -181,7 +211,8 @@ class Peer:
 
     async def wake_sql(self, path: str, delays: list[float]) -> dict[str, Any]:
         """Seconds from a write's return to the waiting reader's."""
-        writer, reader = SQLExperienceStorage(sql(path)), SQLExperienceStorage(sql(path))
+        writer = SQLExperienceStorage(sql(path))
+        reader = SQLExperienceStorage(sql(path))
         await writer.prepare()
         await reader.prepare()
         waits = await wakeups(writer.write, reader.read, self.rows, delays)
@@ -191,15 +222,24 @@ class Peer:
 
     async def wake_queue(self, path: str, delays: list[float]) -> dict[str, Any]:
         if not ray.is_initialized():  # it and the queue's actor stay for the next order
-            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="bench")
+            ray.init(
+                address="local",
+                num_cpus=2,
+                include_dashboard=False,
+                log_to_driver=False,
+                namespace="bench",
+            )
         config = storage_config(storage_type="queue", path=path, ray_namespace="bench")
-        writer, reader = QueueWriter(config), QueueReader(config)
+        writer = QueueWriter(config)
+        reader = QueueReader(config)
         await writer.acquire()
         waits = await wakeups(writer.write, reader.read, self.rows, delays)
         return {"waits": waits}
 
 
-async def in_batches(write: Callable[[list[Experience]], Awaitable[None]], rows: list[Experience], writers: int) -> None:
+async def in_batches(
+    write: Callable[[list[Experience]], Awaitable[None]], rows: list[Experience], writers: int
+) -> None:
     async def one(number: int) -> None:
         for start in range(64 * number, len(rows), 64 * writers):
             await write(rows[start : start + 64])

@@ -1,8 +1,10 @@
-"""What the scripts that drive TRL share: the pipes, a trainer's settings, one optimizer step whenever it is told to.
+"""What the scripts that drive TRL share: the pipes, a trainer's settings, one optimizer step
+whenever it is told to.
 
-Runs in the peers' environment.  Importing it reads SPEC.json, the script's argument, with at least {model, lr, threads, steps, folder},
-and takes stdout for the protocol: it prints {"ready": true, "versions"} once everything is loaded; each line on stdin makes one step;
-it ends when stdin closes.  Invariant: all scripts' steps have the same loss, optimizer and schedule.
+Runs in the peers' environment.  Importing it reads SPEC.json, the script's argument, with at least
+{model, lr, threads, steps, folder}, and takes stdout for the protocol: it prints {"ready": true,
+"versions"} once everything is loaded; each line on stdin makes one step; it ends when stdin closes.
+ Invariant: all scripts' steps have the same loss, optimizer and schedule.
 """
 
 from __future__ import annotations
@@ -33,13 +35,21 @@ def say(**message: Any) -> None:
 
 
 class OneStepAtATime(TrainerCallback):
-    """Waits for a line before each optimizer step and takes its time; a subclass reports it in `on_log`."""
+    """Waits for a line before each optimizer step and takes its time; a subclass reports it in
+    `on_log`.
+    """
 
     began = seconds = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 0:
-            say(ready=True, versions={name: importlib.metadata.version(name) for name in ("trl", "torch", "transformers")})
+            say(
+                ready=True,
+                versions={
+                    name: importlib.metadata.version(name)
+                    for name in ("trl", "torch", "transformers")
+                },
+            )
         if not sys.stdin.readline():
             raise KeyboardInterrupt
         self.began = time.monotonic()
@@ -53,7 +63,12 @@ class WholeStep(OneStepAtATime):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "reward" in logs:
-            say(step=state.global_step, seconds=self.seconds, reward=logs["reward"], length=logs["completions/mean_length"])
+            say(
+                step=state.global_step,
+                seconds=self.seconds,
+                reward=logs["reward"],
+                length=logs["completions/mean_length"],
+            )
 
 
 def trainer(
@@ -64,7 +79,9 @@ def trainer(
     kind: Any = GRPOTrainer,
     **more: Any,
 ) -> Any:
-    """A GRPOTrainer (or `kind`) in float32 without dropout, KL or decay of the rate; `settings` are further ones of GRPOConfig."""
+    """A GRPOTrainer (or `kind`) in float32 without dropout, KL or decay of the rate; `settings` are
+    further ones of GRPOConfig.
+    """
     torch.set_num_threads(SPEC["threads"])
     config = GRPOConfig(
         output_dir=SPEC["folder"],
@@ -104,7 +121,9 @@ def race(made: Any) -> None:
 
 
 def whole_steps(reward: Any) -> None:
-    """The race of whole steps; SPEC has also {rows, runs, prompts, max_tokens}.  `reward` is told the number of each row as `row`."""
+    """The race of whole steps; SPEC has also {rows, runs, prompts, max_tokens}.  `reward` is told
+    the number of each row as `row`.
+    """
     rows = [
         {"prompt": [{"role": "user", "content": r["prompt"]}], "response": r["response"], "row": i}
         for i, r in enumerate(SPEC["rows"])

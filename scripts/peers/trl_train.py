@@ -1,13 +1,16 @@
-"""TRL's GRPOTrainer on recorded rollouts, one optimizer step whenever it is told to; runs in the peers' environment.
+"""TRL's GRPOTrainer on recorded rollouts, one optimizer step whenever it is told to; runs in the
+peers' environment.
 
     python trl_train.py SPEC.json      with {model, rollouts, lr, threads, steps, micro_batch, per_group, folder}
 
-Generation is stubbed by `rollout_func`, TRL's own hook for it; everything after it is TRL's: scoring, advantages, padding, loss,
-backward, clipping, AdamW.  Two numbers are handed to its loss, so that it is the loss that rft computes: the recorded log-probs as
-those of the old policy, and the tokens of the whole step as denominator, also where generation batches are smaller than the step.
+Generation is stubbed by `rollout_func`, TRL's own hook for it; everything after it is TRL's:
+scoring, advantages, padding, loss, backward, clipping, AdamW.  Two numbers are handed to its loss,
+so that it is the loss that rft computes: the recorded log-probs as those of the old policy, and the
+tokens of the whole step as denominator, also where generation batches are smaller than the step.
 
-Protocol on the pipes: that of trl_side.py; after each step it prints {"step", "seconds", "loss", "grad_norm", "peak_bytes"}.  The log-probs
-of the first step are written to logprobs.safetensors in its folder.
+Protocol on the pipes: that of trl_side.py; after each step it prints {"step", "seconds", "loss",
+"grad_norm", "peak_bytes"}.  The log-probs of the first step are written to logprobs.safetensors in
+its folder.
 """
 
 from __future__ import annotations
@@ -31,9 +34,19 @@ class Rollouts:
         self.groups = data["shape"][0]
         self.rows: list[dict[str, Any]] = []
         at = 0
-        for length, prompt, reward in zip(data["lengths"], data["prompts"], data["rewards"], strict=True):
-            ids, logps = data["tokens"][at : at + length], data["logprobs"][at : at + length]
-            self.rows.append({"prompt": ids[:prompt], "completion": ids[prompt:], "logprobs": logps[prompt:], "reward": reward})
+        for length, prompt, reward in zip(
+            data["lengths"], data["prompts"], data["rewards"], strict=True
+        ):
+            ids = data["tokens"][at : at + length]
+            logps = data["logprobs"][at : at + length]
+            self.rows.append(
+                {
+                    "prompt": ids[:prompt],
+                    "completion": ids[prompt:],
+                    "logprobs": logps[prompt:],
+                    "reward": reward,
+                }
+            )
             at += length
         self.trained = sum(len(row["completion"]) for row in self.rows)
         self.number = {tuple(row["completion"]): i for i, row in enumerate(self.rows)}
@@ -72,12 +85,20 @@ class Trainer(GRPOTrainer):
         self.loss += loss.item()
         return loss
 
-    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, attention_mask: Any, *args: Any, **more: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **more)
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, *args: Any, **more: Any
+    ) -> Any:
+        found = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, *args, **more
+        )
         if self.logps is not None:
             keep = args[0]
-            for ids, mask, logps in zip(input_ids[:, -keep:], attention_mask[:, -keep:], found[0].detach(), strict=True):
-                self.logps[str(self.rollouts.number[tuple(ids[mask.bool()].tolist())])] = logps[mask.bool()].clone()
+            for ids, mask, logps in zip(
+                input_ids[:, -keep:], attention_mask[:, -keep:], found[0].detach(), strict=True
+            ):
+                self.logps[str(self.rollouts.number[tuple(ids[mask.bool()].tolist())])] = logps[
+                    mask.bool()
+                ].clone()
         return found
 
 
@@ -98,17 +119,26 @@ class RecordedStep(OneStepAtATime):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "grad_norm" in logs:
-            peak = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+            peak = next(
+                int(line.split()[1])
+                for line in Path("/proc/self/status").read_text().splitlines()
+                if "VmHWM" in line
+            )
             say(
-                step=state.global_step, seconds=self.seconds, loss=self.trainer.loss, grad_norm=logs["grad_norm"],
+                step=state.global_step,
+                seconds=self.seconds,
+                loss=self.trainer.loss,
+                grad_norm=logs["grad_norm"],
                 peak_bytes=peak * 1024,
-            )  # fmt: skip
+            )
 
 
 def main() -> None:
     rollouts = Rollouts(SPEC["rollouts"])
-    count, micro = len(rollouts.rows), SPEC["micro_batch"]
-    together = max(rollouts.runs, micro) if SPEC["per_group"] else count  # rows that are padded to one length
+    count = len(rollouts.rows)
+    micro = SPEC["micro_batch"]
+    # rows that are padded to one length
+    together = max(rollouts.runs, micro) if SPEC["per_group"] else count
     settings = {
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": count // micro,
@@ -117,9 +147,11 @@ def main() -> None:
         "max_completion_length": 1024,
         "shuffle_dataset": False,
     }
-    rows, waiter = [{"prompt": str(g)} for g in range(rollouts.groups)], RecordedStep()
+    rows = [{"prompt": str(g)} for g in range(rollouts.groups)]
+    waiter = RecordedStep()
     made = trainer(rows, waiter, recorded_reward, settings, Trainer, rollout_func=rollouts)
-    made.rollouts, waiter.trainer = rollouts, made
+    made.rollouts = rollouts
+    waiter.trainer = made
     race(made)
 
 

@@ -1,4 +1,5 @@
-"""One chat per run, but only after the benchmark opens the gate: so a run of rft makes one step whenever it is told to.
+"""One chat per run, but only after the benchmark opens the gate: so a run of rft makes one step
+whenever it is told to.
 
 Each run connects to the benchmark's unix socket, waits there for one byte, and then asks the model.
 """

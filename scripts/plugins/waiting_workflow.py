@@ -1,4 +1,6 @@
-"""One chat per run, then a tool or judge that takes its time: lognormal waits between 0.2 and 2 s, the same for the same task and run."""
+"""One chat per run, then a tool or judge that takes its time: lognormal waits between 0.2 and 2 s,
+the same for the same task and run.
+"""
 
 import asyncio
 import random
@@ -7,7 +9,8 @@ from pydantic import BaseModel
 
 from rft import RunContext, Task, Transcript, Workflow, register
 
-LEAST_S, MOST_S = 0.2, 2.0
+LEAST_S = 0.2
+MOST_S = 2.0
 
 
 def wait_s(task: int, run: int) -> float:
@@ -27,5 +30,6 @@ class WaitingWorkflow(Workflow):
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         await ctx.chat(task.chat())
         if self.waits:
-            await asyncio.sleep(wait_s(task.index, ctx.run))  # this is the tool: it takes time and no processor
+            # this is the tool: it takes time and no processor
+            await asyncio.sleep(wait_s(task.index, ctx.run))
         return ctx.transcript()

@@ -1,4 +1,6 @@
-"""Random hostile answers: a seeded generator that mixes tricks.  None of them is right; the truths cannot be guessed."""
+"""Random hostile answers: a seeded generator that mixes tricks.  None of them is right; the truths
+cannot be guessed.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +108,10 @@ PROGRAMS = (
     "def f(n): return NotImplemented",
     "import builtins; builtins.AssertionError = type('E', (Exception,), {})",
     "import builtins; builtins.__build_class__ = None\ndef f(n): return 1",
-    "class I(int):\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\n    def __hash__(self): return 1\ndef f(n): return I(1)",  # noqa: E501
-    "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'\\x00\\x00\\x00\\x10[\"b\", [1]]')\n    except OSError: pass\ndef f(n): return 1",  # noqa: E501
+    "class I(int):\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\n  "
+    "  def __hash__(self): return 1\ndef f(n): return I(1)",
+    'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'\\x00\\x00\\x00\\x10["b", '
+    "[1]]')\n    except OSError: pass\ndef f(n): return 1",
     "import os\nfor fd in range(64):\n    try: os.close(fd)\n    except OSError: pass",
     "import os\nwhile True:\n    os.fork()",
     "while True: pass",
@@ -115,17 +119,20 @@ PROGRAMS = (
     "def f(n): return f(n)",
     "import signal, os; os.kill(os.getppid(), signal.SIGKILL)",
     "import os; os.kill(0, 9)",
-    "import gc\nfor o in gc.get_objects():\n    if isinstance(o, dict) and 'passed' in o: o['passed'] = 99\ndef f(n): return 1",
+    "import gc\nfor o in gc.get_objects():\n    if isinstance(o, dict) and 'passed' in o: "
+    "o['passed'] = 99\ndef f(n): return 1",
     "import sys\nsys.modules['builtins'].print = lambda *a: None\ndef f(n): return 1",
     "def f(n): return 10 ** 10 ** 9",
     "def f(n): raise StopIteration",
-    "import threading\nfor _ in range(500): threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()",
+    "import threading\nfor _ in range(500): threading.Thread(target=lambda: [None for _ in "
+    "iter(int, 1)], daemon=True).start()",
     "import sys; sys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)",
     "import ctypes; ctypes.string_at(0)",
     "def f(n):\n    while True: print('x' * 65536)",
     "f = lambda n: type('S', (str,), {'__eq__': lambda s, o: True, '__hash__': None})('x')",
     "import atexit, os; atexit.register(os._exit, 0)",
-    "import inspect\nfor fr in inspect.stack():\n    fr.frame.f_globals['check'] = lambda c: None\ndef f(n): return 0",
+    "import inspect\nfor fr in inspect.stack():\n    fr.frame.f_globals['check'] = lambda c: "
+    "None\ndef f(n): return 0",
     "import sys; sys.settrace(lambda *a: None); sys.stdout.write('passed')\ndef f(n): return 0",
     "import socket; socket.socket()",
     "open('/proc/self/mem')",
@@ -134,7 +141,8 @@ PROGRAMS = (
     "async def f(n): return n",
     "def f(*a, **k): import time; time.sleep(100)",
     "import subprocess; subprocess.Popen(['sleep', '1000'])",
-    "import os\nif os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(1000)\ndef f(n): return 1",
+    "import os\nif os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(1000)\ndef f(n): "
+    "return 1",
 )
 
 
@@ -145,7 +153,11 @@ def texts(seed: int, count: int) -> Iterator[str]:
         if draw.random() < 0.1:
             pieces = [draw.choice(TEXTS) * draw.randint(100, 3000), *pieces]
         if draw.random() < 0.2:
-            pieces = [draw.choice(("<answer>", "\\boxed{", "Answer: ", "#### ")), *pieces, draw.choice(("</answer>", "}", ""))]
+            pieces = [
+                draw.choice(("<answer>", "\\boxed{", "Answer: ", "#### ")),
+                *pieces,
+                draw.choice(("</answer>", "}", "")),
+            ]
         yield draw.choice(("", " ", "\n")).join(pieces)
 
 
@@ -156,5 +168,10 @@ def programs(seed: int, count: int) -> Iterator[str]:
         code = "\n".join(draw.choices(PROGRAMS, k=draw.choice((1, 1, 2, 3))))
         if draw.random() < 0.3:
             gives = draw.choice(("True", "n", "0", "None", "f"))
-            code = f"try:\n    exec({code!r})\nexcept BaseException:\n    pass\ndef f(n):\n    return {gives}"
-        yield draw.choice(("{0}", "```python\n{0}\n```", "```\n{0}", "```py\nx\n```\n```python\n{0}\n```")).replace("{0}", code)
+            code = (
+                f"try:\n    exec({code!r})\nexcept BaseException:\n    pass\ndef f(n):\n    "
+                f"return {gives}"
+            )
+        yield draw.choice(
+            ("{0}", "```python\n{0}\n```", "```\n{0}", "```py\nx\n```\n```python\n{0}\n```")
+        ).replace("{0}", code)

@@ -1,6 +1,8 @@
-"""One user of a judge's ledger.  `python -m tests.attacks.judge_child LEDGER BILL CAP`: asks until the budget is used up.
+"""One user of a judge's ledger.  `python -m tests.attacks.judge_child LEDGER BILL CAP`: asks until
+the budget is used up.
 
-The judge's model writes what each call costs into the file BILL when it is sent, as its provider would.
+The judge's model writes what each call costs into the file BILL when it is sent, as its provider
+would.
 """
 
 from __future__ import annotations

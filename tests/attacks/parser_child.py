@@ -1,7 +1,9 @@
-"""Gives every parser of model text 1 MB of each kind of hostile text.  `python -m tests.attacks.parser_child BYTES SECONDS`.
+"""Gives every parser of model text 1 MB of each kind of hostile text.  `python -m
+tests.attacks.parser_child BYTES SECONDS`.
 
-Prints a line of JSON in front of each call, and "done".  A call gets SECONDS of processor time, which a busy machine does not use up; then
-the process is ended, and the last line says which parser was slow with which text.
+Prints a line of JSON in front of each call, and "done".  A call gets SECONDS of processor time,
+which a busy machine does not use up; then the process is ended, and the last line says which parser
+was slow with which text.
 """
 
 from __future__ import annotations
@@ -82,16 +84,112 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 PIECES = (
-    "<confidence>", "<answer></answer><analysis></analysis><confidence>0.5</confidence>", "1 1 1\n",
-    "\\boxed{", "\\boxed{}", "{", "}", "\\fbox{{}", "<answer>", "</answer>", "<answer></think>", "<think>", "<think></think>",
-    "<action>", "```", "```\n", "```json\n", "```python", "`", "<tool_call>", "<tool_call>{}", "</tool_call>", "Action:",
-    "Action:\n", "Answer: ", "Answer:\n", "#### ", "####", "-", ".,", "1,111", "1", "9e", "-1", "def f", "def ", "the ", "Okay, ",
-    "let's solve ", "a", "A.", "a+", "x://", "a://b:", "a://b:c@", "bearer ", "&key=", "eyJ", "sk-",
-    "-----BEGIN PRIVATE KEY-----", "<<<end", "<|", "[INST]", "\x00", "\ud800", "\u202e", "İ", "\n", " ", "\t", "\r\n", "[", "]",
-    "[[", '{"a":', '"', '"\\"', '\\"', "\\", ",", "[],", '{"key": "KEY", "score": ', "rft-result:", "sk_", "left ", "a.", "-a",
-    "(", "((1)", "1+", "=", "1/", "1 1/", "1 or ", "1, ", "1^", "½", "²", "$1", "$a$ or ", "\\frac{1", "\\text{", "\\(", "\\[",
-    "answer is ", "答案", "~~~", "~~~ \n", "   ```\n", "may 1, 2024 ", "2024-1-", "1 km/", "\\boxed{1} or ", "*a", "_a",
-)  # fmt: skip
+    "<confidence>",
+    "<answer></answer><analysis></analysis><confidence>0.5</confidence>",
+    "1 1 1\n",
+    "\\boxed{",
+    "\\boxed{}",
+    "{",
+    "}",
+    "\\fbox{{}",
+    "<answer>",
+    "</answer>",
+    "<answer></think>",
+    "<think>",
+    "<think></think>",
+    "<action>",
+    "```",
+    "```\n",
+    "```json\n",
+    "```python",
+    "`",
+    "<tool_call>",
+    "<tool_call>{}",
+    "</tool_call>",
+    "Action:",
+    "Action:\n",
+    "Answer: ",
+    "Answer:\n",
+    "#### ",
+    "####",
+    "-",
+    ".,",
+    "1,111",
+    "1",
+    "9e",
+    "-1",
+    "def f",
+    "def ",
+    "the ",
+    "Okay, ",
+    "let's solve ",
+    "a",
+    "A.",
+    "a+",
+    "x://",
+    "a://b:",
+    "a://b:c@",
+    "bearer ",
+    "&key=",
+    "eyJ",
+    "sk-",
+    "-----BEGIN PRIVATE KEY-----",
+    "<<<end",
+    "<|",
+    "[INST]",
+    "\x00",
+    "\ud800",
+    "\u202e",
+    "İ",
+    "\n",
+    " ",
+    "\t",
+    "\r\n",
+    "[",
+    "]",
+    "[[",
+    '{"a":',
+    '"',
+    '"\\"',
+    '\\"',
+    "\\",
+    ",",
+    "[],",
+    '{"key": "KEY", "score": ',
+    "rft-result:",
+    "sk_",
+    "left ",
+    "a.",
+    "-a",
+    "(",
+    "((1)",
+    "1+",
+    "=",
+    "1/",
+    "1 1/",
+    "1 or ",
+    "1, ",
+    "1^",
+    "½",
+    "²",
+    "$1",
+    "$a$ or ",
+    "\\frac{1",
+    "\\text{",
+    "\\(",
+    "\\[",
+    "answer is ",
+    "答案",
+    "~~~",
+    "~~~ \n",
+    "   ```\n",
+    "may 1, 2024 ",
+    "2024-1-",
+    "1 km/",
+    "\\boxed{1} or ",
+    "*a",
+    "_a",
+)
 HEADS = (
     "",
     "<think>",
@@ -110,14 +208,25 @@ HEADS = (
 
 
 def texts(size: int) -> dict[str, str]:
-    """Each piece over and over, behind nothing; a few behind each head; and pairs that open and close in turn."""
+    """Each piece over and over, behind nothing; a few behind each head; and pairs that open and
+    close in turn.
+    """
     found = {f"{p!r} x n": p * (size // len(p)) for p in PIECES}
     for head in HEADS[1:]:
         for fill in (" ", "\n", "a", "1", "`", "\\"):
             found[f"{head!r} + {fill!r} x n"] = head + fill * size
     half = size // 2
-    for first, second in (("\\boxed{", "}"), ("[", "]"), ("<answer>", "</answer>"), ("```\n", "```"), (" ", "```"), ("1", ".")):
-        found[f"{first!r} x n + {second!r} x n"] = first * (half // len(first)) + second * (half // len(second))
+    for first, second in (
+        ("\\boxed{", "}"),
+        ("[", "]"),
+        ("<answer>", "</answer>"),
+        ("```\n", "```"),
+        (" ", "```"),
+        ("1", "."),
+    ):
+        found[f"{first!r} x n + {second!r} x n"] = first * (half // len(first)) + second * (
+            half // len(second)
+        )
     return found
 
 
@@ -129,7 +238,8 @@ def main(size: int, cpu_s: int) -> None:
     for name, parser in PARSERS.items():
         for what, text in hostile.items():
             print(json.dumps([name, what]), flush=True)
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # from now on; RLIMIT_CPU counts ticks, more than `process_time` says
+            # from now on; RLIMIT_CPU counts ticks, more than `process_time` says
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
             try:
                 parser(text)
             except (ValueError, verdict.UnreadableVerdict, endpoint_wire.ApiError):

@@ -9,17 +9,29 @@ from tests.helpers.command import Done, rft
 
 CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"
 TASKSET = "buffer.explorer_input.taskset"
-COMPUTING_S = 10.0  # what is bounded takes tenths; what is not would take minutes, or memory without end
+# what is bounded takes tenths; what is not would take minutes, or memory without end
+COMPUTING_S = 10.0
 
 
 def check(config: Path | str, model: Path | str, *overrides: Any) -> Done:
-    return rft("check", "-c", config, f"model.model_path={model}", "checkpoint_root_dir=/nowhere", *overrides)
+    return rft(
+        "check",
+        "-c",
+        config,
+        f"model.model_path={model}",
+        "checkpoint_root_dir=/nowhere",
+        *overrides,
+    )
 
 
 def assert_refused(done: Done, *says: str) -> None:
     assert done.code in (2, 3), done.output
     assert "Traceback" not in done.output and "bug in rft" not in done.output
-    lines = [line for line in done.output.splitlines() if line.startswith(("error", "ConfigError", "SetupError"))]
+    lines = [
+        line
+        for line in done.output.splitlines()
+        if line.startswith(("error", "ConfigError", "SetupError"))
+    ]
     assert len(lines) == 1, done.output
     for text in says:
         assert text in lines[0], done.output

@@ -1,8 +1,9 @@
 """The mark of an attempt, and the table of docs/security.md that is made from the marks.
 
-Every test of this folder says with `@attack(FINDING, TRIES, HAPPENS)` what it tries and what happens; each of its parameters is one
-attempt.
-Invariant: the table lists every test of the folder, and nothing else.  `python -m tests.attacks.table` writes it.
+Every test of this folder says with `@attack(FINDING, TRIES, HAPPENS)` what it tries and what
+happens; each of its parameters is one attempt.
+Invariant: the table lists every test of the folder, and nothing else.  `python -m
+tests.attacks.table` writes it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import pytest
 
 HERE = Path(__file__).parent
 DOC = HERE.parents[1] / "docs" / "security.md"
-BEGIN, END = "<!-- attempts: written by `python -m tests.attacks.table` -->", "<!-- end of the attempts -->"
+BEGIN = "<!-- attempts: written by `python -m tests.attacks.table` -->"
+END = "<!-- end of the attempts -->"
 
 
 def attack(finding: str, tries: str, happens: str) -> pytest.MarkDecorator:
@@ -42,12 +44,18 @@ class Attempts:
 
 def collected() -> list[Attempts]:
     """Every test of the folder, file by file."""
-    return [one for file in sorted(HERE.glob("test_*.py")) if file.stem != "test_table" for one in _of(file)]
+    return [
+        one
+        for file in sorted(HERE.glob("test_*.py"))
+        if file.stem != "test_table"
+        for one in _of(file)
+    ]
 
 
 def table() -> str:
     """The part of the document between BEGIN and END."""
-    lines, rows = [], collected()
+    lines = []
+    rows = collected()
     for area in dict.fromkeys(r.area for r in rows):
         its = [r for r in rows if r.area == area]
         lines += [
@@ -56,7 +64,9 @@ def table() -> str:
             "| # | Attempt | Forms | What happens | Test |",
             "|---|---|---|---|---|",
         ]
-        lines += [f"| {r.finding} | {r.tries} | {r.count} | {r.happens} | `{r.test}` |" for r in its]
+        lines += [
+            f"| {r.finding} | {r.tries} | {r.count} | {r.happens} | `{r.test}` |" for r in its
+        ]
         lines.append("")
     return "\n".join([BEGIN, "", f"{sum(r.count for r in rows)} attempts.", "", *lines, END])
 
@@ -72,7 +82,11 @@ def _of(file: Path) -> Iterator[Attempts]:
     module = importlib.import_module(f"tests.attacks.{file.stem}")
     area = file.stem.removeprefix("test_").replace("_", " ").capitalize()
     for name, test in vars(module).items():
-        if name.startswith("test_") and inspect.isfunction(test) and test.__module__ == module.__name__:
+        if (
+            name.startswith("test_")
+            and inspect.isfunction(test)
+            and test.__module__ == module.__name__
+        ):
             marks: list[Any] = getattr(test, "pytestmark", [])
             (said,) = [m.kwargs for m in marks if m.name == "attack"]
             forms = math.prod(len(m.args[1]) for m in marks if m.name == "parametrize")

@@ -1,4 +1,6 @@
-"""What a program can reach of the process that judges it: nothing, at every level, as root and as an ordinary account."""
+"""What a program can reach of the process that judges it: nothing, at every level, as root and as
+an ordinary account.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ OPENED = {
     "the environment of its parent": "print(open(f'/proc/{PARENT}/environ').read())",
     "its own parent": "import os\nprint(open(f'/proc/{os.getppid()}/maps').read())",
     "the judge's descriptors": "import os\nprint(os.listdir(f'/proc/{JUDGE}/fd'))",
-    "the judge's files": "import os\nprint(os.readlink(f'/proc/{JUDGE}/exe'), open(f'/proc/{JUDGE}/cmdline').read())",
+    "the judge's files": "import os\nprint(os.readlink(f'/proc/{JUDGE}/exe'), "
+    "open(f'/proc/{JUDGE}/cmdline').read())",
     "the key": "print(open(KEY).read())",
     "the key's folder": "import os\nprint(os.listdir(os.path.dirname(KEY)))",
     "the home folder": "import os, pwd\nprint(os.listdir(pwd.getpwuid(os.getuid()).pw_dir))",
@@ -78,16 +81,21 @@ OPENED = {
     "a file beside its own": "import os\nopen(os.path.dirname(KEY) + '/mark', 'w').write('x')",
     "the key by another name": "import os\nos.symlink(KEY, '/tmp/k')\nprint(open('/tmp/k').read())",
     "the key by a hard link": "import os\nos.link(KEY, '/tmp/k')\nprint(open('/tmp/k').read())",
-    "the key by openat2": LIBC + "how = (ctypes.c_uint64 * 3)()\nfd = libc.syscall(437, -100, KEY.encode(), how, 24)\n"
+    "the key by openat2": LIBC
+    + "how = (ctypes.c_uint64 * 3)()\nfd = libc.syscall(437, -100, KEY.encode(), how, 24)\n"
     "assert fd >= 0, ctypes.get_errno()",
-    "the key by io_uring": LIBC + "assert libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0, ctypes.get_errno()",
+    "the key by io_uring": LIBC
+    + "assert libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0, ctypes.get_errno()",
     "the key by its handle": LIBC
-    + "assert libc.syscall(304, -100, ctypes.create_string_buffer(140), 0) >= 0, ctypes.get_errno()",
+    + "assert libc.syscall(304, -100, ctypes.create_string_buffer(140), 0) >= 0, "
+    "ctypes.get_errno()",
     "the key by mapping a device": "open('/dev/mem', 'rb').read(1)",
     "ptrace": LIBC + "assert libc.ptrace(16, JUDGE, 0, 0) == 0, ctypes.get_errno()",
-    "process_vm_readv": LIBC + "b = ctypes.create_string_buffer(8)\nv = (ctypes.c_size_t * 2)(ctypes.addressof(b), 8)\n"
+    "process_vm_readv": LIBC
+    + "b = ctypes.create_string_buffer(8)\nv = (ctypes.c_size_t * 2)(ctypes.addressof(b), 8)\n"
     "assert libc.process_vm_readv(JUDGE, v, 1, v, 1, 0) >= 0, ctypes.get_errno()",
-    "process_vm_writev": LIBC + "b = ctypes.create_string_buffer(8)\nv = (ctypes.c_size_t * 2)(ctypes.addressof(b), 8)\n"
+    "process_vm_writev": LIBC
+    + "b = ctypes.create_string_buffer(8)\nv = (ctypes.c_size_t * 2)(ctypes.addressof(b), 8)\n"
     "assert libc.process_vm_writev(JUDGE, v, 1, v, 1, 0) >= 0, ctypes.get_errno()",
     "pidfd_open": "import os\nos.pidfd_open(JUDGE)",
     "pidfd_getfd": LIBC + "assert libc.syscall(438, 3, 0, 0) >= 0, ctypes.get_errno()",
@@ -96,7 +104,8 @@ OPENED = {
     "a signal by pidfd": LIBC + "assert libc.syscall(424, 3, 9, 0, 0) >= 0, ctypes.get_errno()",
     "a signal by sigqueue": LIBC + "assert libc.sigqueue(JUDGE, 9, 0) == 0, ctypes.get_errno()",
     "priorities": "import os\nos.setpriority(os.PRIO_PROCESS, JUDGE, 19)",
-    "limits": LIBC + "assert libc.prlimit(JUDGE, 7, 0, ctypes.create_string_buffer(16)) == 0, ctypes.get_errno()",
+    "limits": LIBC
+    + "assert libc.prlimit(JUDGE, 7, 0, ctypes.create_string_buffer(16)) == 0, ctypes.get_errno()",
     "its own memory protection": "open('/proc/self/mem', 'r+b')",
     "dumpable again": LIBC + "assert libc.prctl(4, 1, 0, 0, 0) == 0, ctypes.get_errno()",
     "an abstract socket": "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0rft')",
@@ -119,7 +128,9 @@ def folder(user: int | None) -> Path:
 
 
 def _folder(user: int | None) -> Path:
-    """Of that user; not below pytest's own folder, which another pytest that starts closes to others."""
+    """Of that user; not below pytest's own folder, which another pytest that starts closes to
+    others.
+    """
     made = Path(tempfile.mkdtemp(prefix="place-", dir=os.environ["RFT_TESTS_TMP"]))
     made.chmod(0o755)
     if user is not None:
@@ -127,13 +138,30 @@ def _folder(user: int | None) -> Path:
     return made
 
 
-def _as_account(program: str, user: int | None, python: str, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT), *(p for p in sys.path if Path(p).name in ("site-packages", "dist-packages"))]
+def _as_account(
+    program: str, user: int | None, python: str, folder: Path, *args: str
+) -> subprocess.CompletedProcess[str]:
+    paths = [
+        str(ROOT),
+        *(p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")),
+    ]
     return subprocess.run(
         [python, "-c", program, *args],
-        capture_output=True, text=True, timeout=300, check=False, cwd="/", user=user, group=user, extra_groups=[] if user else None,
-        env={"PYTHONPATH": os.pathsep.join(paths), "PATH": "/usr/bin:/bin", "HOME": str(folder), "API_KEY": "key-of-the-environment"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd="/",
+        user=user,
+        group=user,
+        extra_groups=[] if user else None,
+        env={
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(folder),
+            "API_KEY": "key-of-the-environment",
+        },
+    )
 
 
 SWITCHED_OFF = """
@@ -152,8 +180,12 @@ os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
 """
 
 
-def _nothing_is_in_reach(level: str, user: int | None, python: str, folder: Path, *, spaces: bool) -> dict[str, Any]:
-    """What the judge said; of a machine that lacks the level, why.  `spaces`: user namespaces may be made."""
+def _nothing_is_in_reach(
+    level: str, user: int | None, python: str, folder: Path, *, spaces: bool
+) -> dict[str, Any]:
+    """What the judge said; of a machine that lacks the level, why.  `spaces`: user namespaces may
+    be made.
+    """
     given = (level, python, str(folder), json.dumps(OPENED))
     program = (JUDGE, *given) if spaces else (SWITCHED_OFF, JUDGE, *given)
     done = _as_account(program[0], user, python, folder, *program[1:])
@@ -169,19 +201,25 @@ def _nothing_is_in_reach(level: str, user: int | None, python: str, folder: Path
 @pytest.mark.e2e
 @attack(
     "H1",
-    f"a program looks for the expected result, keys and files of the judge: {len(OPENED)} ways, as root and as an ordinary account",
+    f"a program looks for the expected result, keys and files of the judge: {len(OPENED)} ways, as "
+    f"root and as an ordinary account",
     "none of them leads anywhere, at every level",
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_nothing_of_the_judge_is_in_reach(level: str, user: int | None, anybodys_python: str, folder: Path) -> None:
-    """As an ordinary account too, whose programs run under the same user id as the judge, with its key and its answers."""
+def test_nothing_of_the_judge_is_in_reach(
+    level: str, user: int | None, anybodys_python: str, folder: Path
+) -> None:
+    """As an ordinary account too, whose programs run under the same user id as the judge, with its
+    key and its answers.
+    """
     said = _nothing_is_in_reach(level, user, anybodys_python, folder, spaces=True)
     if "unavailable" in said:
         pytest.skip(said["unavailable"])
     assert said["dumpable"] == (1 if level == "namespaces" else 0)
     assert said["readable"][0], "before the sandbox was opened"
     root_reads = user is None and os.geteuid() == 0
-    assert said["readable"][1] is (level == "namespaces" or root_reads)  # weights then go through files
+    # weights then go through files
+    assert said["readable"][1] is (level == "namespaces" or root_reads)
 
 
 @attack(
@@ -223,9 +261,17 @@ transport.close()
 
 
 @pytest.mark.e2e
-@attack("H1", "a judge that hides its memory still has to hand weights on", "by files where others cannot open its memory")
-def test_weights_reach_others_from_a_process_that_hides(user: int | None, anybodys_python: str, folder: Path) -> None:
-    """Slots that another process cannot open any more are not used again: root still can, an ordinary account gets files."""
+@attack(
+    "H1",
+    "a judge that hides its memory still has to hand weights on",
+    "by files where others cannot open its memory",
+)
+def test_weights_reach_others_from_a_process_that_hides(
+    user: int | None, anybodys_python: str, folder: Path
+) -> None:
+    """Slots that another process cannot open any more are not used again: root still can, an
+    ordinary account gets files.
+    """
     done = _as_account(PUBLISHER, user, anybodys_python, folder, str(folder))
     assert done.returncode == 0, done.stderr
     place = done.stdout.splitlines()[-1]

@@ -1,4 +1,6 @@
-"""Data sets that crash a reader, hang it, or run code: each is refused in one line with file and line."""
+"""Data sets that crash a reader, hang it, or run code: each is refused in one line with file and
+line.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,71 @@ from tests.attacks.table import attack
 GOOD = '{"question": "a", "answer": "1"}\n'
 ROWS: dict[str, tuple[str, str, str]] = {
     "200,000 open brackets": ("d.jsonl", GOOD + "[" * 200_000, "d.jsonl:2: nested too deeply"),
-    "5,000 open braces": ("d.jsonl", GOOD + '{"a":' * 5000 + "1" + "}" * 5000, "d.jsonl:2: nested too deeply"),
-    "500 levels": ("d.jsonl", GOOD + '{"a":' * 500 + "1" + "}" * 500, "d.jsonl:2: nested too deeply; at most 100"),
+    "5,000 open braces": (
+        "d.jsonl",
+        GOOD + '{"a":' * 5000 + "1" + "}" * 5000,
+        "d.jsonl:2: nested too deeply",
+    ),
+    "500 levels": (
+        "d.jsonl",
+        GOOD + '{"a":' * 500 + "1" + "}" * 500,
+        "d.jsonl:2: nested too deeply; at most 100",
+    ),
     "a JSON file of brackets": ("d.json", "[" * 200_000, "d.json: nested too deeply"),
-    "a number of 5,000 digits": ("d.jsonl", GOOD + '{"question": "a", "answer": ' + "9" * 5000 + "}", "a number has too many digits"),
-    "the same in a JSON file": ("d.json", '[{"question": "a", "answer": ' + "9" * 5000 + "}]", "d.json: a number has too many digits"),
-    "half a character": ("d.jsonl", GOOD + '{"question": "\\ud800", "answer": "1"}', "d.jsonl:2: holds half of a character (\\ud800)"),
-    "half a character in an answer": ("d.jsonl", '{"question": "a", "answer": "\\udfff"}', "d.jsonl:1: holds half of a character"),
-    "half a character in a key": ("d.jsonl", '{"question": "a", "answer": "1", "\\ud800": 1}', "d.jsonl:1: holds half of a character"),
-    "a key twice": ("d.jsonl", GOOD + '{"question": "a", "question": "b", "answer": "1"}', "d.jsonl:2: the key 'question' is"),
-    "a key twice in a JSON file": ("d.json", '[{"question": "a", "question": "b", "answer": "1"}]', "the key 'question' is written twice"),
+    "a number of 5,000 digits": (
+        "d.jsonl",
+        GOOD + '{"question": "a", "answer": ' + "9" * 5000 + "}",
+        "a number has too many digits",
+    ),
+    "the same in a JSON file": (
+        "d.json",
+        '[{"question": "a", "answer": ' + "9" * 5000 + "}]",
+        "d.json: a number has too many digits",
+    ),
+    "half a character": (
+        "d.jsonl",
+        GOOD + '{"question": "\\ud800", "answer": "1"}',
+        "d.jsonl:2: holds half of a character (\\ud800)",
+    ),
+    "half a character in an answer": (
+        "d.jsonl",
+        '{"question": "a", "answer": "\\udfff"}',
+        "d.jsonl:1: holds half of a character",
+    ),
+    "half a character in a key": (
+        "d.jsonl",
+        '{"question": "a", "answer": "1", "\\ud800": 1}',
+        "d.jsonl:1: holds half of a character",
+    ),
+    "a key twice": (
+        "d.jsonl",
+        GOOD + '{"question": "a", "question": "b", "answer": "1"}',
+        "d.jsonl:2: the key 'question' is",
+    ),
+    "a key twice in a JSON file": (
+        "d.json",
+        '[{"question": "a", "question": "b", "answer": "1"}]',
+        "the key 'question' is written twice",
+    ),
     "a list for a row": ("d.jsonl", GOOD + "[1]", "d.jsonl:2: a line must be a JSON object"),
     "a page": ("d.jsonl", "<html>", "d.jsonl:1: not JSON"),
-    "bytes that are no text": ("d.jsonl", GOOD.encode("utf-16").decode("latin-1"), "d.jsonl:1: not UTF-8"),
-    "a field of 200,000 characters": ("d.csv", "question,answer\n" + "x" * 200_000 + ",1\n", "d.csv"),
-    "a Parquet file of zeros": ("d.parquet", "PAR1" + "\0" * 100 + "PAR1", "not a readable Parquet file"),
+    "bytes that are no text": (
+        "d.jsonl",
+        GOOD.encode("utf-16").decode("latin-1"),
+        "d.jsonl:1: not UTF-8",
+    ),
+    "a field of 200,000 characters": (
+        "d.csv",
+        "question,answer\n" + "x" * 200_000 + ",1\n",
+        "d.csv",
+    ),
+    "a Parquet file of zeros": (
+        "d.parquet",
+        "PAR1" + "\0" * 100 + "PAR1",
+        "not a readable Parquet file",
+    ),
     "nothing": ("d.jsonl", "", "has no rows"),
-}  # fmt: skip
+}
 
 
 @attack("L", "rows that break readers", "refused with file and line")
@@ -43,13 +93,19 @@ def test_rows(name: str, tmp_path: Path, tiny_model: Path) -> None:
     assert_refused(check(CONFIG, tiny_model, f"{TASKSET}.path={tmp_path / file}"), says)
 
 
-@attack("L", "a bad row, where bad rows are to be left out", "left out and said, with file and line")
-@pytest.mark.parametrize("name", ["500 levels", "a number of 5,000 digits", "half a character", "a key twice"])
+@attack(
+    "L", "a bad row, where bad rows are to be left out", "left out and said, with file and line"
+)
+@pytest.mark.parametrize(
+    "name", ["500 levels", "a number of 5,000 digits", "half a character", "a key twice"]
+)
 def test_bad_rows_may_be_left_out(name: str, tmp_path: Path) -> None:
     file, text, says = ROWS[name]
     (tmp_path / file).write_text(text + "\n" + GOOD)
     columns = FormatSettings(prompt_key="question", response_key="answer")
-    settings = TasksetSettings(name="t", workflow="w", path=str(tmp_path / file), format=columns, skip_bad_rows=True)
+    settings = TasksetSettings(
+        name="t", workflow="w", path=str(tmp_path / file), format=columns, skip_bad_rows=True
+    )
     found = open_taskset(settings)
     assert len(found) == 2 and found.skipped is not None and says in str(found.skipped)
 
@@ -106,12 +162,20 @@ PLACES = {
 }
 
 
-@attack("–", "tasks from a database that is none, or by a name that is a statement", "refused; names are names")
+@attack(
+    "–",
+    "tasks from a database that is none, or by a name that is a statement",
+    "refused; names are names",
+)
 @pytest.mark.parametrize("name", PLACES)
 def test_databases(name: str, tiny_model: Path) -> None:
     url, says = PLACES[name]
     table = "x; DROP TABLE y" if "statement" in name else "x"
     done = check(
-        CONFIG, tiny_model, f"{TASKSET}.path={url}", f"{TASKSET}.storage_type=sql", f'{TASKSET}.args={{table: "{table}"}}'
+        CONFIG,
+        tiny_model,
+        f"{TASKSET}.path={url}",
+        f"{TASKSET}.storage_type=sql",
+        f'{TASKSET}.args={{table: "{table}"}}',
     )
     assert_refused(done, says)

@@ -19,7 +19,8 @@ from tests.attacks.table import attack
 async def test_signals_are_taken_back_from_a_library_in_c() -> None:
     """Ray's prints a trace at the first one and ends the program at the second."""
     with Signals() as signals:
-        ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(0))  # SIG_DFL: the next one would end this process
+        # SIG_DFL: the next one would end this process
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(0))
         signals.take()
         for count in (1, 2):
             os.kill(os.getpid(), signal.SIGTERM)

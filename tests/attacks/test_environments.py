@@ -14,7 +14,11 @@ from tests.attacks.table import attack
 ROOT = Path(__file__).parents[2]
 RFT = f"{sys.executable} -m rft.cli.main"
 STARTS = {  # shell line, exit code, what standard error says
-    "a current folder that is gone": ("mkdir gone && cd gone && rmdir ../gone && {rft} check -c x.yaml", 2, "the current folder"),
+    "a current folder that is gone": (
+        "mkdir gone && cd gone && rmdir ../gone && {rft} check -c x.yaml",
+        2,
+        "the current folder",
+    ),
     "an output that is closed": ("{rft} plugins >&-", 0, ""),
     "an output that is full": ("{rft} plugins >/dev/full", 4, "the output cannot be written"),
     "no stream at all": ("{rft} plugins <&- >&- 2>&-", 0, ""),
@@ -30,7 +34,9 @@ STARTS = {  # shell line, exit code, what standard error says
 
 
 @attack(
-    "–", "the command is started without a folder, an output, a home, temporary files, in an old locale", "works, or one line"
+    "–",
+    "the command is started without a folder, an output, a home, temporary files, in an old locale",
+    "works, or one line",
 )
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", STARTS)
@@ -47,4 +53,6 @@ def test_starts(name: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == code, done.stderr
-    assert says in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") <= 1, done.stderr
+    assert (
+        says in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
+    ), done.stderr

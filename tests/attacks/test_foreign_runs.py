@@ -1,4 +1,6 @@
-"""Run folders of other people that are only looked at: `rft report`, `rft compare`, `rft view`, `rft buffer query`, `rft replay`."""
+"""Run folders of other people that are only looked at: `rft report`, `rft compare`, `rft view`,
+`rft buffer query`, `rft replay`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ STEP = {"role": "trainer", "step": 1, "time": 1.7e9, "values": {"actor/loss": 1.
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("foreign") / "run"
     asyncio.run(stored(folder))
-    (folder / "config.json").write_text(json.dumps({"tree": {"seed": 1}, "versions": {}, "path": "a.yaml", "overrides": []}))
+    (folder / "config.json").write_text(
+        json.dumps({"tree": {"seed": 1}, "versions": {}, "path": "a.yaml", "overrides": []})
+    )
     yield folder
 
 
@@ -58,7 +62,9 @@ def _instead(name: str, make: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 
 def _config(value: Any) -> Callable[[Path], Any]:
-    return lambda run: (run / "config.json").write_text(value if isinstance(value, str) else json.dumps(value))
+    return lambda run: (run / "config.json").write_text(
+        value if isinstance(value, str) else json.dumps(value)
+    )
 
 
 def _ledger(*statements: str) -> Callable[[Path], Any]:
@@ -90,43 +96,85 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "metrics in a pipe": _instead("metrics.jsonl", os.mkfifo),
     "metrics in a folder": _instead("metrics.jsonl", Path.mkdir),
     "metrics that are a link to itself": _instead("metrics.jsonl", lambda f: f.symlink_to(f)),
-    "metrics of one long line": lambda run: (run / "metrics.jsonl").write_bytes(b"x" * (MOST_LINE + 9)),
-    "metrics of many damaged lines": lambda run: (run / "metrics.jsonl").write_bytes(b"{\n" * 20_000),
+    "metrics of one long line": lambda run: (run / "metrics.jsonl").write_bytes(
+        b"x" * (MOST_LINE + 9)
+    ),
+    "metrics of many damaged lines": lambda run: (run / "metrics.jsonl").write_bytes(
+        b"{\n" * 20_000
+    ),
     "a step beyond 64 bits": _metrics({**STEP, "step": 10**30}),
     "a step beyond 63 bits": _metrics({**STEP, "step": 2**63}),
     "a negative step": _metrics({**STEP, "step": -5}),
-    "a time at the end of numbers": _metrics({**STEP, "time": 1e308}, {**STEP, "step": 2, "time": -1e308}),
-    "counts that are no numbers": _metrics(_eval({"eval/a/tasks": None, "eval/a/runs": None, "eval/a/sem@1": None})),
+    "a time at the end of numbers": _metrics(
+        {**STEP, "time": 1e308}, {**STEP, "step": 2, "time": -1e308}
+    ),
+    "counts that are no numbers": _metrics(
+        _eval({"eval/a/tasks": None, "eval/a/runs": None, "eval/a/sem@1": None})
+    ),
     "counts that are huge": _metrics(_eval({"eval/a/tasks": 1e308, "eval/a/failed": -1e308})),
-    "values beyond numbers": _metrics('{"role": "trainer", "step": 1, "time": 1, "values": {"a": 1e999}}'),
-    "notes of a wrong form": _metrics('{"role": "trainer", "step": 1, "time": 1, "values": {}, "notes": [{}]}'),
+    "values beyond numbers": _metrics(
+        '{"role": "trainer", "step": 1, "time": 1, "values": {"a": 1e999}}'
+    ),
+    "notes of a wrong form": _metrics(
+        '{"role": "trainer", "step": 1, "time": 1, "values": {}, "notes": [{}]}'
+    ),
     "nested": _metrics('{"role":' + '{"a":' * 100_000),
-    "ten thousand names": _metrics({**STEP, "values": {f"<b>{i}": float(i) for i in range(10_000)}}),
+    "ten thousand names": _metrics(
+        {**STEP, "values": {f"<b>{i}": float(i) for i in range(10_000)}}
+    ),
     "costs that fall and rise": _metrics(
-        *({**STEP, "step": n, "values": {"judge/cost_usd": cost}} for n, cost in ((1, 1e308), (2, 1.0), (3, 1e308)))),
+        *(
+            {**STEP, "step": n, "values": {"judge/cost_usd": cost}}
+            for n, cost in ((1, 1e308), (2, 1.0), (3, 1e308))
+        )
+    ),
     "a configuration that is a list": _config([]),
     "a configuration whose tree is a list": _config({"tree": [1]}),
-    "a configuration of texts for sections": _config({"tree": {"buffer": "x", "trainer": "y", "explorer": 5, "algorithm": None}}),
+    "a configuration of texts for sections": _config(
+        {"tree": {"buffer": "x", "trainer": "y", "explorer": 5, "algorithm": None}}
+    ),
     "a configuration of wrong values": _config(
-        {"tree": {"algorithm": {"optimizer": {"lr": "fast"}}, "buffer": {"explorer_input": {"taskset": "x", "tasksets": 5}},
-                  "trainer": {"world_size": "two"}, "explorer": {"rollout_model": {"engine_num": []}}}}),
-    "versions that are a list": _config({"tree": {}, "versions": [1], "path": 5, "overrides": [1, {}]}),
+        {
+            "tree": {
+                "algorithm": {"optimizer": {"lr": "fast"}},
+                "buffer": {"explorer_input": {"taskset": "x", "tasksets": 5}},
+                "trainer": {"world_size": "two"},
+                "explorer": {"rollout_model": {"engine_num": []}},
+            }
+        }
+    ),
+    "versions that are a list": _config(
+        {"tree": {}, "versions": [1], "path": 5, "overrides": [1, {}]}
+    ),
     "a configuration that is deep": _config('{"tree":' + '{"a":' * 100_000),
     "a configuration in a pipe": _instead("config.json", os.mkfifo),
     "a configuration without end": _instead("config.json", lambda f: f.symlink_to("/dev/zero")),
     "a state in a pipe": _instead("state.json", os.mkfifo),
-    "a state of a wrong form": lambda run: (run / "state.json").write_text('{"phase": {"a": 1}, "pid": "x", "time": 1e308, "reason": []}'),
+    "a state of a wrong form": lambda run: (run / "state.json").write_text(
+        '{"phase": {"a": 1}, "pid": "x", "time": 1e308, "reason": []}'
+    ),
     "a ledger in a pipe": _ledger_file(os.mkfifo),
     "a ledger without end": _ledger_file(lambda f: f.symlink_to("/dev/zero")),
     "a ledger that is none": _ledger_file(lambda f: f.write_bytes(b"x" * 5000)),
     "a ledger without its views": _ledger("DROP VIEW v_experiences"),
-    "a ledger with another view": _ledger("DROP VIEW v_experiences", "CREATE VIEW v_experiences AS SELECT 'x' AS id, 'y' AS reward"),
+    "a ledger with another view": _ledger(
+        "DROP VIEW v_experiences", "CREATE VIEW v_experiences AS SELECT 'x' AS id, 'y' AS reward"
+    ),
     "a ledger of wrong values": _ledger(
-        "DROP TRIGGER reward_edit", "UPDATE experiences SET reward = 'much', taskset = 5, task_index = 'x', reward_parts = '{'"),
-    "a ledger of large numbers": _ledger("UPDATE experiences SET run = 99999999999, step = -5, num_response_tokens = 99999999999"),
-    "a ledger of other blobs": _ledger("UPDATE groups SET locator = '../../../etc/passwd', num_bytes = -1"),
-    "checkpoints that are a file": lambda run: (shutil.rmtree(run / "checkpoints"), (run / "checkpoints").write_text("")),
-}  # fmt: skip
+        "DROP TRIGGER reward_edit",
+        "UPDATE experiences SET reward = 'much', taskset = 5, task_index = 'x', reward_parts = '{'",
+    ),
+    "a ledger of large numbers": _ledger(
+        "UPDATE experiences SET run = 99999999999, step = -5, num_response_tokens = 99999999999"
+    ),
+    "a ledger of other blobs": _ledger(
+        "UPDATE groups SET locator = '../../../etc/passwd', num_bytes = -1"
+    ),
+    "checkpoints that are a file": lambda run: (
+        shutil.rmtree(run / "checkpoints"),
+        (run / "checkpoints").write_text(""),
+    ),
+}
 
 
 def _changed(honest: Path, folder: Path, name: str) -> Path:
@@ -135,7 +183,11 @@ def _changed(honest: Path, folder: Path, name: str) -> Path:
     return folder
 
 
-@attack("–", "a run's files are links, pipes, huge, malformed, or a ledger of other tables", "a report without them, or one line")
+@attack(
+    "–",
+    "a run's files are links, pipes, huge, malformed, or a ledger of other tables",
+    "a report without them, or one line",
+)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_reports(name: str, honest: Path, tmp_path: Path) -> None:
     run = _changed(honest, tmp_path / "run", name)
@@ -150,7 +202,11 @@ def test_reports(name: str, honest: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@attack("–", "the same runs in the viewer", "each page is shown, or says what is wrong; the server goes on")
+@attack(
+    "–",
+    "the same runs in the viewer",
+    "each page is shown, or says what is wrong; the server goes on",
+)
 @pytest.mark.parametrize("name", FOLDERS)
 async def test_views(name: str, honest: Path, tmp_path: Path) -> None:
     shutil.copytree(honest, tmp_path / "runs" / "good")
@@ -162,15 +218,35 @@ async def test_views(name: str, honest: Path, tmp_path: Path) -> None:
                 await answer.read()
                 return answer.status
 
-        for path in ("", "facts", "rollouts", "curves.json", "timeline.svg", "sql?q=SELECT+count(*)+FROM+v_experiences"):
+        for path in (
+            "",
+            "facts",
+            "rollouts",
+            "curves.json",
+            "timeline.svg",
+            "sql?q=SELECT+count(*)+FROM+v_experiences",
+        ):
             assert await status(f"run/bad/{path}") in (200, 422), path
-        for path in ("", "run/good/facts", "run/good/rollouts", "compare?run=good&run=bad", "compare.json?run=good&run=bad"):
+        for path in (
+            "",
+            "run/good/facts",
+            "run/good/rollouts",
+            "compare?run=good&run=bad",
+            "compare.json?run=good&run=bad",
+        ):
             assert await status(path) == 200, path
 
 
-@attack("–", "a ledger whose rows name payload outside of the buffer", "refused: neither read nor removed")
+@attack(
+    "–",
+    "a ledger whose rows name payload outside of the buffer",
+    "refused: neither read nor removed",
+)
 @pytest.mark.parametrize("kind", ["file", "queue", "sql"])
-@pytest.mark.parametrize("locator", ["../../other", "/tmp/other", "000000/../../../other", "a\0b", "1:2:3", "9" * 60, "-1"])
+@pytest.mark.parametrize(
+    "locator",
+    ["../../other", "/tmp/other", "000000/../../../other", "a\0b", "1:2:3", "9" * 60, "-1"],
+)
 def test_payload_of_elsewhere(kind: str, locator: str, tmp_path: Path) -> None:
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
@@ -181,10 +257,18 @@ def test_payload_of_elsewhere(kind: str, locator: str, tmp_path: Path) -> None:
     engine.dispose()
 
 
-@attack("–", "a ledger that names a file, a module or a command as its storage", "no code of it runs: refused with what to set")
+@attack(
+    "–",
+    "a ledger that names a file, a module or a command as its storage",
+    "no code of it runs: refused with what to set",
+)
 @pytest.mark.parametrize("kind", ["{file}:Evil", "subprocess:Popen", "os:system", "evil:Evil"])
-def test_a_ledger_names_no_code(kind: str, honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Evil: pass\n")
+def test_a_ledger_names_no_code(
+    kind: str, honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Evil: pass\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     shutil.copytree(honest, tmp_path / "run")
     named = kind.format(file=tmp_path / "evil.py")
@@ -204,17 +288,23 @@ def test_a_ledger_names_no_code(kind: str, honest: Path, tmp_path: Path, monkeyp
 
 
 ENDLESS = {
-    "LIKE with many wild cards": "SELECT sum(t LIKE '%a%a%a%a%a%a%a%a%a%b') FROM (SELECT replace(hex(zeroblob(50000)), '0', 'a') AS t)",
-    "GLOB with many wild cards": "SELECT t GLOB '*a*a*a*a*a*a*a*a*a*b' FROM (SELECT replace(hex(zeroblob(50000)), '0', 'a') AS t)",
-    "a long text in a longer one": "SELECT instr(t || t, t || 'b') FROM (SELECT replace(hex(zeroblob(1000000)), '0', 'a') AS t)",
-    "a long text replaced": "SELECT length(replace(t || t, t || 'b', 'x')) FROM (SELECT replace(hex(zeroblob(1000000)), '0', 'a') AS t)",
-    "characters that are many": "SELECT length(trim(t || t, t || 'b')) FROM (SELECT replace(hex(zeroblob(1000000)), '0', 'a') AS t)",
+    "LIKE with many wild cards": "SELECT sum(t LIKE '%a%a%a%a%a%a%a%a%a%b') FROM (SELECT "
+    "replace(hex(zeroblob(50000)), '0', 'a') AS t)",
+    "GLOB with many wild cards": "SELECT t GLOB '*a*a*a*a*a*a*a*a*a*b' FROM (SELECT "
+    "replace(hex(zeroblob(50000)), '0', 'a') AS t)",
+    "a long text in a longer one": "SELECT instr(t || t, t || 'b') FROM (SELECT "
+    "replace(hex(zeroblob(1000000)), '0', 'a') AS t)",
+    "a long text replaced": "SELECT length(replace(t || t, t || 'b', 'x')) FROM (SELECT "
+    "replace(hex(zeroblob(1000000)), '0', 'a') AS t)",
+    "characters that are many": "SELECT length(trim(t || t, t || 'b')) FROM (SELECT "
+    "replace(hex(zeroblob(1000000)), '0', 'a') AS t)",
 }
 COUNT = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c)"
 SLOW = {
     "a recursion": f"{COUNT} SELECT count(*) FROM c",
     "steps that are long each": f"{COUNT} SELECT sum(length(randomblob(20000000))) FROM c",
-    "joins": "WITH t(x) AS (VALUES (1),(2),(3),(4),(5),(6),(7),(8),(9),(10)) SELECT count(*) FROM t a,t b,t c,t d,t e,t f,t g,t h,t i,t j",
+    "joins": "WITH t(x) AS (VALUES (1),(2),(3),(4),(5),(6),(7),(8),(9),(10)) SELECT count(*) FROM "
+    "t a,t b,t c,t d,t e,t f,t g,t h,t i,t j",
 }
 
 
@@ -224,7 +314,8 @@ def test_no_step_is_endless(name: str, honest: Path) -> None:
     began = time.process_time()
     with questions_of(honest) as questions, questions.ask(ENDLESS[name], timeout_s=600.0) as answer:
         list(answer.rows)
-    assert time.process_time() - began < 20  # of the processor; as SQLite does it they would take days
+    # of the processor; as SQLite does it they would take days
+    assert time.process_time() - began < 20
 
 
 @attack("L", "a question of endless or of long steps", "ended at its deadline")
@@ -241,7 +332,9 @@ def test_questions_have_a_deadline(name: str, honest: Path) -> None:
 
 
 @attack(
-    "–", "questions that attach a file, write one, load code, or change how the database works", "refused with what is allowed"
+    "–",
+    "questions that attach a file, write one, load code, or change how the database works",
+    "refused with what is allowed",
 )
 @pytest.mark.parametrize(
     "sql",

@@ -1,4 +1,6 @@
-"""Disks that are full: the same named error everywhere, told on the terminal, and the same command goes on."""
+"""Disks that are full: the same named error everywhere, told on the terminal, and the same command
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tests.helpers.command import Done
 
 
 def _sizes(form: str, quick: tuple[int, ...], slow: tuple[int, ...]) -> list[Any]:
-    return [form.format(n) for n in quick] + [pytest.param(form.format(n), marks=pytest.mark.slow) for n in slow]
+    return [form.format(n) for n in quick] + [
+        pytest.param(form.format(n), marks=pytest.mark.slow) for n in slow
+    ]
 
 
 def assert_full(done: Done) -> None:
@@ -51,7 +55,10 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
     place = tmp_path / "disk"
     place.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", request.param, "none", place], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", request.param, "none", place],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode:
         pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
@@ -65,7 +72,9 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
     "no file can be created any more, from the run folder to the last checkpoint",
     "DiskFull, exit 4; with space the same command finishes",
 )
-@pytest.mark.parametrize("small_disk", _sizes("nr_inodes={}", (3, 8, 20), (6, 7, 10, 13, 16)), indirect=True)
+@pytest.mark.parametrize(
+    "small_disk", _sizes("nr_inodes={}", (3, 8, 20), (6, 7, 10, 13, 16)), indirect=True
+)
 def test_no_inodes(small_disk: Path, tiny_model: Path) -> None:
     assert_full(start(tiny_model, small_disk))
     subprocess.run(["mount", "-o", "remount,nr_inodes=10000", small_disk], check=True)
@@ -79,7 +88,9 @@ def test_no_inodes(small_disk: Path, tiny_model: Path) -> None:
     "no byte can be written any more: log, configuration, ledger, metrics, checkpoint",
     "DiskFull, exit 4; with space the same command finishes",
 )
-@pytest.mark.parametrize("small_disk", _sizes("size={}k", (4, 32, 2000), (16, 400, 4000, 5000, 6500)), indirect=True)
+@pytest.mark.parametrize(
+    "small_disk", _sizes("size={}k", (4, 32, 2000), (16, 400, 4000, 5000, 6500)), indirect=True
+)
 def test_no_bytes(small_disk: Path, tiny_model: Path) -> None:
     assert_full(start(tiny_model, small_disk))
     subprocess.run(["mount", "-o", "remount,size=1g", small_disk], check=True)
@@ -96,7 +107,11 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, had)
 
 
-@attack("L", "files may not grow beyond a limit of the account", "DiskFull, exit 4, in the middle of a run")
+@attack(
+    "L",
+    "files may not grow beyond a limit of the account",
+    "DiskFull, exit 4, in the middle of a run",
+)
 def test_limited_files(small_files: None, tiny_model: Path, tmp_path: Path) -> None:
     assert_full(start(tiny_model, tmp_path))
 
@@ -105,7 +120,9 @@ ERRORS = {
     "no space": OSError(errno.ENOSPC, "No space left on device", "/data/x"),
     "no quota": OSError(errno.EDQUOT, "Disk quota exceeded", "/data/x"),
     "too large": OSError(errno.EFBIG, "File too large", "/data/x"),
-    "a library that hides the number": RuntimeError("Error while serializing: IoError: No space left on device (os error 28)"),
+    "a library that hides the number": RuntimeError(
+        "Error while serializing: IoError: No space left on device (os error 28)"
+    ),
 }
 
 
@@ -123,12 +140,16 @@ def test_one_name(name: str) -> None:
     assert isinstance(full(error), DiskFull) and "the same command then goes on" in str(full(error))
     hidden = RuntimeError()
     hidden.__context__ = error
-    assert str(full(hidden)) == str(full(error)), "the error that names the file, not what it led to"
+    assert str(full(hidden)) == str(full(error)), (
+        "the error that names the file, not what it led to"
+    )
     assert not is_full(OSError(errno.EACCES, "Permission denied"))
 
 
 @attack(
-    "L", "a log that cannot be written any more", "told once on the terminal, without a traceback; the run's own error counts"
+    "L",
+    "a log that cannot be written any more",
+    "told once on the terminal, without a traceback; the run's own error counts",
 )
 def test_a_full_log(capsys: pytest.CaptureFixture[str]) -> None:
     handler = logs.to_file(Path("/dev/full"))
@@ -138,7 +159,11 @@ def test_a_full_log(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
-    assert capsys.readouterr().err == "/dev/full cannot be written: No space left on device.  What follows is not logged there.\n"
+    assert (
+        capsys.readouterr().err
+        == "/dev/full cannot be written: No space left on device.  What follows is not logged "
+        "there.\n"
+    )
 
 
 @attack("L", "numbers of a run that cannot be written", "DiskFull that names the file")
@@ -151,7 +176,11 @@ async def test_full_metrics(tmp_path: Path) -> None:
         await monitor.close()
 
 
-@attack("L", "a file that is replaced while the disk is full", "the old one stays, whole; nothing is left beside it")
+@attack(
+    "L",
+    "a file that is replaced while the disk is full",
+    "the old one stays, whole; nothing is left beside it",
+)
 def test_the_old_file_stays(small_files: None, tmp_path: Path) -> None:
     write_whole(tmp_path / "a", "old")
     with pytest.raises(OSError, match="File too large"):
@@ -159,7 +188,11 @@ def test_the_old_file_stays(small_files: None, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "old" and os.listdir(tmp_path) == ["a"]
 
 
-@attack("L", "a part of the run waits for space", "what it logs as an error is told on the terminal, some lines of it")
+@attack(
+    "L",
+    "a part of the run waits for space",
+    "what it logs as an error is told on the terminal, some lines of it",
+)
 async def test_errors_of_parts_are_told() -> None:
     lines = ErrorLines()
     handler = logs.ErrorTeller(lines.add)
@@ -167,11 +200,15 @@ async def test_errors_of_parts_are_told() -> None:
     waiting = asyncio.ensure_future(lines.after(0))
     await asyncio.sleep(0)
     logging.getLogger("part").warning("not this")
-    thread = threading.Thread(target=lambda: logging.getLogger("part").error("no space\x1b[2J\nTraceback"))
+    thread = threading.Thread(
+        target=lambda: logging.getLogger("part").error("no space\x1b[2J\nTraceback")
+    )
     thread.start()
     assert await waiting == ["no space\\x1b[2J"]
     thread.join()
     for i in range(100):
         logging.getLogger("part").error("more %d", i)
-    assert (await lines.after(1))[-1] == "further errors are in its log" and len(await lines.after(0)) == MOST_LINES
+    assert (await lines.after(1))[-1] == "further errors are in its log" and len(
+        await lines.after(0)
+    ) == MOST_LINES
     logging.getLogger("part").removeHandler(handler)

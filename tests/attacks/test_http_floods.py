@@ -18,8 +18,10 @@ from tests.helpers.serving import serving
 
 HEADS = (
     b"GET / HTTP/1.1\r\nX-A : b\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: br\r\nContent-Length: 3\r\n\r\nabc",
-    b"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: br\r\nContent-Length: "
+    b"3\r\n\r\nabc",
+    b"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: "
+    b"3\r\n\r\nabc",
     b"POST /feedback HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
     b"GET http://[::/ HTTP/1.1\r\nHost: [::\r\n\r\n",
@@ -44,7 +46,11 @@ async def flood(address: str, times: int) -> list[bytes]:
     return said
 
 
-@attack("R7", "requests that are no HTTP, without a key and without end", "a line a minute in the log, none on the terminal")
+@attack(
+    "R7",
+    "requests that are no HTTP, without a key and without end",
+    "a line a minute in the log, none on the terminal",
+)
 @pytest.mark.parametrize("server", ["serve", "observers", "view"])
 async def test_a_flood_without_a_key_leaves_a_line_a_minute(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -69,10 +75,18 @@ async def test_a_flood_without_a_key_leaves_a_line_a_minute(
     assert all(b" 200 " not in answer.split(b"\r\n")[0] for answer in said)
     records = [r for r in caplog.records if r.levelno > logging.INFO or ".http" in r.name]
     assert len(records) == 1, [(r.name, r.levelname, r.getMessage()) for r in records]
-    assert records[0].levelno == logging.INFO and records[0].exc_info is None and len(records[0].getMessage()) < 300
+    assert (
+        records[0].levelno == logging.INFO
+        and records[0].exc_info is None
+        and len(records[0].getMessage()) < 300
+    )
 
 
-@attack("R7", "control characters in the head of such a request", "escaped in the line, which counts those since the one before")
+@attack(
+    "R7",
+    "control characters in the head of such a request",
+    "escaped in the line, which counts those since the one before",
+)
 def test_the_next_line_says_how_many_there_were(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     now = [0.0]
@@ -86,7 +100,10 @@ def test_the_next_line_says_how_many_there_were(caplog: pytest.LogCaptureFixture
         now[0] = at
         refused(ValueError(f"at {at:g}\x1b"))
     assert [r.getMessage() for r in caplog.records] == [
-        "from 1.2.3.4: at 0\\x1b", "from 1.2.3.4: at 61\\x1b; 2 more since the line before",
-    ]  # fmt: skip
+        "from 1.2.3.4: at 0\\x1b",
+        "from 1.2.3.4: at 61\\x1b; 2 more since the line before",
+    ]
     refused(KeyError("ours"))
-    assert caplog.records[-1].levelno == logging.ERROR and caplog.records[-1].exc_info, "a fault of ours is told whole"
+    assert caplog.records[-1].levelno == logging.ERROR and caplog.records[-1].exc_info, (
+        "a fault of ours is told whole"
+    )

@@ -1,4 +1,6 @@
-"""M5: `max_cost_usd` is a hard bound: for many users of one ledger, behind kill -9, and with `cache: off`."""
+"""M5: `max_cost_usd` is a hard bound: for many users of one ledger, behind kill -9, and with
+`cache: off`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ from rft.types.throttled import RESENT
 from tests.attacks.table import attack
 
 ROOT = Path(__file__).parents[2]
-REQUEST = GenerateRequest(messages=({"role": "user", "content": "?"},), sampling=SamplingArgs(max_tokens=50), request_id="r")
+REQUEST = GenerateRequest(
+    messages=({"role": "user", "content": "?"},),
+    sampling=SamplingArgs(max_tokens=50),
+    request_id="r",
+)
 PRICES = {"price_per_1k_prompt_tokens": 1.0, "price_per_1k_completion_tokens": 1.0}
 MOST = (1 + 2 * 64 + 50) / 1000  # of REQUEST
 SAID = (
@@ -46,8 +52,21 @@ SAID = (
 
 
 def _start(folder: Path, cap: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.attacks.judge_child", str(folder / "costs.db"), str(folder / "bill"), str(cap)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "tests.attacks.judge_child",
+        str(folder / "costs.db"),
+        str(folder / "bill"),
+        str(cap),
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def _bill(folder: Path) -> float:
@@ -55,7 +74,9 @@ def _bill(folder: Path) -> float:
 
 
 def _attack(folder: Path, *, users: int, kills: int, cap: float, random_: random.Random) -> None:
-    """`users` processes at a time; `kills` of them die while they ask, each after some more calls, and are replaced."""
+    """`users` processes at a time; `kills` of them die while they ask, each after some more calls,
+    and are replaced.
+    """
     processes = [_start(folder, cap) for _ in range(users)]
     try:
         for process in processes:
@@ -92,11 +113,17 @@ def seed() -> Iterator[random.Random]:
 
 @attack("M5", "three users of one ledger, two of them killed", "total spent stays within the cap")
 @pytest.mark.e2e
-def test_users_of_one_ledger_never_spend_more_than_it_allows(tmp_path: Path, seed: random.Random) -> None:
+def test_users_of_one_ledger_never_spend_more_than_it_allows(
+    tmp_path: Path, seed: random.Random
+) -> None:
     _attack(tmp_path, users=3, kills=2, cap=30.0, random_=seed)
 
 
-@attack("M5", "sixteen users, kill -9 at twenty moments, `cache: off`", "total spent stays within the cap at every moment")
+@attack(
+    "M5",
+    "sixteen users, kill -9 at twenty moments, `cache: off`",
+    "total spent stays within the cap at every moment",
+)
 @pytest.mark.slow
 def test_sixteen_users_and_twenty_kills(tmp_path: Path, seed: random.Random) -> None:
     _attack(tmp_path, users=16, kills=20, cap=400.0, random_=seed)
@@ -120,7 +147,8 @@ async def _spend(model: FakeJudge, args: JudgeArgs) -> None:
 @attack("M5", "a run with `cache: off` is started three times", "the cap is that of all three")
 async def test_without_a_cache_a_restart_keeps_what_was_spent(tmp_path: Path) -> None:
     run_folder.set(tmp_path)
-    model, args = Expensive(5), JudgeArgs(cache="off", max_cost_usd=1.0, max_tokens=50, **PRICES)
+    model = Expensive(5)
+    args = JudgeArgs(cache="off", max_cost_usd=1.0, max_tokens=50, **PRICES)
     asked = []
     for _ in range(3):
         with pytest.raises(BudgetUsedUp):
@@ -142,7 +170,9 @@ async def test_what_is_sent_again_is_paid_again(tmp_path: Path) -> None:
             await RESENT.get()()
             return [completion("fine")]
 
-    args = JudgeArgs(cache="off", cost_ledger=str(tmp_path / "c.db"), max_cost_usd=1e6, max_tokens=50, **PRICES)
+    args = JudgeArgs(
+        cache="off", cost_ledger=str(tmp_path / "c.db"), max_cost_usd=1e6, max_tokens=50, **PRICES
+    )
     client = JudgeClient(Breaks(5), "judge", args)
     await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
     assert MOST < client.ledger.spent("judge") < 2 * MOST
@@ -150,7 +180,8 @@ async def test_what_is_sent_again_is_paid_again(tmp_path: Path) -> None:
     assert "RESENT" in ExternalEngine._post.__code__.co_names
 
 
-ANSWERS: dict[str, tuple[bytes | None, float]] = {  # what the server does, and what of the most is counted
+# what the server does, and what of the most is counted
+ANSWERS: dict[str, tuple[bytes | None, float]] = {
     "wrong key": (b"HTTP/1.1 401 X\r\nContent-Length: 0\r\n\r\n", 0.0),
     "refused": (b"HTTP/1.1 400 X\r\nContent-Length: 0\r\n\r\n", 0.0),
     "busy": (b"HTTP/1.1 429 X\r\nContent-Length: 0\r\n\r\n", 0.0),
@@ -169,10 +200,14 @@ ANSWERS: dict[str, tuple[bytes | None, float]] = {  # what the server does, and 
 
 
 @attack(
-    "M5", "a judge's server that breaks off, drips, answers nonsense, or reports tokens below zero", "what may be paid is counted"
+    "M5",
+    "a judge's server that breaks off, drips, answers nonsense, or reports tokens below zero",
+    "what may be paid is counted",
 )
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_what_a_server_may_have_worked_on_is_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_server_may_have_worked_on_is_counted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(external, "LARGEST", 90_000, raising=False)
     answer, share = ANSWERS[name]
     over = asyncio.Event()
@@ -194,11 +229,21 @@ async def test_what_a_server_may_have_worked_on_is_counted(name: str, tmp_path: 
     port = listening.sockets[0].getsockname()[1]
     if answer is None:
         listening.close()
-    server = ExternalSettings(model_name="judge", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0)
-    engine = await make(EngineSettings(engine_type="external", name="judge", external=server, request_timeout_s=0.5))
-    args = JudgeArgs(cache="off", cost_ledger=str(tmp_path / "c.db"), max_cost_usd=1.0, max_tokens=50, **PRICES)
+    server = ExternalSettings(
+        model_name="judge", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0
+    )
+    engine = await make(
+        EngineSettings(engine_type="external", name="judge", external=server, request_timeout_s=0.5)
+    )
+    args = JudgeArgs(
+        cache="off", cost_ledger=str(tmp_path / "c.db"), max_cost_usd=1.0, max_tokens=50, **PRICES
+    )
     client = JudgeClient(engine, "judge", args)
-    with pytest.raises((EngineFailed, ValueError)) if name != "an answer" else contextlib.nullcontext():
+    with (
+        pytest.raises((EngineFailed, ValueError))
+        if name != "an answer"
+        else contextlib.nullcontext()
+    ):
         await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
     assert client.ledger.spent("judge") == pytest.approx(MOST * share)
     await client.close()
@@ -208,7 +253,9 @@ async def test_what_a_server_may_have_worked_on_is_counted(name: str, tmp_path: 
     listening.close()
 
 
-@attack("L", "a database of another program as cache or ledger", "refused; not one byte of it changes")
+@attack(
+    "L", "a database of another program as cache or ledger", "refused; not one byte of it changes"
+)
 def test_a_database_of_another_program_is_left_as_it_is(tmp_path: Path) -> None:
     other = tmp_path / "mine.db"
     with closing(sqlite3.connect(other)) as db:
@@ -224,7 +271,10 @@ def test_a_database_of_another_program_is_left_as_it_is(tmp_path: Path) -> None:
 @attack("M5", "a ledger of an earlier version", "what was spent stays spent")
 def test_a_ledger_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "c.db")) as db:
-        db.execute("CREATE TABLE spent (model TEXT PRIMARY KEY, calls INTEGER NOT NULL, cost_usd REAL NOT NULL) WITHOUT ROWID")
+        db.execute(
+            "CREATE TABLE spent (model TEXT PRIMARY KEY, calls INTEGER NOT NULL, cost_usd REAL NOT "
+            "NULL) WITHOUT ROWID"
+        )
         db.execute("INSERT INTO spent VALUES ('judge', 7, 2.5)")
         db.commit()
     with closing(CostLedger(tmp_path / "c.db")) as ledger:

@@ -1,4 +1,6 @@
-"""Model folders whose files lie, hang or run code: each is refused in one line, and no code of theirs runs."""
+"""Model folders whose files lie, hang or run code: each is refused in one line, and no code of
+theirs runs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _config(**entries: Any) -> Change:
 
 
 def _text(name: str, text: str | bytes) -> Change:
-    return lambda folder: (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return lambda folder: (folder / name).write_bytes(
+        text if isinstance(text, bytes) else text.encode()
+    )
 
 
 def _pipe(name: str) -> Change:
@@ -47,7 +51,10 @@ def _pipe(name: str) -> Change:
 
 def _tensors(header: Any, tail: bytes = b"", length: int | None = None) -> Change:
     data = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return _text("model.safetensors", struct.pack("<Q", len(data) if length is None else length) + data + tail)
+    return _text(
+        "model.safetensors",
+        struct.pack("<Q", len(data) if length is None else length) + data + tail,
+    )
 
 
 def _one(**entry: Any) -> dict[str, Any]:
@@ -56,53 +63,100 @@ def _one(**entry: Any) -> dict[str, Any]:
 
 EVIL = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
 FILES: dict[str, tuple[Change, str]] = {
-    "10^9 layers": (_config(num_hidden_layers=10**9), "num_hidden_layers 1,000,000,000, but the weights have 2 layers"),
-    "10^30 layers": (_config(num_hidden_layers=10**30), "must be a positive whole number below 2³¹"),
+    "10^9 layers": (
+        _config(num_hidden_layers=10**9),
+        "num_hidden_layers 1,000,000,000, but the weights have 2 layers",
+    ),
+    "10^30 layers": (
+        _config(num_hidden_layers=10**30),
+        "must be a positive whole number below 2³¹",
+    ),
     "-1 layers": (_config(num_hidden_layers=-1), "num_hidden_layers -1; it must be a positive"),
     "a vocabulary of 10^12": (_config(vocab_size=10**12), "vocab_size"),
     "a text for a size": (_config(hidden_size="x"), "hidden_size 'x'"),
     "no heads": (_config(num_attention_heads=0), "num_attention_heads 0"),
     "10^18 wide": (_config(intermediate_size=10**18), "intermediate_size"),
     "10^30 positions": (_config(max_position_embeddings=10**30), "max_position_embeddings"),
-    "a model that brings its own code": (_config(model_type="evil", auto_map=EVIL), "(auto_map) is not run"),
-    "a model of no known kind": (_config(model_type="evil"), "which the installed transformers does not know"),
+    "a model that brings its own code": (
+        _config(model_type="evil", auto_map=EVIL),
+        "(auto_map) is not run",
+    ),
+    "a model of no known kind": (
+        _config(model_type="evil"),
+        "which the installed transformers does not know",
+    ),
     "a list for the kind": (_config(model_type=["llama"]), "model_type a text"),
     "a number for a section": (_config(text_config=5), "text_config must be a mapping"),
     "nested config.json": (_text("config.json", "[" * 100_000), "nested too deeply"),
-    "a key of config.json twice": (_text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'), "is written twice"),
+    "a key of config.json twice": (
+        _text("config.json", '{"model_type": "llama", "model_type": "gpt2"}'),
+        "is written twice",
+    ),
     "a pipe for config.json": (_pipe("config.json"), "is a pipe, not a plain file"),
     "nested tokenizer.json": (_text("tokenizer.json", '{"a":' * 100_000), "nested too deeply"),
     "a list for a tokenizer": (_text("tokenizer.json", "[]"), "must be a mapping"),
-    "a number for a tokenizer's model": (_text("tokenizer.json", '{"model": 5}'), "is no tokenizer"),
+    "a number for a tokenizer's model": (
+        _text("tokenizer.json", '{"model": 5}'),
+        "is no tokenizer",
+    ),
     "a pipe for the weights": (_pipe("model.safetensors"), "is a pipe, not a plain file"),
-    "a negative shape": (_tensors(_one(shape=[-1, -1]), b"0000"), "entry of tensor a is unreadable"),
+    "a negative shape": (
+        _tensors(_one(shape=[-1, -1]), b"0000"),
+        "entry of tensor a is unreadable",
+    ),
     "a shape of 10^30": (_tensors(_one(shape=[10**30], data_offsets=[0, 4 * 10**30])), "damaged"),
-    "texts for offsets": (_tensors(_one(data_offsets=["0", "4"]), b"0000"), "entry of tensor a is unreadable"),
+    "texts for offsets": (
+        _tensors(_one(data_offsets=["0", "4"]), b"0000"),
+        "entry of tensor a is unreadable",
+    ),
     "a list for a type": (_tensors(_one(dtype=[]), b"0000"), "entry of tensor a is unreadable"),
-    "two tensors in the same bytes": (_tensors(_one() | {"b": _one()["a"]}, b"0000"), "lie in the same bytes"),
+    "two tensors in the same bytes": (
+        _tensors(_one() | {"b": _one()["a"]}, b"0000"),
+        "lie in the same bytes",
+    ),
     "a tensor twice": (
-        _tensors(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"0000"),
+        _tensors(
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            b"0000",
+        ),
         "is written twice",
     ),
     "a nested header": (_tensors(b"[" * 100_000), "nested too deeply"),
-    "a pointer of Git LFS": (_text("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "run `git lfs pull` there"),
+    "a pointer of Git LFS": (
+        _text("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
+        "run `git lfs pull` there",
+    ),
     "a header of 2^63 bytes": (_tensors({}, length=2**63), "header claims"),
     "a header that is no text": (_tensors(b"\xff" * 10), "header is not JSON"),
     "weights of another folder": (
-        _text("model.safetensors.index.json", '{"weight_map": {"a": "../../etc/passwd"}}'), "the name of a file beside it",
+        _text("model.safetensors.index.json", '{"weight_map": {"a": "../../etc/passwd"}}'),
+        "the name of a file beside it",
     ),
-    "a number for an index": (_text("model.safetensors.index.json", '{"weight_map": 5}'), "the name of a file beside it"),
-    "a list for a file": (_text("model.safetensors.index.json", '{"weight_map": {"a": [1]}}'), "the name of a file beside it"),
+    "a number for an index": (
+        _text("model.safetensors.index.json", '{"weight_map": 5}'),
+        "the name of a file beside it",
+    ),
+    "a list for a file": (
+        _text("model.safetensors.index.json", '{"weight_map": {"a": [1]}}'),
+        "the name of a file beside it",
+    ),
     "weights that are pickles": (
-        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "which can run code when they are read",
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "which can run code when they are read",
     ),
-    "a template that is no text": (_text("chat_template.jinja", b"\xff"), "chat_template.jinja is not UTF-8 text"),
+    "a template that is no text": (
+        _text("chat_template.jinja", b"\xff"),
+        "chat_template.jinja is not UTF-8 text",
+    ),
     "a pipe for a template": (_pipe("chat_template.jinja"), "is a pipe, not a plain file"),
     "a list of half templates": (
-        lambda folder: ((folder / "chat_template.jinja").unlink(), _text("tokenizer_config.json", '{"chat_template": [{"a": 1}]}')(folder)),
+        lambda folder: (
+            (folder / "chat_template.jinja").unlink(),
+            _text("tokenizer_config.json", '{"chat_template": [{"a": 1}]}')(folder),
+        ),
         "chat_template must be a text",
     ),
-}  # fmt: skip
+}
 
 
 @attack(
@@ -121,21 +175,32 @@ def test_files(name: str, model: Path, tmp_path: Path) -> None:
 
 TEMPLATES = {
     "a long range": ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
-    "ranges in ranges": ("{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}", "did not finish"),
+    "ranges in ranges": (
+        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
+        "did not finish",
+    ),
     "a list that doubles": (
-        "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}", "did not finish|MemoryError",
+        "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% "
+        "endfor %}",
+        "did not finish|MemoryError",
     ),
     "a text times 10^10": ("{{ 'x' * 10**10 }}", "too large a value"),
     "a power": ("{{ 2 ** 10**9 }}", "too large a value"),
     "a wide format": ("{{ '%999999999d' % 1 }}", "too much space"),
-    "a macro that calls itself": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
-    "its class": ("{{ messages[0].content.__class__.__mro__[1].__subclasses__() }}", "SecurityError|UndefinedError"),
+    "a macro that calls itself": (
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "RecursionError",
+    ),
+    "its class": (
+        "{{ messages[0].content.__class__.__mro__[1].__subclasses__() }}",
+        "SecurityError|UndefinedError",
+    ),
     "its globals": ("{{ cycler.__init__.__globals__.os.system('id') }}", "SecurityError"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),
     "division by nothing": ("{{ 1 / 0 }}", "ZeroDivisionError"),
     "what is not there": ("{{ messages[9].x.y }}", "UndefinedError"),
     "half a statement": ("{% if %}", "TemplateSyntaxError"),
-}  # fmt: skip
+}
 
 
 @attack(
@@ -163,4 +228,7 @@ def test_no_template(kind: str, tiny_model: Path, tmp_path: Path) -> None:
         file.write_bytes(b"\xff")
     else:
         file = Path(kind)
-    assert_refused(check(CONFIG, tiny_model, f"model.chat_template_path={file}"), "model.chat_template_path: cannot be read")
+    assert_refused(
+        check(CONFIG, tiny_model, f"model.chat_template_path={file}"),
+        "model.chat_template_path: cannot be read",
+    )

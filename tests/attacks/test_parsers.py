@@ -1,4 +1,6 @@
-"""M2: what a model writes is parsed in one pass.  The parsers are in `parser_child`; here they are counted, and given hostile texts."""
+"""M2: what a model writes is parsed in one pass.  The parsers are in `parser_child`; here they are
+counted, and given hostile texts.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,28 @@ ELSEWHERE = {  # files with regular expressions that are not tried here, and why
 
 def _run(size: int, cpu_s: int, timeout_s: float) -> None:
     command = [sys.executable, "-m", "tests.attacks.parser_child", str(size), str(cpu_s)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
     lines = done.stdout.splitlines()
     assert lines, done.stderr
-    assert lines[-1] == "done", f"{lines[-1]} of {size} characters: exit {done.returncode}\n{done.stderr[-2000:]}"
+    assert lines[-1] == "done", (
+        f"{lines[-1]} of {size} characters: exit {done.returncode}\n{done.stderr[-2000:]}"
+    )
     asked = {json.loads(line)[0] for line in lines[:-1]}
     assert asked == set(parser_child.PARSERS)
 
 
-@attack("M2", "60 kB of each kind of hostile text to each parser", "done within a second of processor time")
+@attack(
+    "M2",
+    "60 kB of each kind of hostile text to each parser",
+    "done within a second of processor time",
+)
 @pytest.mark.e2e
 def test_no_text_makes_a_parser_slow() -> None:
-    """A quadratic parser needs some 10^9 steps for 60 kB: more than the second of processor time that each call gets."""
+    """A quadratic parser needs some 10^9 steps for 60 kB: more than the second of processor time
+    that each call gets.
+    """
     _run(60_000, 1, 900)
 
 
@@ -57,7 +69,9 @@ def test_every_parser_of_model_text_is_tried() -> None:
     for folder in ("rft/reward", "rft/workflow", "workflows"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if "re.compile(" in path.read_text() and str(path.relative_to(ROOT)) not in ELSEWHERE:
-                assert re.search(rf"\b{path.stem}\b", text), f"{path} compiles a regular expression; add its parser to PARSERS"
+                assert re.search(rf"\b{path.stem}\b", text), (
+                    f"{path} compiles a regular expression; add its parser to PARSERS"
+                )
 
 
 @attack("–", "boxes in boxes, boxes that do not end", "the last complete one is read")
@@ -78,9 +92,17 @@ def test_the_last_box_is_still_the_last_complete_one(text: str, found: str | Non
 @attack("–", "blocks and fences, well formed or not", "read in one pass as before")
 def test_blocks_and_fences_are_found_as_before() -> None:
     assert blocks("<answer>1<answer>2</answer>3</answer><answer>", "answer") == ["1<answer>2"]
-    assert blocks("<ACTION>a</Action>", "action", ignore_case=True) == ["a"] and blocks("<ANSWER>a</ANSWER>", "answer") == []
-    assert [(f.language, f.body, f.closed) for f in fenced("a```Py x\n1\n```b```\n2")] == [("py", "1\n", True), ("", "2", False)]
-    assert has_shape(" <think>a</think>\n<answer>b</answer> ") and not has_shape("<think>a</think>x<answer>b</answer>")
+    assert (
+        blocks("<ACTION>a</Action>", "action", ignore_case=True) == ["a"]
+        and blocks("<ANSWER>a</ANSWER>", "answer") == []
+    )
+    assert [(f.language, f.body, f.closed) for f in fenced("a```Py x\n1\n```b```\n2")] == [
+        ("py", "1\n", True),
+        ("", "2", False),
+    ]
+    assert has_shape(" <think>a</think>\n<answer>b</answer> ") and not has_shape(
+        "<think>a</think>x<answer>b</answer>"
+    )
     assert not has_shape("<think></think><answer></answer><answer></answer>")
     assert toolcalls.in_text('```python\n1\n```\n```json\n{"name": "f"}\n```')[0].name == "f"
 

@@ -1,4 +1,6 @@
-"""M3 and M9: a plugin that exits, raises what no `except Exception` catches, sleeps or blocks is a failure with its name."""
+"""M3 and M9: a plugin that exits, raises what no `except Exception` catches, sleeps or blocks is a
+failure with its name.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,11 @@ ENDS = {
 }
 
 
-@attack("M3", "a reward exits, raises its own BaseException, interrupts, stops", "a failed record with its name")
+@attack(
+    "M3",
+    "a reward exits, raises its own BaseException, interrupts, stops",
+    "a failed record with its name",
+)
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("kind", ["function", "async", "class", "group"])
 async def test_m3_a_reward_never_ends_the_loop(how: str, kind: str) -> None:
@@ -105,7 +111,9 @@ async def test_m3_a_reward_never_ends_the_loop(how: str, kind: str) -> None:
 
 @attack("M3", "the same in threads, advantages and constructors", "a failure with its name")
 @pytest.mark.parametrize("how", ENDS)
-async def test_m3_code_in_threads_and_parts_of_algorithms(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_m3_code_in_threads_and_parts_of_algorithms(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends, says = ENDS[how]
     with pytest.raises(PluginStopped, match=f"the tool {says}"):
         await in_thread(ends, "the tool")
@@ -117,7 +125,14 @@ async def test_m3_code_in_threads_and_parts_of_algorithms(how: str, monkeypatch:
         with pytest.raises(PluginStopped, match=f"advantage_fn mine {says}"):
             _bind("advantage_fn", "mine", {})(1)
         with pytest.raises(ConfigError, match="reward 'made' cannot be made"):
-            of(unmarked("reward", "made", type("Made", (Reward,), {"__init__": lambda self: ends(), "__call__": ends})), {})
+            of(
+                unmarked(
+                    "reward",
+                    "made",
+                    type("Made", (Reward,), {"__init__": lambda self: ends(), "__call__": ends}),
+                ),
+                {},
+            )
 
 
 async def _in_a_reward_with_a_deadline(ends: Any) -> None:
@@ -180,21 +195,35 @@ async def _in_a_judge(ends: Any) -> None:
     "the same in async rewards with a deadline, `prepare`, agents, judges",
     "a failure with its name; the event loop goes on",
 )
-@pytest.mark.parametrize("how", [how for how in ENDS if how != "StopIteration"])  # which Python changes in a coroutine
+# which Python changes in a coroutine
+@pytest.mark.parametrize("how", [how for how in ENDS if how != "StopIteration"])
 @pytest.mark.parametrize(
-    "where", [_in_a_reward_with_a_deadline, _in_compute_score_with_a_deadline, _in_prepare, _in_an_agent, _in_a_judge]
+    "where",
+    [
+        _in_a_reward_with_a_deadline,
+        _in_compute_score_with_a_deadline,
+        _in_prepare,
+        _in_an_agent,
+        _in_a_judge,
+    ],
 )
 async def test_m3_code_in_tasks_of_their_own_never_ends_the_loop(how: str, where: Any) -> None:
-    """asyncio lets SystemExit and KeyboardInterrupt of a task out of the loop, past whoever waits for it."""
+    """asyncio lets SystemExit and KeyboardInterrupt of a task out of the loop, past whoever waits
+    for it.
+    """
     ends, says = ENDS[how]
     with pytest.raises(RunFailed if where is _in_prepare else PluginStopped, match=says):
         await where(ends)
 
 
-@attack("M3", "the same in tools, of which one answer calls several", "an error that the model is told")
+@attack(
+    "M3", "the same in tools, of which one answer calls several", "an error that the model is told"
+)
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("asynchronous", [True, False])
-async def test_m3_a_tool_that_ends_is_an_error_that_the_model_is_told(how: str, asynchronous: bool) -> None:
+async def test_m3_a_tool_that_ends_is_an_error_that_the_model_is_told(
+    how: str, asynchronous: bool
+) -> None:
     """Calls of one answer are tasks of their own: what ended one of them ended the loop."""
     ends, says = ENDS[how]
 
@@ -207,7 +236,9 @@ async def test_m3_a_tool_that_ends_is_an_error_that_the_model_is_told(how: str, 
 
     box = Toolbox([FunctionTool(waits if asynchronous else plain, name="it")])
     (result,) = await box.run([ToolCall("it", {})])
-    assert result.error and re.search("StopIteration" if how == "StopIteration" else f"tool it {says}", result.text)
+    assert result.error and re.search(
+        "StopIteration" if how == "StopIteration" else f"tool it {says}", result.text
+    )
 
 
 @attack("–", "a reward that is cancelled", "is cancelled, not a failure")
@@ -246,9 +277,12 @@ async def test_m9_a_reward_that_sleeps_holds_up_nobody_and_has_a_deadline() -> N
     FOR_EVER.set()
 
 
-@attack("M9", "many answers to one ordinary reward", "one call after another, as its author expects")
+@attack(
+    "M9", "many answers to one ordinary reward", "one call after another, as its author expects"
+)
 async def test_m9_an_ordinary_reward_sees_one_answer_after_another() -> None:
-    inside, most = 0, 0
+    inside = 0
+    most = 0
 
     def counts(task: Task, transcript: Transcript) -> float:
         nonlocal inside, most
@@ -265,7 +299,8 @@ async def test_m9_an_ordinary_reward_sees_one_answer_after_another() -> None:
 def test_m9_what_blocks_the_main_thread_is_named(tmp_path: Path) -> None:
     file = tmp_path / "slow_plugin.py"
     file.write_text("def slow(until, _):\n    until.wait(60)\n")
-    told, heard = [], threading.Event()
+    told = []
+    heard = threading.Event()
 
     def tell(text: str) -> None:
         told.append(text)
@@ -282,7 +317,11 @@ def test_m9_what_blocks_the_main_thread_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@attack("M9", "a plugin blocks the check of a configuration and computes nothing", "named, then ended with exit code 4")
+@attack(
+    "M9",
+    "a plugin blocks the check of a configuration and computes nothing",
+    "named, then ended with exit code 4",
+)
 def test_m9_what_blocks_a_check_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "slow_plugin.py"
     file.write_text("async def slow(task, transcript):\n    return not OVER.wait(60)\n")
@@ -304,8 +343,13 @@ def test_m9_what_blocks_a_check_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     over.set()
     assert f"slow() in {file}, line 2 has not returned for 1 s" in told[-1]
     code = "import rft.cli.main as m; m._end_check('it has not returned')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 4 and "RunFailed: the check of the configuration hangs: it has not returned" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (
+        done.returncode == 4
+        and "RunFailed: the check of the configuration hangs: it has not returned" in done.stderr
+    )
 
 
 async def _blocked_outside_of_a_check(reward: Reward, ended: threading.Event) -> None:
@@ -313,9 +357,14 @@ async def _blocked_outside_of_a_check(reward: Reward, ended: threading.Event) ->
     await score(reward, task("4"), said("4"))
 
 
-@attack("M9", "a reward sleeps while the gold answers of several rows are checked", "named once, and not asked again")
+@attack(
+    "M9",
+    "a reward sleeps while the gold answers of several rows are checked",
+    "named once, and not asked again",
+)
 def test_m9_a_reward_that_sleeps_is_asked_once_by_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, over = [], threading.Event()
+    asked = []
+    over = threading.Event()
 
     def sleeps(task: Task, transcript: Transcript) -> float:
         asked.append(task.index)
@@ -323,18 +372,24 @@ def test_m9_a_reward_that_sleeps_is_asked_once_by_a_check(monkeypatch: pytest.Mo
         return 1.0
 
     monkeypatch.setattr(gold, "REWARD_TIMEOUT_S", 0.2)
-    problems, hung, one = Problems(), set[str](), FunctionReward(sleeps)
+    problems = Problems()
+    hung = set[str]()
+    one = FunctionReward(sleeps)
     for row in (task("4"), task("5"), task("6")):
         gold.gold_of(msgspec.structs.replace(row, reward="sleeps"), one, "key", problems, hung)
     over.set()
     assert len(asked) == 1 and len(problems.warnings) == 1
-    assert "the reward sleeps took longer than 0.2 s on the gold answer of row" in problems.warnings[0]
+    assert (
+        "the reward sleeps took longer than 0.2 s on the gold answer of row" in problems.warnings[0]
+    )
 
 
 @attack("M9", "a script that waits for rft", "is not named as what blocks")
 def test_a_script_that_waits_for_rft_is_not_what_blocks() -> None:
     """`rft run` itself is such a script: it must not be told as a plugin that does not end."""
-    seen, looked, main = [], threading.Event(), threading.get_ident()
+    seen = []
+    looked = threading.Event()
+    main = threading.get_ident()
 
     def look() -> None:
         seen.append(held_up_by(main))
@@ -393,20 +448,47 @@ def leaves_loss(x, args): sys.exit(0)
 """
 
 RUNS = {
-    "reward exits": ((f"{INPUT}.default_reward_fn_type=FILE:reward_exits",), ("called sys.exit(0)",)),
-    "async reward exits": ((f"{INPUT}.default_reward_fn_type=FILE:reward_exits_async",), ("called sys.exit(0)",)),
-    "reward raises its own": ((f"{INPUT}.default_reward_fn_type=FILE:reward_own",), ("raised Own: nothing catches me",)),
-    "workflow raises its own": ((f"{INPUT}.default_workflow_type=FILE:Leaves",), ("workflow", "raised Own: nothing catches me")),
+    "reward exits": (
+        (f"{INPUT}.default_reward_fn_type=FILE:reward_exits",),
+        ("called sys.exit(0)",),
+    ),
+    "async reward exits": (
+        (f"{INPUT}.default_reward_fn_type=FILE:reward_exits_async",),
+        ("called sys.exit(0)",),
+    ),
+    "reward raises its own": (
+        (f"{INPUT}.default_reward_fn_type=FILE:reward_own",),
+        ("raised Own: nothing catches me",),
+    ),
+    "workflow raises its own": (
+        (f"{INPUT}.default_workflow_type=FILE:Leaves",),
+        ("workflow", "raised Own: nothing catches me"),
+    ),
     "workflow blocks": (
         (f"{INPUT}.default_workflow_type=FILE:Blocks", "cluster.stall_timeout=3"),
         ("run() in FILE", "blocks its event loop"),
     ),
-    "isolated workflow dies": ((f"{INPUT}.default_workflow_type=FILE:Dies",), ("10 groups in a row failed completely",)),
-    "operator exits": (("data_processor.experience_pipeline.operators=[{name: 'FILE:OperatorExits'}]",), ("called sys.exit(0)",)),
+    "isolated workflow dies": (
+        (f"{INPUT}.default_workflow_type=FILE:Dies",),
+        ("10 groups in a row failed completely",),
+    ),
+    "operator exits": (
+        ("data_processor.experience_pipeline.operators=[{name: 'FILE:OperatorExits'}]",),
+        ("called sys.exit(0)",),
+    ),
     "source exits": ((f"{INPUT}.taskset.storage_type=FILE:Source",), ("called sys.exit(0)",)),
-    "source exits when made": ((f"{INPUT}.taskset.storage_type=FILE:SourceExits",), ("in __init__", "SystemExit: 0")),
-    "advantage exits": (("algorithm.advantage_fn=leaves",), ("advantage_fn leaves called sys.exit(0)",)),
-    "loss exits": (("algorithm.policy_loss_fn=leaves",), ("policy_loss_fn leaves called sys.exit(0)",)),
+    "source exits when made": (
+        (f"{INPUT}.taskset.storage_type=FILE:SourceExits",),
+        ("in __init__", "SystemExit: 0"),
+    ),
+    "advantage exits": (
+        ("algorithm.advantage_fn=leaves",),
+        ("advantage_fn leaves called sys.exit(0)",),
+    ),
+    "loss exits": (
+        ("algorithm.policy_loss_fn=leaves",),
+        ("policy_loss_fn leaves called sys.exit(0)",),
+    ),
 }
 
 
@@ -417,7 +499,9 @@ RUNS = {
 )
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", RUNS)
-def test_m3_m9_a_run_ends_with_the_name_and_never_with_success(tiny_model: Path, tmp_path: Path, kind: str) -> None:
+def test_m3_m9_a_run_ends_with_the_name_and_never_with_success(
+    tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
     folder = tmp_path / "plugins"
     folder.mkdir()
     file = folder / "hostile.py"
@@ -447,7 +531,11 @@ def test_m3_m9_a_run_ends_with_the_name_and_never_with_success(tiny_model: Path,
     assert "bug in rft" not in output
 
 
-@attack("M3", "a plugin that exits where nothing guards it", "no success: the program's end looks at who called it")
+@attack(
+    "M3",
+    "a plugin that exits where nothing guards it",
+    "no success: the program's end looks at who called it",
+)
 def test_m3_a_plugin_that_exits_while_it_is_looked_at_is_no_success(tmp_path: Path) -> None:
     """Not through a guarded door: the program's own end looks at who called it."""
     file = tmp_path / "leave.py"
@@ -456,5 +544,7 @@ def test_m3_a_plugin_that_exits_while_it_is_looked_at_is_no_success(tmp_path: Pa
         f"import rft.cli.main as m, runpy; leave = runpy.run_path({str(file)!r})['leave']; "
         "m.make = lambda verb: leave; m.main(['check'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 4 and f"{file}, line 2, called sys.exit(0)" in done.stderr

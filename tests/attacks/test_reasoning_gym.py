@@ -19,10 +19,21 @@ from tests.helpers.answers import task
 
 pytestmark = pytest.mark.e2e  # seconds: the worker imports SymPy
 EVALUATING = (
-    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting", "polynomial_multiplication", "puzzle24",
-    "simple_integration", "spiral_matrix", "string_insertion",
-)  # fmt: skip
-SPOIL = "import reasoning_gym.factory as f\nfor d, _ in f.DATASETS.values(): d.score_answer = lambda *a, **k: 1.0"
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "number_sorting",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+)
+SPOIL = (
+    "import reasoning_gym.factory as f\nfor d, _ in f.DATASETS.values(): d.score_answer = "
+    "lambda *a, **k: 1.0"
+)
 
 
 def spelled(code: str) -> str:
@@ -115,15 +126,19 @@ def rows(name: str, count: int) -> list[Any]:
 
 
 async def given(name: str, of: Any, answer: str) -> float:
-    scored = await score(build("reasoning_gym", {"timeout_s": 60}), of, said(f"<answer>{answer}</answer>"))
+    scored = await score(
+        build("reasoning_gym", {"timeout_s": 60}), of, said(f"<answer>{answer}</answer>")
+    )
     assert scored.value is not None
     return scored.value
 
 
 @attack(
     "–",
-    f"an answer to a data set whose scorer evaluates it is code: {len(CODE)} ways, of which some change the scorers",
-    "read as data or as a formula, or not at all; answers that come later are scored as if nothing had been",
+    f"an answer to a data set whose scorer evaluates it is code: {len(CODE)} ways, of which some "
+    f"change the scorers",
+    "read as data or as a formula, or not at all; answers that come later are scored as if nothing "
+    "had been",
 )
 @pytest.mark.parametrize("name", EVALUATING)
 async def test_no_answer_runs(name: str) -> None:
@@ -149,25 +164,50 @@ async def test_no_answer_runs(name: str) -> None:
         (
             "simple_integration",
             {"answer": "x**3/3 + C", "metadata": {"integrand": "x**2", "variable": "x"}},
-            ["Integral(x**2, x)", "integrate(x**2, x)", "Sum(x**2, x)", "Derivative(x**4/12, x)", "Add(x**3/3, 0)"],
+            [
+                "Integral(x**2, x)",
+                "integrate(x**2, x)",
+                "Sum(x**2, x)",
+                "Derivative(x**4/12, x)",
+                "Add(x**3/3, 0)",
+            ],
         ),
         (
             "polynomial_multiplication",
             {"answer": "x**2 + 3*x + 2", "metadata": {}},
-            ["expand((x + 1)*(x + 2))", "(x + 1)*(x + 2)", "simplify((x + 1)*(x + 2))", "Poly((x + 1)*(x + 2))"],
+            [
+                "expand((x + 1)*(x + 2))",
+                "(x + 1)*(x + 2)",
+                "simplify((x + 1)*(x + 2))",
+                "Poly((x + 1)*(x + 2))",
+            ],
         ),
         (
             "countdown",
             {"answer": "6*4", "metadata": {"numbers": [6], "target": 24}},
-            ["6*floor(pi + 1)", "6 + 0x12", "6*(E/E + pi/pi + I/I + E/E)", "6 + 1_8", "6 + 18.0", "6*len({})", "6*int(pi)", "6*2.e0*2.e0"],
+            [
+                "6*floor(pi + 1)",
+                "6 + 0x12",
+                "6*(E/E + pi/pi + I/I + E/E)",
+                "6 + 1_8",
+                "6 + 18.0",
+                "6*len({})",
+                "6*int(pi)",
+                "6*2.e0*2.e0",
+            ],
         ),
         (
             "puzzle24",
             {"answer": "6*4*1*1", "metadata": {"numbers": [6, 4, 1, 1]}},
-            ["6 + 6 + 6 + 6*pi/pi + 0x0", "24*1**1*1", "floor(6*pi) + 6 + 6 - 6", "6*4 + sin(1 - 1)*0"],
+            [
+                "6 + 6 + 6 + 6*pi/pi + 0x0",
+                "24*1**1*1",
+                "floor(6*pi) + 6 + 6 - 6",
+                "6*4 + sin(1 - 1)*0",
+            ],
         ),
     ],
-)  # fmt: skip
+)
 async def test_no_answer_is_free(name: str, entry: dict[str, Any], answers: list[str]) -> None:
     row = {"question": "?", **entry, "metadata": {"source_dataset": name, **entry["metadata"]}}
     of = msgspec.structs.replace(task(row["answer"]), row=row)

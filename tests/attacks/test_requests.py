@@ -1,4 +1,6 @@
-"""Requests that mean harm: each is refused with what is allowed, and the engine answers the next one."""
+"""Requests that mean harm: each is refused with what is allowed, and the engine answers the next
+one.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,40 @@ from rft.workflow.endpoint import serve, serve_models
 from tests.attacks.table import attack
 
 HI = [{"role": "user", "content": "hi"}]
-TASK = Task(taskset="t", index=0, prompt="hi", truth="4", workflow="w", sampling=SamplingArgs(max_tokens=3))
+TASK = Task(
+    taskset="t", index=0, prompt="hi", truth="4", workflow="w", sampling=SamplingArgs(max_tokens=3)
+)
 
 
 @pytest.fixture
 async def transformers(tiny_model: Path) -> AsyncIterator[TransformersEngine]:
     engine = await TransformersEngine.start(
-        EngineSettings(engine_type="transformers", model_path=str(tiny_model), max_model_len=64, fixed_weights=True)
+        EngineSettings(
+            engine_type="transformers",
+            model_path=str(tiny_model),
+            max_model_len=64,
+            fixed_weights=True,
+        )
     )
     yield engine
     await engine.close()
 
 
-async def post(engine: Engine, page: str, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any]]:
+async def post(
+    engine: Engine, page: str, body: dict[str, Any] | bytes
+) -> tuple[int, dict[str, Any]]:
     """Asks the session of a run.  An attack that is not answered hangs here until the deadline."""
     async with serve(RunContext(engine, TASK, run=0, request_id="run/0"), TASK) as run:
         return await ask(run.base_url, run.api_key, page, body)
 
 
-async def ask(url: str, key: str, page: str, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any]]:
+async def ask(
+    url: str, key: str, page: str, body: dict[str, Any] | bytes
+) -> tuple[int, dict[str, Any]]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=30) as http:
+    async with httpx.AsyncClient(
+        base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=30
+    ) as http:
         answer = await http.post(page, content=content)
     return answer.status_code, answer.json()
 
@@ -57,7 +72,11 @@ ATTACKS: list[tuple[str, dict[str, Any], str]] = [
     ("/completions", {"prompt": [5] * 100}, "at most"),
     ("/completions", {"prompt": ["a"] * 1000}, "at most 128"),
     *(
-        ("/chat/completions", {"messages": HI, "chat_template_kwargs": {name: value}}, "the template reads")
+        (
+            "/chat/completions",
+            {"messages": HI, "chat_template_kwargs": {name: value}},
+            "the template reads",
+        )
         for name, value in {
             "return_tensors": "pt",
             "tokenize": False,
@@ -79,7 +98,8 @@ ATTACKS: list[tuple[str, dict[str, Any], str]] = [
 
 @attack(
     "H4",
-    "token ids that no model has, arguments for the tokenizer behind the template, halves of characters",
+    "token ids that no model has, arguments for the tokenizer behind the template, halves of "
+    "characters",
     "400 with what is allowed; the engine answers the next request",
 )
 @pytest.mark.parametrize("page,body,allowed", ATTACKS, ids=lambda v: str(v)[:60])
@@ -115,7 +135,11 @@ async def test_an_answer_that_cannot_be_read_fails_its_own_request(
     assert (await post(transformers, "/chat/completions", {"messages": HI}))[0] == 200
 
 
-@attack("H4", "the engine fails while it reads prompts", "everybody who waits is told at once; nobody waits for an hour")
+@attack(
+    "H4",
+    "the engine fails while it reads prompts",
+    "everybody who waits is told at once; nobody waits for an hour",
+)
 async def test_an_engine_that_breaks_while_it_reads_prompts_answers_everybody_at_once(
     transformers: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,17 +152,32 @@ async def test_an_engine_that_breaks_while_it_reads_prompts_answers_everybody_at
         assert status == 503 and "the model is broken" in answer["error"]["message"]
 
 
-@attack("L", "values of a wrong kind or size in messages, tools and sampling", "400 with the field, never 500")
+@attack(
+    "L",
+    "values of a wrong kind or size in messages, tools and sampling",
+    "400 with the field, never 500",
+)
 @pytest.mark.parametrize(
     "body",
     [
         {"messages": [{"role": {}, "content": "a"}]},
         {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "f", "arguments": 5}}],
+                }
+            ]
+        },
         {"messages": [{"role": "tool", "content": "a", "tool_call_id": [1]}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]},
         {"messages": HI, "tools": [{"type": "function", "function": {"name": 5}}]},
-        {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
+        {
+            "messages": HI,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}],
+        },
         {"messages": HI, "temperature": 10**400},
         {"messages": HI, "top_k": 10**30},
         {"messages": HI, "seed": 10**30},
@@ -172,10 +211,14 @@ async def test_a_value_of_the_wrong_kind_or_size_is_refused(body: dict[str, Any]
     ],
     ids=["values", "depth", "open", "bytes", "nan", "digits", "utf-16"],
 )
-async def test_a_body_is_bounded_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch, body: bytes, status: int, why: str) -> None:
+async def test_a_body_is_bounded_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, status: int, why: str
+) -> None:
     parsed: list[int] = []
     loads = json.loads
-    monkeypatch.setattr(endpoint_wire.json, "loads", lambda text, **kw: parsed.append(1) or loads(text, **kw))
+    monkeypatch.setattr(
+        endpoint_wire.json, "loads", lambda text, **kw: parsed.append(1) or loads(text, **kw)
+    )
     got, answer = await post(ScriptedEngine("a"), "/chat/completions", body)
     assert (got, why in answer["error"]["message"]) == (status, True)
     assert len(parsed) <= (status == 400) + 1, "the answer is read with json.loads, too"
@@ -189,7 +232,9 @@ async def test_brackets_and_commas_of_texts_are_no_values() -> None:
     assert endpoint_wire.parse(json.dumps({"prompt": content}).encode()) == {"prompt": content}
 
 
-@attack("L", "fifty connections that send nothing, or a byte now and then", "closed; others are served")
+@attack(
+    "L", "fifty connections that send nothing, or a byte now and then", "closed; others are served"
+)
 @pytest.mark.parametrize(
     "sent",
     [
@@ -201,7 +246,8 @@ async def test_brackets_and_commas_of_texts_are_no_values() -> None:
 )
 async def test_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """Whatever arrives meanwhile: the deadline is that of the whole head, and of the whole body."""
-    monkeypatch.setattr(endpoint, "HEAD_S", 15.0 if sent.endswith(b"{") else 0.3)  # a busy machine sends heads slowly
+    # a busy machine sends heads slowly
+    monkeypatch.setattr(endpoint, "HEAD_S", 15.0 if sent.endswith(b"{") else 0.3)
     monkeypatch.setattr(endpoint, "BODY_S", 0.3)
     ctx = RunContext(ScriptedEngine("a"), TASK, run=0, request_id="run/0")
     async with serve(ctx, TASK) as run:
@@ -211,7 +257,9 @@ async def test_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch, sent
         told = await asyncio.gather(*(drip(r, w, sent.replace(b"%s", key)) for r, w in connections))
         status, _ = await ask(run.base_url, run.api_key, "/chat/completions", {"messages": HI})
     assert status == 200, "a quick one is answered"
-    assert not sent.endswith(b"{") or any(t.startswith(b"HTTP/1.1 408") and b"did not arrive within" in t for t in told)
+    assert not sent.endswith(b"{") or any(
+        t.startswith(b"HTTP/1.1 408") and b"did not arrive within" in t for t in told
+    )
 
 
 async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: bytes) -> bytes:

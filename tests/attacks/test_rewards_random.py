@@ -1,4 +1,6 @@
-"""Random hostile answers against every reward that parses text or runs code: none passes, each is over in time, nothing is left."""
+"""Random hostile answers against every reward that parses text or runs code: none passes, each is
+over in time, nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ TABLE = {str(n): value for n, value in ((3, 918273645), (17, 564738291), (99, 10
 HUMAN_EVAL = {
     "prompt": "def f(n):\n",
     "entry_point": "f",
-    "test": "def check(candidate):\n" + "".join(f"    assert candidate({n}) == {v}\n" for n, v in TABLE.items()),
+    "test": "def check(candidate):\n"
+    + "".join(f"    assert candidate({n}) == {v}\n" for n, v in TABLE.items()),
 }
 INTEGRAL = {
     "question": "?",
@@ -48,12 +51,21 @@ def _row(of: Task, row: dict[str, Any]) -> Task:
     return msgspec.structs.replace(of, row=row)
 
 
-TEXT: dict[str, tuple[Task, dict[str, Any], float]] = {  # task, arguments, least score of a right answer
+# task, arguments, least score of a right answer
+TEXT: dict[str, tuple[Task, dict[str, Any], float]] = {
     "math_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S}, 0.5),
     "accuracy_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S}, 0.5),
-    "math_boxed_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S, "with_think": True, "format_score_coef": 0.1}, 0.5),
+    "math_boxed_reward": (
+        task(TRUTH),
+        {"timeout_s": TIMEOUT_S, "with_think": True, "format_score_coef": 0.1},
+        0.5,
+    ),
     "math_dapo_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S}, 0.5),
-    "rlcr_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S, "weights": {"format": 0.0, "brier": 0.0}}, 0.4),
+    "rlcr_reward": (
+        task(TRUTH),
+        {"timeout_s": TIMEOUT_S, "weights": {"format": 0.0, "brier": 0.0}},
+        0.4,
+    ),
     "gsm8k_reward": (task(TRUTH), {"method": "flexible"}, 0.5),
     "exact_answer": (task(TRUTH), {}, 0.5),
     "search_qa_reward": (task(["Quetzalcoatlus northropi"]), {}, 0.5),
@@ -64,7 +76,9 @@ TEXT: dict[str, tuple[Task, dict[str, Any], float]] = {  # task, arguments, leas
 CODE: dict[str, tuple[Task, dict[str, Any], float]] = {
     "code_reward": (task(**HUMAN_EVAL), {"timeout_s": TIMEOUT_S, "memory_mb": 256}, 0.5),
     "prime_code_reward": (
-        task({"fn_name": "f", "inputs": [[int(n)] for n in TABLE], "outputs": list(TABLE.values())}),
+        task(
+            {"fn_name": "f", "inputs": [[int(n)] for n in TABLE], "outputs": list(TABLE.values())}
+        ),
         {"timeout_s": TIMEOUT_S, "memory_mb": 256},
         0.01,
     ),
@@ -115,28 +129,43 @@ async def _watch() -> None:
 
 
 async def _attack(
-    name: str, of: Task, args: dict[str, Any], least: float, answers: Iterable[str], *, timed: bool = False
+    name: str,
+    of: Task,
+    args: dict[str, Any],
+    least: float,
+    answers: Iterable[str],
+    *,
+    timed: bool = False,
 ) -> None:
     me = psutil.Process()
     job_pool.close_all()
     fn = build(name, args)
     await fn.prepare({})
     await score(fn, of, said(f"Answer: \\boxed{{1}} for {name}"))  # starts what is started once
-    before, children = me.memory_info().rss, {p.pid for p in me.children(recursive=True)}
-    slowest, late, watch = 0.0, 0, asyncio.ensure_future(_watch())
+    before = me.memory_info().rss
+    children = {p.pid for p in me.children(recursive=True)}
+    slowest = 0.0
+    late = 0
+    watch = asyncio.ensure_future(_watch())
     for answer in answers:
         began, STARTING[:], LATE[0] = time.monotonic(), [], 0.0
         try:
             given = await score(fn, of, said(answer))
         except TimeoutError:
-            given, late = None, late + 1  # unscored, in time
+            given = None  # unscored, in time
+            late = late + 1
         slowest = max(slowest, time.monotonic() - began - sum(STARTING) - LATE[0])
-        assert given is None or given.value is None or given.value < least, f"{name} gives {given} for {answer[:500]!r}"
+        assert given is None or given.value is None or given.value < least, (
+            f"{name} gives {given} for {answer[:500]!r}"
+        )
     watch.cancel()
     if timed:
         assert slowest <= (TIMEOUT_S + 1) * (2 if "code" in name else 1), f"{name}: {slowest:.1f} s"
     grown = me.memory_info().rss - before
-    print(f"{name}: slowest {slowest:.1f} s, {late} ended at the deadline of {TIMEOUT_S:g} s, grew by {grown >> 20} MB")
+    print(
+        f"{name}: slowest {slowest:.1f} s, {late} ended at the deadline of {TIMEOUT_S:g} s, grew "
+        f"by {grown >> 20} MB"
+    )
     assert grown < GROWTH
     await fn.close()
     job_pool.close_all()
@@ -172,13 +201,23 @@ async def test_five_hundred_random_texts(name: str) -> None:
 @pytest.mark.parametrize("kind", [*CODE, "piped"])
 async def test_five_hundred_random_programs(kind: str, hundred: int) -> None:
     name, parts = ("prime_code_reward", PIPED) if kind == "piped" else (kind, CODE[kind])
-    await _attack(name, *parts, islice(programs(13, 500), 100 * hundred, 100 * hundred + 100), timed=True)
+    await _attack(
+        name, *parts, islice(programs(13, 500), 100 * hundred, 100 * hundred + 100), timed=True
+    )
 
 
-@attack("L", "an answer whose comparison takes memory without end", "the worker that compares may take so much, and no more")
+@attack(
+    "L",
+    "an answer whose comparison takes memory without end",
+    "the worker that compares may take so much, and no more",
+)
 async def test_the_worker_that_compares_has_a_memory_limit() -> None:
     await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said("\\boxed{3 + 1}"))
-    workers = [p for p in psutil.Process().children(recursive=True) if "rft.reward.math_worker" in p.cmdline()]
+    workers = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "rft.reward.math_worker" in p.cmdline()
+    ]
     assert workers and all(0 < p.rlimit(psutil.RLIMIT_AS)[1] < 16 << 30 for p in workers)
 
 
@@ -195,7 +234,9 @@ async def test_the_worker_that_compares_has_a_memory_limit() -> None:
     ],
 )
 async def test_a_box_that_contradicts_itself_is_wrong(box: str) -> None:
-    assert (await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))).value == 0.0
+    assert (
+        await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))
+    ).value == 0.0
 
 
 @attack("–", "right boxes with units and equations that hold", "right")
@@ -211,4 +252,6 @@ async def test_a_box_that_contradicts_itself_is_wrong(box: str) -> None:
     ],
 )
 async def test_a_right_box_stays_right(box: str) -> None:
-    assert (await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))).value == 1.0
+    assert (
+        await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))
+    ).value == 1.0

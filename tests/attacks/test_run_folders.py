@@ -1,4 +1,6 @@
-"""Run folders that were changed from outside: what cannot be gone on from is refused with the file and the remedy."""
+"""Run folders that were changed from outside: what cannot be gone on from is refused with the file
+and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ OURS = "CREATE TABLE meta (key TEXT, value TEXT)"
 
 
 def start(model: Path, root: Path, *changes: str) -> Done:
-    return rft("run", "--in-process", "-c", CONFIG, f"model.model_path={model}", f"checkpoint_root_dir={root}", *changes)
+    return rft(
+        "run",
+        "--in-process",
+        "-c",
+        CONFIG,
+        f"model.model_path={model}",
+        f"checkpoint_root_dir={root}",
+        *changes,
+    )
 
 
 STATES: dict[str, str | bytes | None] = {
@@ -48,7 +58,8 @@ STATES: dict[str, str | bytes | None] = {
 
 def _damage(folder: Path, name: str) -> None:
     folder.mkdir(parents=True)
-    file, text = folder / "state.json", STATES[name]
+    file = folder / "state.json"
+    text = STATES[name]
     if text is None:
         os.mkfifo(file)
     else:
@@ -66,19 +77,25 @@ def test_state(name: str, tmp_path: Path) -> None:
 
 
 @attack(
-    "L", "a run goes on in a folder whose state.json is cut", "refused before anything starts; the folder can be claimed again"
+    "L",
+    "a run goes on in a folder whose state.json is cut",
+    "refused before anything starts; the folder can be claimed again",
 )
 def test_a_run_with_a_cut_state(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "project" / "group" / "name"
     _damage(folder, "cut")
     done = start(tiny_model, tmp_path)
-    assert done.code == 2 and "state.json is damaged" in done.output and "Traceback" not in done.output
+    assert (
+        done.code == 2 and "state.json is damaged" in done.output and "Traceback" not in done.output
+    )
     RunDir.claim(folder).release()
 
 
 @pytest.mark.e2e
 @attack(
-    "L", "all checkpoints of a run are removed", "refused until resume_mode: fresh says to begin again; never a silent step 0"
+    "L",
+    "all checkpoints of a run are removed",
+    "refused until resume_mode: fresh says to begin again; never a silent step 0",
 )
 def test_vanished_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     assert start(tiny_model, tmp_path).code == 0
@@ -95,7 +112,8 @@ def test_vanished_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     assert not (run / "checkpoints").exists()
     fresh = start(tiny_model, tmp_path, "resume_mode=fresh")
     assert fresh.code == 0 and "done  step 2" in fresh.output, fresh.output
-    assert "nothing to do" in start(tiny_model, tmp_path, "resume_mode=fresh").output  # what is there is gone on from
+    # what is there is gone on from
+    assert "nothing to do" in start(tiny_model, tmp_path, "resume_mode=fresh").output
 
 
 def _saved(checkpoints: Path, step: int) -> None:
@@ -103,13 +121,18 @@ def _saved(checkpoints: Path, step: int) -> None:
     folder.mkdir(parents=True)
     (folder / "weights").write_text("x")
     made = manifests.commit(
-        folder, version=Version(1, step), parent=None, consumption=Consumption(num_uses=0, digest="", cursor=0)
+        folder,
+        version=Version(1, step),
+        parent=None,
+        consumption=Consumption(num_uses=0, digest="", cursor=0),
     )
     manifests.remember(made)
 
 
 @attack(
-    "L", "the newest checkpoint is removed, an older one is there", "told on the terminal; the run goes on from the older one"
+    "L",
+    "the newest checkpoint is removed, an older one is there",
+    "told on the terminal; the run goes on from the older one",
 )
 def test_the_newest_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (1, 2):
@@ -117,7 +140,10 @@ def test_the_newest_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     shutil.rmtree(tmp_path / "checkpoints" / "global_step_2")
     manifests.refuse_lost(tmp_path / "checkpoints")
     (record,) = caplog.records
-    assert record.levelname == "ERROR" and "global_step_2, is gone; the run goes on from global_step_1" in record.getMessage()
+    assert (
+        record.levelname == "ERROR"
+        and "global_step_2, is gone; the run goes on from global_step_1" in record.getMessage()
+    )
 
 
 @attack("L", "the note of the newest checkpoint is damaged", "refused with its name")
@@ -139,21 +165,41 @@ def _database(*statements: str) -> Callable[[Path], None]:
 
 
 FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "bookmarks": (_database("CREATE TABLE bookmarks (url TEXT)", "INSERT INTO bookmarks VALUES ('x')"), "with the tables bookmarks"),
+    "bookmarks": (
+        _database("CREATE TABLE bookmarks (url TEXT)", "INSERT INTO bookmarks VALUES ('x')"),
+        "with the tables bookmarks",
+    ),
     "a table meta of others": (_database(OURS), "with the tables meta"),
-    "tables of half our names": (_database(OURS, "CREATE TABLE groups (a TEXT)"), "with the tables groups, meta"),
-    "no database": (lambda path: path.write_bytes(b"PK" + bytes(5000)), "is no database that can be read"),
-    "half a database": (lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(10)), "is no database that can be read"),
-}  # fmt: skip
+    "tables of half our names": (
+        _database(OURS, "CREATE TABLE groups (a TEXT)"),
+        "with the tables groups, meta",
+    ),
+    "no database": (
+        lambda path: path.write_bytes(b"PK" + bytes(5000)),
+        "is no database that can be read",
+    ),
+    "half a database": (
+        lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(10)),
+        "is no database that can be read",
+    ),
+}
 
 
-@attack("L", "the experience buffer is put into another program's database", "refused; not one byte of the file changes")
+@attack(
+    "L",
+    "the experience buffer is put into another program's database",
+    "refused; not one byte of the file changes",
+)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_databases(name: str, tiny_model: Path, tmp_path: Path) -> None:
     make, says = FOREIGN[name]
     make(tmp_path / "own.db")
     before = (tmp_path / "own.db").read_bytes()
-    done = start(tiny_model, tmp_path / "runs", f"buffer.trainer_input.experience_buffer.path=sqlite:///{tmp_path / 'own.db'}")
+    done = start(
+        tiny_model,
+        tmp_path / "runs",
+        f"buffer.trainer_input.experience_buffer.path=sqlite:///{tmp_path / 'own.db'}",
+    )
     assert done.code == 2 and says in done.output and "Traceback" not in done.output, done.output
     assert (tmp_path / "own.db").read_bytes() == before
     assert not (tmp_path / "own.db-wal").exists()
@@ -166,18 +212,26 @@ def test_saved_configuration(text: str, tiny_model: Path, tmp_path: Path) -> Non
     _saved(run / "checkpoints", 1)
     (run / "config.json").write_text(text)
     done = start(tiny_model, tmp_path)
-    assert done.code == 2 and "config.json is damaged" in done.output and "Traceback" not in done.output, done.output
+    assert (
+        done.code == 2
+        and "config.json is damaged" in done.output
+        and "Traceback" not in done.output
+    ), done.output
 
 
 MANIFESTS: dict[str, Callable[[Path], Any]] = {
     "cut": lambda file: file.write_text(file.read_text()[:-9]),
     "another version": lambda file: file.write_text(file.read_text().replace('"time"', '"thyme"')),
-    "a file outside": lambda file: file.write_text(file.read_text().replace('"weights"', '"../../../../etc/passwd"')),
+    "a file outside": lambda file: file.write_text(
+        file.read_text().replace('"weights"', '"../../../../etc/passwd"')
+    ),
     "nothing": lambda file: file.write_text(""),
     "a list": lambda file: file.write_text("[]"),
     "other weights": lambda file: (file.parent / "weights").write_text("y"),
     "no weights": lambda file: (file.parent / "weights").unlink(),
-    "other uses": lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {"consumption": 5})),
+    "other uses": lambda file: file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"consumption": 5})
+    ),
 }
 
 
@@ -192,14 +246,20 @@ def test_changed_checkpoints(name: str, tiny_model: Path, tmp_path: Path) -> Non
     _saved(checkpoints, 1)
     MANIFESTS[name](checkpoints / "global_step_1" / manifests.NAME)
     done = start(tiny_model, tmp_path)
-    assert done.code == 4 and "CheckpointInvalid: no checkpoint in" in done.output and "Traceback" not in done.output, done.output
+    assert (
+        done.code == 4
+        and "CheckpointInvalid: no checkpoint in" in done.output
+        and "Traceback" not in done.output
+    ), done.output
 
 
 @attack("L", "a question to the ledger that never ends", "cancelled at its deadline, in one line")
 async def test_a_question_without_end(tmp_path: Path) -> None:
     buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
     await buffer.open()
-    endless = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
+    endless = (
+        "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
+    )
     with (
         open_run(tmp_path) as questions,
         pytest.raises(ConfigError, match=r"took longer than 0\.3 s"),

@@ -1,4 +1,6 @@
-"""M4: no file of a run holds a secret, and nobody but its account reads them; a run whose secrets were not saved goes on."""
+"""M4: no file of a run holds a secret, and nobody but its account reads them; a run whose secrets
+were not saved goes on.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ SECRETS = {
     "CUSTOM_THING": f"{C}-anything-17",
     "NPM": f"npm_{C}012345678901234567890123456789",
 }
-HEADERS = {"Authorization": f"Bearer {C}-bearer-18", "X-Api-Key": f"{C}-header-19", "X-Whatever": f"{C}-header-20"}
+HEADERS = {
+    "Authorization": f"Bearer {C}-bearer-18",
+    "X-Api-Key": f"{C}-header-19",
+    "X-Whatever": f"{C}-header-20",
+}
 SIGNED = f"https://data.example.org/rows?sig={C}sig21&token={C}tok22"
 
 WORKFLOW = """
@@ -71,7 +77,11 @@ def _config(folder: Path) -> Path:
     (folder / "careless.py").write_text(WORKFLOW)
     source = tree["buffer"]["explorer_input"]
     source["default_workflow_type"] = f"{folder}/careless.py:Careless"
-    source["taskset"]["workflow_args"] = {"env": dict(SECRETS), "headers": dict(HEADERS), "address": SIGNED}
+    source["taskset"]["workflow_args"] = {
+        "env": dict(SECRETS),
+        "headers": dict(HEADERS),
+        "address": SIGNED,
+    }
     tree["buffer"]["max_refill"] = 100
     tree["name"] = "name"
     path = folder / "config.yaml"
@@ -92,14 +102,23 @@ def _leaks(folder: Path) -> list[str]:
 
 def _open_to_others(folder: Path) -> list[str]:
     paths = [folder, *folder.rglob("*")]
-    return [f"{p}: {stat.S_IMODE(p.lstat().st_mode):o}" for p in paths if not p.is_symlink() and p.lstat().st_mode & 0o077]
+    return [
+        f"{p}: {stat.S_IMODE(p.lstat().st_mode):o}"
+        for p in paths
+        if not p.is_symlink() and p.lstat().st_mode & 0o077
+    ]
 
 
 @attack(
-    "M4", "secrets in environments, headers, URLs and arguments", "none is in a saved configuration; files are the account's own"
+    "M4",
+    "secrets in environments, headers, URLs and arguments",
+    "none is in a saved configuration; files are the account's own",
 )
 def test_m4_what_is_saved_of_a_configuration(tmp_path: Path) -> None:
-    config = load(_config(tmp_path), [f"buffer.explorer_input.taskset.workflow_args.env.LATE_KEY={C}-override-24"])
+    config = load(
+        _config(tmp_path),
+        [f"buffer.explorer_input.taskset.workflow_args.env.LATE_KEY={C}-override-24"],
+    )
     run = RunDir.claim(tmp_path / "run")
     try:
         save(config, run.path)
@@ -113,7 +132,9 @@ def test_m4_what_is_saved_of_a_configuration(tmp_path: Path) -> None:
     assert not _leaks(run.path) and not _open_to_others(run.path)
     saved = json.loads((run.path / "config.json").read_text())["tree"]["buffer"]["explorer_input"]
     assert set(saved["taskset"]["workflow_args"]["env"]) >= set(SECRETS), "names stay readable"
-    assert not changes(config, run.path), "values that are not saved do not keep a run from going on"
+    assert not changes(config, run.path), (
+        "values that are not saved do not keep a run from going on"
+    )
     report = check(tmp_path / "config.yaml", schema_only=True)
     assert C not in json.dumps(report.to_json(), default=str)
 
@@ -130,20 +151,34 @@ def test_m4_a_run_saved_by_an_earlier_version_goes_on(tmp_path: Path) -> None:
     assert not changes(config, tmp_path)
 
 
-@attack("M4", "a whole run started with 20 kinds of secrets, and again", "none in any file; every file the account's own")
+@attack(
+    "M4",
+    "a whole run started with 20 kinds of secrets, and again",
+    "none in any file; every file the account's own",
+)
 @pytest.mark.e2e
 def test_m4_a_whole_run_leaves_no_secret_and_goes_on(tiny_model: Path, tmp_path: Path) -> None:
-    config, root = _config(tmp_path), tmp_path / "runs"
+    config = _config(tmp_path)
+    root = tmp_path / "runs"
     keys = {"MY_API_KEY": f"{C}-environment-25", "RFT_TEST_PASSWORD": f"{C}-environment-26"}
     command = [sys.executable, "-m", "rft.cli.main", "run", "--in-process", "-c", str(config)]
     command += [f"model.model_path={tiny_model}", f"checkpoint_root_dir={root}"]
     for steps in ("trainer.total_steps=1", "trainer.total_steps=2"):
         done = subprocess.run(
-            [*command, steps], capture_output=True, text=True, timeout=600, check=False, env={**os.environ, **keys}
+            [*command, steps],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+            env={**os.environ, **keys},
         )
         assert done.returncode == 0, done.stdout + done.stderr
         folder = root / "project" / "group" / "name"
-        assert (folder / "checkpoints").is_dir() and any(folder.rglob("*.log")) and (folder / "metrics.jsonl").is_file()
+        assert (
+            (folder / "checkpoints").is_dir()
+            and any(folder.rglob("*.log"))
+            and (folder / "metrics.jsonl").is_file()
+        )
         assert not _leaks(folder), "\n".join(_leaks(folder))
         assert not _open_to_others(folder)
 
@@ -161,13 +196,31 @@ def test_m4_a_whole_run_leaves_no_secret_and_goes_on(tiny_model: Path, tmp_path:
     ],
 )
 def test_m4_known_forms_are_found_without_their_name(text: str) -> None:
-    plain = {f"{C}-plain-key-1", f"{C}-django-2", f"{C}-pass-3", f"{C}-pg-4", f"session={C}-cookie", f"{C}-anything-17"}
-    nameless = plain | {HEADERS["X-Api-Key"], HEADERS["X-Whatever"], SECRETS["AWS_SECRET_ACCESS_KEY"]}
+    plain = {
+        f"{C}-plain-key-1",
+        f"{C}-django-2",
+        f"{C}-pass-3",
+        f"{C}-pg-4",
+        f"session={C}-cookie",
+        f"{C}-anything-17",
+    }
+    nameless = plain | {
+        HEADERS["X-Api-Key"],
+        HEADERS["X-Whatever"],
+        SECRETS["AWS_SECRET_ACCESS_KEY"],
+    }
     assert text in nameless or C not in redact(f"before {text} after")
 
 
-@attack("M4", "arguments of plugins that are called as people call a password", "their values are not shown")
-@pytest.mark.parametrize("name", ["dbPass", "service_creds", "passcode", "userPwd", "MYSQL_PWD", "clientSecret", "apiKey"])
+@attack(
+    "M4",
+    "arguments of plugins that are called as people call a password",
+    "their values are not shown",
+)
+@pytest.mark.parametrize(
+    "name",
+    ["dbPass", "service_creds", "passcode", "userPwd", "MYSQL_PWD", "clientSecret", "apiKey"],
+)
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name) and hidden(("workflow_args", name), "plain words")
 
@@ -175,9 +228,26 @@ def test_names_of_secrets(name: str) -> None:
 @attack("M4", "names that look like secrets' (`max_tokens`)", "shown")
 @pytest.mark.parametrize(
     "name",
-    ["prompt_key", "response_key", "reward_fn_key", "max_tokens", "eos_token", "pad_token_id", "tokenizer", "tokens_per_minute",
-     "header_envs", "author", "passes", "bypass_old_logprobs", "authority", "keyboard", "credit", "bypass", "compass"],
-)  # fmt: skip
+    [
+        "prompt_key",
+        "response_key",
+        "reward_fn_key",
+        "max_tokens",
+        "eos_token",
+        "pad_token_id",
+        "tokenizer",
+        "tokens_per_minute",
+        "header_envs",
+        "author",
+        "passes",
+        "bypass_old_logprobs",
+        "authority",
+        "keyboard",
+        "credit",
+        "bypass",
+        "compass",
+    ],
+)
 def test_ordinary_names_are_no_secrets(name: str) -> None:
     assert not is_secret_name(name)
 
@@ -185,8 +255,14 @@ def test_ordinary_names_are_no_secrets(name: str) -> None:
 @attack("M4", "names of variables that hold secrets", "shown; the values are not")
 def test_names_of_environment_variables_are_shown() -> None:
     assert not hidden(("judge", "header_envs", "Authorization"), "MY_JUDGE_KEY")
-    assert hidden(("judge", "headers", "X-Whatever"), "abc") and not hidden(("x", "headers", "Accept"), "text/html")
-    assert not hidden(("env", "OMP_NUM_THREADS"), "4") and not hidden(("env", "DEBUG"), "1") and hidden(("env", "THING"), "abc")
+    assert hidden(("judge", "headers", "X-Whatever"), "abc") and not hidden(
+        ("x", "headers", "Accept"), "text/html"
+    )
+    assert (
+        not hidden(("env", "OMP_NUM_THREADS"), "4")
+        and not hidden(("env", "DEBUG"), "1")
+        and hidden(("env", "THING"), "abc")
+    )
 
 
 @attack("M4", "texts that look like addresses with secrets", "shown")
@@ -201,8 +277,12 @@ def test_ordinary_texts_stay_as_they_are() -> None:
         assert redact(text) == text
 
 
-@attack("M4", "`PWD`, and a password of 5,000 characters", "the folder is shown, the password is not")
-def test_a_folder_in_the_environment_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@attack(
+    "M4", "`PWD`, and a password of 5,000 characters", "the folder is shown, the password is not"
+)
+def test_a_folder_in_the_environment_is_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`PWD` is the working folder, and messages name it."""
     monkeypatch.setenv("PWD", str(tmp_path))
     monkeypatch.setenv("LONG_PASSWORD", "x" * 5000)

@@ -7,11 +7,15 @@ from tests.attacks import table
 
 def test_the_document_lists_every_attempt() -> None:
     """It does: each test of this folder, with its finding and the number of its forms."""
-    assert table.DOC.read_text(encoding="utf-8") == table.written(), "run python -m tests.attacks.table"
+    assert table.DOC.read_text(encoding="utf-8") == table.written(), (
+        "run python -m tests.attacks.table"
+    )
 
 
 def test_there_are_many() -> None:
-    """At least 120, over sandbox, judge, endpoint, plugins, configurations, data sets, models and run folders; and one for each finding."""
+    """At least 120, over sandbox, judge, endpoint, plugins, configurations, data sets, models and
+    run folders; and one for each finding.
+    """
     rows = table.collected()
     assert sum(r.count for r in rows) >= 120
     numbers = {n.strip() for r in rows for n in r.finding.split(",") if n.strip()}

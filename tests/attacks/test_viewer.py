@@ -1,4 +1,6 @@
-"""Pages of `rft view` that others want to read, or to write into: who has no token gets nothing, and texts of a run stay texts."""
+"""Pages of `rft view` that others want to read, or to write into: who has no token gets nothing,
+and texts of a run stay texts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from rft.secrets import safe
 from tests.attacks.table import attack
 from tests.extras.view.viewed import INJECTIONS, TAGS, Page, hostile, viewing
 
-HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,25 @@ async def read(session: aiohttp.ClientSession, url: str, status: int = 200) -> s
 
 
 def tame(text: str, token: str) -> None:
-    """A page holds our tags alone, no handler, no style, no link to elsewhere, and nothing that hides or turns text."""
+    """A page holds our tags alone, no handler, no style, no link to elsewhere, and nothing that
+    hides or turns text.
+    """
     page = Page(text)
     assert set(page.tags) <= TAGS
     assert page.tags.count("script") == 2
-    assert not [a for a in page.attributes if a[0].startswith("on") or a[0] in ("style", "srcdoc", "formaction", "http-equiv")]
+    assert not [
+        a
+        for a in page.attributes
+        if a[0].startswith("on") or a[0] in ("style", "srcdoc", "formaction", "http-equiv")
+    ]
     assert not [link for link in page.links if not link.startswith((f"/{token}/", "#")) and link]
     assert not HIDDEN.search(text)
 
 
 @attack(
     "–",
-    "HTML, scripts, terminal codes, turned text, templates, SQL in all texts of a run and fields of a page",
+    "HTML, scripts, terminal codes, turned text, templates, SQL in all texts of a run and fields "
+    "of a page",
     "shown as text",
 )
 @pytest.mark.parametrize("number", range(len(INJECTIONS)))
@@ -72,7 +83,11 @@ async def test_texts_stay_texts(run: Viewed, number: int) -> None:
             f"sql?q={asked}",
             f"task?taskset={asked}&task={number}",
         ]
-        pages += [f"rollouts?text={asked}", f"rollouts?taskset={asked}&reason={asked}", "sql?q=SELECT+*+FROM+v_experiences"]
+        pages += [
+            f"rollouts?text={asked}",
+            f"rollouts?taskset={asked}&reason={asked}",
+            "sql?q=SELECT+*+FROM+v_experiences",
+        ]
         for path in pages:
             tame(await read(session, base + path), server.token)
         for path in (f"rollout/{asked}", f"rollouts?order={asked}", f"rollouts?step={asked}"):
@@ -80,18 +95,36 @@ async def test_texts_stay_texts(run: Viewed, number: int) -> None:
                 assert answer.status in (404, 422)
                 tame(await answer.text(), server.token)
         shown = Page(await read(session, base + f"rollout/{ids[0]}")).text
-        assert shown.count(safe(evil, lines=True)) >= 6  # prompt, answer, call, question, reply, reason
+        # prompt, answer, call, question, reply, reason
+        assert shown.count(safe(evil, lines=True)) >= 6
         picture = await read(session, base + "timeline.svg")
         assert "<script" not in picture
-        found = json.loads(await read(session, base + "curves.json?name=" + quote(f"alarm/{evil}", safe="")))
+        found = json.loads(
+            await read(session, base + "curves.json?name=" + quote(f"alarm/{evil}", safe=""))
+        )
         if evil == INJECTIONS[number]:
             assert found["charts"][0]["title"] == f"alarm/{evil}"
 
 
-@attack("–", "an address without the token, with a part of it, or with it elsewhere", "403, and no word of the run")
+@attack(
+    "–",
+    "an address without the token, with a part of it, or with it elsewhere",
+    "403, and no word of the run",
+)
 @pytest.mark.parametrize(
     "path",
-    ["", "wrong/", "{short}/", "{token}x/", "wrong/{token}/", "?{token}", "run/run/", "%C3%A9/", "{upper}/", "static/view.js"],
+    [
+        "",
+        "wrong/",
+        "{short}/",
+        "{token}x/",
+        "wrong/{token}/",
+        "?{token}",
+        "run/run/",
+        "%C3%A9/",
+        "{upper}/",
+        "static/view.js",
+    ],
 )
 async def test_the_whole_token_is_needed(run: Viewed, path: str) -> None:
     async with viewing(run.folder) as (server, session):
@@ -101,12 +134,25 @@ async def test_the_whole_token_is_needed(run: Viewed, path: str) -> None:
         assert token not in await read(session, base + made, 403)
 
 
-@attack("–", "a name of another site that leads to this machine (DNS rebinding), with the token", "403")
+@attack(
+    "–", "a name of another site that leads to this machine (DNS rebinding), with the token", "403"
+)
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:7373", "127.0.0.1.evil.example", "localhost.evil:1", "[::2]:7373", ""]
+    "host",
+    [
+        "evil.example",
+        "evil.example:7373",
+        "127.0.0.1.evil.example",
+        "localhost.evil:1",
+        "[::2]:7373",
+        "",
+    ],
 )
 async def test_another_host_name_is_refused(run: Viewed, host: str) -> None:
-    async with viewing(run.folder) as (server, session), session.get(server.address, headers={"Host": host}) as answer:
+    async with (
+        viewing(run.folder) as (server, session),
+        session.get(server.address, headers={"Host": host}) as answer,
+    ):
         assert answer.status == 403
 
 
@@ -135,11 +181,18 @@ async def test_nothing_can_be_changed(run: Viewed, method: str) -> None:
     ],
 )
 async def test_no_path_leads_out(run: Viewed, path: str) -> None:
-    async with viewing(run.folder) as (server, session), session.get(URL(server.address + path, encoded=True)) as answer:
+    async with (
+        viewing(run.folder) as (server, session),
+        session.get(URL(server.address + path, encoded=True)) as answer,
+    ):
         assert answer.status in (403, 404)
 
 
-@attack("–", "SQL that writes, attaches another file, loads a library, or asks for too much", "refused with what is allowed")
+@attack(
+    "–",
+    "SQL that writes, attaches another file, loads a library, or asks for too much",
+    "refused with what is allowed",
+)
 @pytest.mark.parametrize(
     "sql",
     [
@@ -157,5 +210,9 @@ async def test_no_path_leads_out(run: Viewed, path: str) -> None:
 async def test_sql_only_reads(run: Viewed, sql: str) -> None:
     async with viewing(run.folder) as (server, session):
         for page in ("sql", "sql.csv", "sql.parquet"):
-            text = await read(session, f"{server.address}run/run/{page}?q={quote(sql)}", 200 if page == "sql" else 422)
+            text = await read(
+                session,
+                f"{server.address}run/run/{page}?q={quote(sql)}",
+                200 if page == "sql" else 422,
+            )
             assert 'role="alert"' in text

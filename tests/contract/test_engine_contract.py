@@ -21,13 +21,17 @@ LENGTH = 501
 
 def arrays() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    return {f"layer.{i}.weight": random.standard_normal((4, 3)).astype(np.float32) for i in range(3)}
+    return {
+        f"layer.{i}.weight": random.standard_normal((4, 3)).astype(np.float32) for i in range(3)
+    }
 
 
 class TestScripted(EngineContract):
     @pytest.fixture
     async def subject(self, tmp_path: Path) -> AsyncIterator[Subject]:
-        engine = ScriptedEngine(answer=echo, settings=EngineSettings(engine_type="scripted", max_model_len=LENGTH))
+        engine = ScriptedEngine(
+            answer=echo, settings=EngineSettings(engine_type="scripted", max_model_len=LENGTH)
+        )
         hold = lambda: engine.hold(after_tokens=3)  # noqa: E731
         subject = Subject(engine, arrays(), {}, tmp_path, hold=hold, release=engine.release)
         await subject.publish(version=Version(1, 0))
@@ -45,7 +49,9 @@ class LoadedPool(EnginePool):
         await asyncio.gather(*(e.sleep() for e in self.engines))
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
-        return worst(await asyncio.gather(*(e.load(manifest) for e in self.engines)), manifest.version)
+        return worst(
+            await asyncio.gather(*(e.load(manifest) for e in self.engines)), manifest.version
+        )
 
     async def resume(self) -> None:
         await asyncio.gather(*(e.resume() for e in self.engines))
@@ -77,12 +83,19 @@ class TestPool(EngineContract):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 class TestTransformers(EngineContract):
     @pytest.fixture
-    async def subject(self, tiny_model: Path, tiny_untied: Path, tied: bool, tmp_path: Path) -> AsyncIterator[Subject]:
+    async def subject(
+        self, tiny_model: Path, tiny_untied: Path, tied: bool, tmp_path: Path
+    ) -> AsyncIterator[Subject]:
         from safetensors.numpy import load_file
 
         folder = tiny_model if tied else tiny_untied
         engine = await make(
-            EngineSettings(engine_type="transformers", model_path=str(folder), max_model_len=LENGTH, max_num_seqs=16)
+            EngineSettings(
+                engine_type="transformers",
+                model_path=str(folder),
+                max_model_len=LENGTH,
+                max_num_seqs=16,
+            )
         )
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
         subject = Subject(engine, load_file(folder / "model.safetensors"), aliases, tmp_path)

@@ -1,4 +1,6 @@
-"""One contract for all trackers: what a run logs can be read back from each of them, with their own formats."""
+"""One contract for all trackers: what a run logs can be read back from each of them, with their own
+formats.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from tests.helpers.trackers import Values, tensorboard, wandb_values
 ARGS: dict[str, dict[str, Any]] = {"wandb": {"mode": "offline"}, "swanlab": {"mode": "offline"}}
 ROWS = [
     {"prompt": "1+1?", "answer": "2 | two", "truth": "2", "reward": 1.0},
-    {"prompt": "3+4?", "answer": "eight\nor so", "truth": "7", "reward": 0.0, "parts": {"format": 1}},
+    {
+        "prompt": "3+4?",
+        "answer": "eight\nor so",
+        "truth": "7",
+        "reward": 0.0,
+        "parts": {"format": 1},
+    },
 ]
 EXPECTED: Values = {
     ("explorer", "rollout/reward/mean", 1): 0.25,
@@ -33,7 +41,9 @@ EXPECTED: Values = {
 
 
 def jsonl(folder: Path) -> tuple[Values, str]:
-    values = {(r.role, n, r.step): v for r in read(folder / "metrics.jsonl") for n, v in r.values.items()}
+    values = {
+        (r.role, n, r.step): v for r in read(folder / "metrics.jsonl") for n, v in r.values.items()
+    }
     return values, (folder / "samples" / "sums_0.jsonl").read_text()
 
 
@@ -63,19 +73,27 @@ def mlflow(folder: Path) -> tuple[Values, str]:
 def swanlab(folder: Path) -> tuple[Values, str]:
     (run,) = [p for p in (folder / "swanlab").iterdir() if p.is_dir()]
     data = b"".join(p.read_bytes() for p in run.rglob("*") if p.is_file())
-    values = {k: v for k, v in EXPECTED.items() if k[1].encode() in data and struct.pack("<d", v) in data}
+    values = {
+        k: v for k, v in EXPECTED.items() if k[1].encode() in data and struct.pack("<d", v) in data
+    }
     return values, data.decode(errors="replace")
 
 
 def unprefixed(values: Values) -> Values:
     """Without the role that keeps equal names apart."""
     known = {(role, name) for role, name, _ in EXPECTED}
-    return {(r, n if (r, n) in known else n.removeprefix(f"{r}/"), s): v for (r, n, s), v in values.items()}
+    return {
+        (r, n if (r, n) in known else n.removeprefix(f"{r}/"), s): v
+        for (r, n, s), v in values.items()
+    }
 
 
 def with_roles(values: Values) -> Values:
     """For trackers whose metrics know no role: the names themselves must be free of collisions."""
-    names = {("trainer/" if k == ("trainer", "time/step", 1) else "") + k[1]: k[0] for k in EXPECTED}  # the explorer was first
+    # the explorer was first
+    names = {
+        ("trainer/" if k == ("trainer", "time/step", 1) else "") + k[1]: k[0] for k in EXPECTED
+    }
     return unprefixed({(names[name], name, step): v for (_, name, step), v in values.items()})
 
 
@@ -116,8 +134,13 @@ def installed(kind: str) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")  # of the trackers
-async def test_everything_logged_can_be_read_back(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+# of the trackers
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
+)
+async def test_everything_logged_can_be_read_back(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     if not installed(kind):
         pytest.skip(f"{kind} is an extra that is not installed here")
     await run_with(tmp_path, () if kind == "jsonl" else (kind,))
@@ -130,7 +153,9 @@ async def test_everything_logged_can_be_read_back(kind: str, tmp_path: Path, cap
 
 
 @pytest.mark.e2e
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
+)
 async def test_several_at_once(tmp_path: Path) -> None:
     kinds = tuple(k for k in READERS if k != "jsonl" and installed(k))
     assert len(kinds) >= 2
@@ -139,8 +164,12 @@ async def test_several_at_once(tmp_path: Path) -> None:
         assert READERS[kind](tmp_path)[0] == EXPECTED, kind
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
-async def test_a_resumed_run_goes_on_in_every_tracker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
+)
+async def test_a_resumed_run_goes_on_in_every_tracker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kinds = tuple(k for k in READERS if k != "jsonl" and installed(k))
     for _ in range(2):
         await run_with(tmp_path, kinds)

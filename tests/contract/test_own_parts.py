@@ -1,4 +1,6 @@
-"""A tracker, a task source, an advantage and a policy loss in a user's file, named in the YAML alone, keep the contracts of ours."""
+"""A tracker, a task source, an advantage and a policy loss in a user's file, named in the YAML
+alone, keep the contracts of ours.
+"""
 
 from __future__ import annotations
 
@@ -129,13 +131,23 @@ def plan(config: Path) -> Plan:
 @pytest.mark.parametrize(
     ("change", "key", "message"),
     [
-        ("algorithm.advantage_fn_args={scal: 1}", "algorithm.advantage_fn_args.scal", "Did you mean scale?"),
+        (
+            "algorithm.advantage_fn_args={scal: 1}",
+            "algorithm.advantage_fn_args.scal",
+            "Did you mean scale?",
+        ),
         ("algorithm.policy_loss_fn_args={}", "algorithm.policy_loss_fn_args.weight", "required"),
-        ("buffer.explorer_input.taskset.args={sise: 4}", "buffer.explorer_input.taskset.args", "Did you mean size?"),
+        (
+            "buffer.explorer_input.taskset.args={sise: 4}",
+            "buffer.explorer_input.taskset.args",
+            "Did you mean size?",
+        ),
         ("monitor.monitor_type=[no_tracker]", "monitor.monitor_type", "no_tracker"),
     ],
 )
-def test_what_is_written_wrong_is_refused_by_its_key(config: Path, change: str, key: str, message: str) -> None:
+def test_what_is_written_wrong_is_refused_by_its_key(
+    config: Path, change: str, key: str, message: str
+) -> None:
     report: Report = check(config, [change])
     assert [e for e in report.errors if e.key == key and message in e.message], report.errors
 
@@ -152,7 +164,8 @@ async def test_tracker_gets_everything(plan: Plan, tmp_path: Path) -> None:
 
 def test_task_source_gives_the_same_rows_whenever_it_is_asked(plan: Plan) -> None:
     (settings,) = plan.explorer.tasksets
-    first, again = open_taskset(settings), open_taskset(settings)
+    first = open_taskset(settings)
+    again = open_taskset(settings)
     assert [first.task(i).truth for i in (3, 0, 1, 2)] == ["3", "0", "1", "2"] and len(first) == 4
     assert [first.task(i) for i in range(4)] == [again.task(i) for i in range(4)]
     assert first.fingerprint == again.fingerprint
@@ -160,7 +173,12 @@ def test_task_source_gives_the_same_rows_whenever_it_is_asked(plan: Plan) -> Non
 
 def test_parts_of_the_algorithm_give_the_same_gradient_in_every_cut(plan: Plan) -> None:
     algorithm = build(plan.learner.algorithm)
-    rows = [StepRow(group="g", run=i, step=0, reward=float(i), logprobs=np.full(2 + i, -1.0, np.float32)) for i in range(2)]
+    rows = [
+        StepRow(
+            group="g", run=i, step=0, reward=float(i), logprobs=np.full(2 + i, -1.0, np.float32)
+        )
+        for i in range(2)
+    ]
     stats = GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)
     prepared = algorithm.prepare(StepInputs(rows=rows, groups={"g": stats}))
     assert [a.tolist() for a in prepared.advantages] == [[-1.0] * 2, [1.0] * 3]
@@ -171,7 +189,9 @@ def test_parts_of_the_algorithm_give_the_same_gradient_in_every_cut(plan: Plan) 
             inputs = LossInputs(
                 logprobs=torch.cat([weights[i] for i in cut]),
                 old_logprobs=torch.cat([weights[i].detach() for i in cut]),
-                advantages=torch.cat([torch.tensor(prepared.advantages[i], dtype=torch.float32) for i in cut]),
+                advantages=torch.cat(
+                    [torch.tensor(prepared.advantages[i], dtype=torch.float32) for i in cut]
+                ),
                 mask=torch.ones(sum(rows[i].length for i in cut), dtype=torch.bool),
                 row=torch.cat([torch.full((rows[i].length,), n) for n, i in enumerate(cut)]),
                 num_rows=len(cut),
@@ -180,4 +200,8 @@ def test_parts_of_the_algorithm_give_the_same_gradient_in_every_cut(plan: Plan) 
             algorithm.loss(inputs).loss.backward()
         return [w.grad.tolist() for w in weights if w.grad is not None]
 
-    assert gradient([0, 1]) == gradient([0], [1]) == [[pytest.approx(3 / 5)] * 2, [pytest.approx(-3 / 5)] * 3]
+    assert (
+        gradient([0, 1])
+        == gradient([0], [1])
+        == [[pytest.approx(3 / 5)] * 2, [pytest.approx(-3 / 5)] * 3]
+    )

@@ -1,4 +1,6 @@
-"""A storage in a user's file, named in the configuration alone: the shipped suite, a run that trains on it, resume, and the audit."""
+"""A storage in a user's file, named in the configuration alone: the shipped suite, a run that
+trains on it, resume, and the audit.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,10 @@ class TestShelf(StorageContract):
         ("storage_args={suffix: 3}", "suffix: Input should be a valid string"),
         ("storage_args={suffix: .x, colour: red}", "unknown argument 'colour' .* Known: suffix"),
         ("storage_type={root}/shelf.py:Shelve", "shelf.py has no 'Shelve'; it defines .*Shelf"),
-        ("storage_type={root}/shelf.py:no_class", r"must be a class X\(Storage\) of rft.buffer.base"),
+        (
+            "storage_type={root}/shelf.py:no_class",
+            r"must be a class X\(Storage\) of rft.buffer.base",
+        ),
         ("storage_type=no.such.module:Shelf", "No module named 'no'"),
         ("storage_type=fille", "unknown storage 'fille'.  Known: .*Did you mean file"),
     ],
@@ -142,25 +147,39 @@ def test_check_says_what_is_wrong(config: Path, change: str, said: str) -> None:
 
 
 def test_a_marked_storage_is_found_again_without_the_plugin_folder(config: Path) -> None:
-    settings = planned(config, f"{BUFFER}.storage_type=marked_shelf", f"plugin_dirs=[{config.parent}]")
+    settings = planned(
+        config, f"{BUFFER}.storage_type=marked_shelf", f"plugin_dirs=[{config.parent}]"
+    )
     assert type(make_storage(settings)).__name__ == "Marked"
-    code = "import sys, rft.buffer.base as b; s, = sys.argv[1:]; print(b.REGISTRY.get('storage', s).obj.__name__)"
+    code = (
+        "import sys, rft.buffer.base as b; s, = sys.argv[1:]; print(b.REGISTRY.get('storage', "
+        "s).obj.__name__)"
+    )
     from rft.buffer.base import storage_reference
 
     done = subprocess.run(
-        [sys.executable, "-c", code, storage_reference("marked_shelf")], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, storage_reference("marked_shelf")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "Marked"
 
 
-@pytest.mark.parametrize(("weight", "said"), [("2.0", ""), ("two", "weight"), ("2.0, colour: red", "colour")])
-async def test_a_priority_function_in_the_same_file(config: Path, tmp_path: Path, weight: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("weight", "said"), [("2.0", ""), ("two", "weight"), ("2.0, colour: red", "colour")]
+)
+async def test_a_priority_function_in_the_same_file(
+    config: Path, tmp_path: Path, weight: str, said: str
+) -> None:
     replay = f"{BUFFER}.replay_buffer"
     changes = [f"{replay}.enable=true", f"{replay}.priority_fn={config.parent}/shelf.py:Newest"]
-    report = await asyncio.to_thread(check, config, [*changes, f"{replay}.priority_fn_args={{weight: {weight}}}"])
-    assert [e.key for e in report.errors if said in str(e)] == [e.key for e in report.errors] and bool(report.errors) == bool(
-        said
+    report = await asyncio.to_thread(
+        check, config, [*changes, f"{replay}.priority_fn_args={{weight: {weight}}}"]
     )
+    assert [e.key for e in report.errors if said in str(e)] == [
+        e.key for e in report.errors
+    ] and bool(report.errors) == bool(said)
     if said or report.plan is None:
         return
     buffer = Buffer(replace(report.plan.buffer, folder=tmp_path, run=""))
@@ -173,13 +192,33 @@ async def test_a_priority_function_in_the_same_file(config: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_it_and_goes_on(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_on_it_and_goes_on(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = config.parent
-    monkeypatch.setenv("RFT_STORAGE_CODE", f"{root}/shelf.py:Shelf")  # readers run only code that they are told is theirs
+    # readers run only code that they are told is theirs
+    monkeypatch.setenv("RFT_STORAGE_CODE", f"{root}/shelf.py:Shelf")
     for steps in (2, 3):
-        command = [sys.executable, "-m", "rft.cli.main", "run", "--in-process", "-c", str(config), f"trainer.total_steps={steps}"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0 and f"done  step {steps}" in done.stdout, done.stdout + done.stderr
+        command = [
+            sys.executable,
+            "-m",
+            "rft.cli.main",
+            "run",
+            "--in-process",
+            "-c",
+            str(config),
+            f"trainer.total_steps={steps}",
+        ]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0 and f"done  step {steps}" in done.stdout, (
+            done.stdout + done.stderr
+        )
     run = root / "own/storage/run"
     audit = audit_run(run)
     assert (audit.ok, audit.used, audit.used_twice) == (True, 12, 0), audit
@@ -188,6 +227,13 @@ def test_a_run_trains_on_it_and_goes_on(config: Path, tmp_path: Path, monkeypatc
         ids = [str(name) for (name,) in answer.rows]
     with open_run(run) as questions:
         assert len(questions.payload(ids)) == 12
-    command = [sys.executable, "-m", "rft.cli.main", "buffer", "audit", str(run), "--json"]  # from another folder
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    # from another folder
+    command = [sys.executable, "-m", "rft.cli.main", "buffer", "audit", str(run), "--json"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0 and json.loads(done.stdout)["ok"], done.stdout + done.stderr

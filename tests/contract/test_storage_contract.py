@@ -1,4 +1,6 @@
-"""The shipped suite on every storage, and what the ledger answers, with the ledger in SQLite and in PostgreSQL; `power` in short."""
+"""The shipped suite on every storage, and what the ledger answers, with the ledger in SQLite and in
+PostgreSQL; `power` in short.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,17 @@ class TestQueueInMemoryOnPostgres(OnPostgres, TestQueueInMemory): ...
 
 @pytest.mark.parametrize("ledger", ["sqlite", "postgres"])
 @pytest.mark.parametrize("storage", [TestSql, TestFile, TestQueue])
-async def test_power(storage: type[StorageContract], ledger: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+async def test_power(
+    storage: type[StorageContract], ledger: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """The same with what survives a power loss; that it does is shown elsewhere."""
 
     class Contract(storage):  # type: ignore[valid-type,misc]
         def settings(self, folder: Path) -> BufferSettings:
             url = request.getfixturevalue("postgres").url if ledger == "postgres" else None
-            return replace(super().settings(folder), durability="power", ledger_url=url, run=folder.as_posix())
+            return replace(
+                super().settings(folder), durability="power", ledger_url=url, run=folder.as_posix()
+            )
 
     contract = Contract()
     await contract.test_resume_goes_on_where_the_manifest_was(tmp_path)

@@ -1,4 +1,6 @@
-"""Every transport keeps the same promises: whole bytes, readable by another process, never overwritten while they may be read."""
+"""Every transport keeps the same promises: whole bytes, readable by another process, never
+overwritten while they may be read.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
             f.seek(spec.offset)
             data = f.read(spec.nbytes)
             assert xxhash.xxh3_128_hexdigest(data) == spec.xxh3_128, spec.name
-            found[spec.name] = torch.frombuffer(bytearray(data), dtype=KINDS[spec.dtype]).reshape(spec.shape)
+            found[spec.name] = torch.frombuffer(bytearray(data), dtype=KINDS[spec.dtype]).reshape(
+                spec.shape
+            )
     return found
 
 
@@ -56,19 +60,27 @@ def num_descriptors() -> int:
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a
+    )
 
 
 def stage(transport: Transport, step: int, seed: int | None = None) -> WeightManifest:
-    return transport.stage(Version(1, step), iter(weights(step if seed is None else seed).items()), TIED)
+    return transport.stage(
+        Version(1, step), iter(weights(step if seed is None else seed).items()), TIED
+    )
 
 
 @pytest.fixture(params=["memory", "checkpoint", "nccl", "memory-through-files"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
+def transport(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Transport]:
     if request.param == "memory-through-files":
         monkeypatch.setattr(memory, "memory_is_readable", lambda: False)
         monkeypatch.setattr(memory, "_SHM", tmp_path / "shm-that-is-not-there")
-    made = make(SyncSettings(method=request.param.removesuffix("-through-files")), tmp_path / "sync")
+    made = make(
+        SyncSettings(method=request.param.removesuffix("-through-files")), tmp_path / "sync"
+    )
     yield made
     made.close()
     made.close()
@@ -95,7 +107,10 @@ def test_another_process_can_open_the_path(transport: Transport) -> None:
         text=True,
         check=True,
     )
-    assert said.stdout.strip() == hashlib.sha256(weights(1)["embed.weight"].numpy().tobytes()).hexdigest()
+    assert (
+        said.stdout.strip()
+        == hashlib.sha256(weights(1)["embed.weight"].numpy().tobytes()).hexdigest()
+    )
 
 
 def test_without_releases_the_two_versions_before_stay_readable(transport: Transport) -> None:
@@ -106,7 +121,9 @@ def test_without_releases_the_two_versions_before_stay_readable(transport: Trans
             assert same(read(old), weights(old.version.step))
 
 
-def test_a_failed_version_that_is_released_never_costs_the_served_one_its_bytes(transport: Transport) -> None:
+def test_a_failed_version_that_is_released_never_costs_the_served_one_its_bytes(
+    transport: Transport,
+) -> None:
     served = stage(transport, 0)
     for step in range(1, 6):  # each publish fails and is released
         failed = stage(transport, step)
@@ -127,7 +144,9 @@ def test_with_releases_two_places_are_enough(transport: Transport) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["embed.weight", "layer.weight"])
-def test_non_finite_weights_are_never_published(transport: Transport, bad: float, name: str) -> None:
+def test_non_finite_weights_are_never_published(
+    transport: Transport, bad: float, name: str
+) -> None:
     served = stage(transport, 0)
     broken = weights(1)
     broken[name].reshape(-1)[4] = bad
@@ -137,12 +156,21 @@ def test_non_finite_weights_are_never_published(transport: Transport, bad: float
     assert same(read(stage(transport, 1)), weights(1))
 
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_every_type_is_searched_for_non_finite_values(transport: Transport, dtype: torch.dtype, bad: float) -> None:
+def test_every_type_is_searched_for_non_finite_values(
+    transport: Transport, dtype: torch.dtype, bad: float
+) -> None:
     """U3: wherever they stand; a sum that overflows without any is no reason to refuse."""
     largest = torch.finfo(dtype).max
     count = blob.PIECE // dtype.itemsize + 9  # of more than one piece
@@ -158,13 +186,17 @@ def test_every_type_is_searched_for_non_finite_values(transport: Transport, dtyp
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:4], ids=str)
-def test_ordinary_weights_need_one_pass(transport: Transport, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_weights_need_one_pass(
+    transport: Transport, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """U3: `isfinite` of every value is 15 times as slow as a sum."""
     looked_at: list[int] = []
     exact = torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda x: (looked_at.append(x.numel()), exact(x))[1])
     draw = torch.Generator().manual_seed(0)
-    transport.stage(Version(1, 0), {"w": torch.randn(3 * blob.PIECE, generator=draw).to(dtype)}.items(), {})
+    transport.stage(
+        Version(1, 0), {"w": torch.randn(3 * blob.PIECE, generator=draw).to(dtype)}.items(), {}
+    )
     assert looked_at == []
 
 
@@ -184,7 +216,9 @@ def test_infinities_of_both_signs_do_not_cancel(transport: Transport) -> None:
     ],
     ids=["missing", "extra", "shape", "dtype"],
 )
-def test_another_set_of_tensors_than_before_is_refused(transport: Transport, change: object, said: str) -> None:
+def test_another_set_of_tensors_than_before_is_refused(
+    transport: Transport, change: object, said: str
+) -> None:
     served = stage(transport, 0)
     other = weights(1)
     change(other)  # type: ignore[operator]
@@ -207,7 +241,9 @@ def test_nonsense_is_refused(transport: Transport) -> None:
         transport.stage(Version(1, 0), [("a", torch.zeros(2, dtype=torch.complex64))], {})
 
 
-def test_a_generator_that_breaks_half_way_leaves_the_served_version_whole(transport: Transport) -> None:
+def test_a_generator_that_breaks_half_way_leaves_the_served_version_whole(
+    transport: Transport,
+) -> None:
     served = stage(transport, 0)
 
     def half() -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,6 @@
-"""One life of a run: resume from the last manifest, explore and train, and die at the n-th database event (argv: dir kind n [URL])."""
+"""One life of a run: resume from the last manifest, explore and train, and die at the n-th database
+event (argv: dir kind n [URL]).
+"""
 
 from __future__ import annotations
 
@@ -53,20 +55,29 @@ def newest(run: Path) -> tuple[Version, Consumption] | None:
 def commit(run: Path, version: Version, parent: Version | None, consumption: Consumption) -> None:
     folder = run / f"checkpoints/global_step_{version.step}"
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = {"format": 5, "version": version, "parent": parent, "consumption": consumption, "files": {}}
+    manifest = {
+        "format": 5,
+        "version": version,
+        "parent": parent,
+        "consumption": consumption,
+        "files": {},
+    }
     aside = folder / "manifest.tmp"
     aside.write_bytes(msgspec.json.encode(manifest))
     aside.rename(folder / "manifest.json")
 
 
 async def main(run: Path, kind: str, nth: int, url: str | None = None) -> None:
-    settings = BufferSettings(folder=run / "buffer", storage_type=kind, ledger_url=url, run=run.as_posix())  # type: ignore[arg-type]
+    settings = BufferSettings(
+        folder=run / "buffer", storage_type=kind, ledger_url=url, run=run.as_posix()
+    )  # type: ignore[arg-type]
     buffer = Buffer(settings)
     await buffer.open()
     found = newest(run)
     parent = found[0] if found else None
     start = await buffer.start_lineage(*(found or (None, None)))
-    line, step = start.lineage, parent.step if parent else 0
+    line = start.lineage
+    step = parent.step if parent else 0
     die_at(nth)
     while True:  # until killed
         weights = Version(line, step)

@@ -1,4 +1,6 @@
-"""Lives of a buffer, each a fork of this process: it appends and trains until a fault point kills it (a JSON object a line on stdin)."""
+"""Lives of a buffer, each a fork of this process: it appends and trains until a fault point kills
+it (a JSON object a line on stdin).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ async def live(root: Path, storage_type: Any, durability: Any, said: int) -> Non
     def say(**what: Any) -> None:
         os.write(said, (json.dumps(what) + "\n").encode())
 
-    buffer = Buffer(BufferSettings(folder=root / "run/buffer", storage_type=storage_type, durability=durability))
+    buffer = Buffer(
+        BufferSettings(folder=root / "run/buffer", storage_type=storage_type, durability=durability)
+    )
     await buffer.open()
     line = (await buffer.start_lineage(None, None)).lineage
     writer = buffer.writer(line)
@@ -47,7 +51,12 @@ def main() -> None:
         if not pid:
             os.environ |= what["env"]
             asyncio.run(
-                live(Path(what["root"]), what["kind"], what["durability"], os.open(what["said"], os.O_WRONLY | os.O_APPEND))
+                live(
+                    Path(what["root"]),
+                    what["kind"],
+                    what["durability"],
+                    os.open(what["said"], os.O_WRONLY | os.O_APPEND),
+                )
             )
             os._exit(0)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)

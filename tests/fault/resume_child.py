@@ -1,9 +1,11 @@
-"""Plays runs in forked children of one process, each again and again with other faults that may kill it, until it is done.  Used by tests.
+"""Plays runs in forked children of one process, each again and again with other faults that may
+kill it, until it is done.  Used by tests.
 
     python resume_child.py PLANS.json      [{"name": ..., "config": ..., "changes": [...], "faults": ["trainer.used:2", ...]}, ...]
 
-Prints one line of JSON for each attempt: the run's name, its fault, and how it ended (-9: killed).  Importing torch costs more than
-such a run does, so children inherit it; nothing has been computed before they are forked.
+Prints one line of JSON for each attempt: the run's name, its fault, and how it ended (-9: killed).
+Importing torch costs more than such a run does, so children inherit it; nothing has been computed
+before they are forked.
 """
 
 from __future__ import annotations

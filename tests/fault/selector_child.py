@@ -1,8 +1,10 @@
-"""A small run in one process: explorer with a selector that learns, the real buffer, a trainer that only counts.
+"""A small run in one process: explorer with a selector that learns, the real buffer, a trainer that
+only counts.
 
     python selector_child.py FOLDER LAG [KILL_AFTER_GROUPS]
 
-The checkpoint is FOLDER/checkpoint.json, every second step.  At the end it prints which row each task of each batch was.
+The checkpoint is FOLDER/checkpoint.json, every second step.  At the end it prints which row each
+task of each batch was.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from rft.types.ids import Version
 from rft.types.ports import Consumption
 from rft.workflow.base import Workflow, workflow
 
-BATCHES, BATCH = 9, 4
+BATCHES = 9
+BATCH = 4
 
 
 class Checkpoint(msgspec.Struct):
@@ -47,10 +50,15 @@ class Rates(Workflow):
 
 
 class Gate:
-    """Batch b begins when `lag` steps less than b are trained; the engine's weights are then those of the last step."""
+    """Batch b begins when `lag` steps less than b are trained; the engine's weights are then those
+    of the last step.
+    """
 
     def __init__(self, engine: ScriptedEngine, lineage: int, step: int, lag: int) -> None:
-        self.engine, self.lineage, self.step, self.lag = engine, lineage, step, lag
+        self.engine = engine
+        self.lineage = lineage
+        self.step = step
+        self.lag = lag
         self.changed = asyncio.Condition()
         engine.version = Version(lineage, step)
 
@@ -91,7 +99,8 @@ class Killed:
     """A writer after whose `left`-th group the process is gone."""
 
     def __init__(self, writer, left: int) -> None:
-        self._writer, self._left = writer, left
+        self._writer = writer
+        self._left = left
 
     def __getattr__(self, name):
         return getattr(self._writer, name)
@@ -113,18 +122,33 @@ async def main(folder: Path, lag: int, kill_after: int) -> None:
     found = msgspec.json.decode(file.read_bytes(), type=Checkpoint) if file.exists() else None
     buffer = Buffer(BufferSettings(folder=folder / "buffer"))
     await buffer.open()
-    start = await buffer.start_lineage(found.version if found else None, found.consumption if found else None)
+    start = await buffer.start_lineage(
+        found.version if found else None, found.consumption if found else None
+    )
     step = found.version.step if found else 0
     engine = ScriptedEngine(answer=lambda messages: "4")
     gate = Gate(engine, start.lineage, step, lag)
     writer = buffer.writer(start.lineage)
-    gate.assigner = BatchAssigner(Assignments(start.cursor, None), writer.room, gate.may_explore, Waits(60))
+    gate.assigner = BatchAssigner(
+        Assignments(start.cursor, None), writer.room, gate.may_explore, Waits(60)
+    )
     taskset = TasksetSettings(
-        name="rates", path=str(rows), workflow="selector_child_rates", num_runs=4, selector="difficulty_based",
-        feature_keys=("weak", "strong"), selector_args={"target_reward": 0.5, "tau": 0.1},
-    )  # fmt: skip
+        name="rates",
+        path=str(rows),
+        workflow="selector_child_rates",
+        num_runs=4,
+        selector="difficulty_based",
+        feature_keys=("weak", "strong"),
+        selector_args={"target_reward": 0.5, "tau": 0.1},
+    )
     explorer = Explorer(
-        ExplorerSettings(tasksets=(taskset,), batch_size=BATCH, total_batches=BATCHES, feedback_lag=lag, eval_at_end=False),
+        ExplorerSettings(
+            tasksets=(taskset,),
+            batch_size=BATCH,
+            total_batches=BATCHES,
+            feedback_lag=lag,
+            eval_at_end=False,
+        ),
         model=engine,
         buffer=Killed(buffer.writer(start.lineage), kill_after),
         gate=gate,
@@ -149,14 +173,24 @@ async def main(folder: Path, lag: int, kill_after: int) -> None:
         both.create_task(train())
         both.create_task(explorer.run())
     audit = await buffer.audit()
-    chosen = {f"{o.batch}.{o.task}": o.index for o in await buffer.outcomes(start.lineage, 0, BATCHES)}
+    chosen = {
+        f"{o.batch}.{o.task}": o.index for o in await buffer.outcomes(start.lineage, 0, BATCHES)
+    }
     await buffer.close()
     print(
         json.dumps(
-            {"chosen": chosen, "ok": audit.ok, "twice": audit.used_twice, "lineage": start.lineage, "cursor": start.cursor}
+            {
+                "chosen": chosen,
+                "ok": audit.ok,
+                "twice": audit.used_twice,
+                "lineage": start.lineage,
+                "cursor": start.cursor,
+            }
         )
     )
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0))
+    asyncio.run(
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    )

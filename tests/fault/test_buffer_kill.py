@@ -1,4 +1,6 @@
-"""What the audit script says of a run that was killed; the kills themselves are in test_fault_matrix.py."""
+"""What the audit script says of a run that was killed; the kills themselves are in
+test_fault_matrix.py.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,11 @@ def test_the_script_tells_by_its_exit_code(tmp_path: Path) -> None:
     assert bad.returncode == 4
     assert "uses (digest" in json.loads(bad.stdout)["problems"][0]
     none = subprocess.run(
-        [*command[:2], str(tmp_path / "nowhere")], capture_output=True, text=True, cwd=ROOT, env=ENV, timeout=60
+        [*command[:2], str(tmp_path / "nowhere")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENV,
+        timeout=60,
     )
     assert (none.returncode, "must hold one buffer" in none.stderr) == (4, True)

@@ -1,4 +1,6 @@
-"""The fault matrix of the buffer: every case on every storage.  A few of them always, all with 20 seeds in the slow set."""
+"""The fault matrix of the buffer: every case on every storage.  A few of them always, all with 20
+seeds in the slow set.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +58,31 @@ def test_smoke(lab_nursery: Nursery, name: str, storage: str) -> None:
 
 
 def test_two_explorers(lab_nursery: Nursery) -> None:
-    play(named(list(matrix("sql")), "kill -9 explorer at append.sent"), lab_nursery, 1, storage="sql", explorers=2)
+    play(
+        named(list(matrix("sql")), "kill -9 explorer at append.sent"),
+        lab_nursery,
+        1,
+        storage="sql",
+        explorers=2,
+    )
 
 
 def test_smoke_of_postgresql(lab_nursery: Nursery, postgres: PostgresServer) -> None:
     cases = list(postgres_matrix(postgres))
-    for name in ("kill -9 of the server at buffer.append.stored", "pg_terminate_backend at buffer.use.after"):
+    for name in (
+        "kill -9 of the server at buffer.append.stored",
+        "pg_terminate_backend at buffer.use.after",
+    ):
         play(named(cases, name), lab_nursery, 0, storage="sql", ledger_url=postgres.url)
 
 
 def test_migration(lab_nursery: Nursery) -> None:
-    play(Case("F28", "migration", kill_the_migration(FORMAT1.read_text())), lab_nursery, 1, storage="sql")
+    play(
+        Case("F28", "migration", kill_the_migration(FORMAT1.read_text())),
+        lab_nursery,
+        1,
+        storage="sql",
+    )
 
 
 @pytest.mark.slow
@@ -90,7 +106,13 @@ def _explorers(case: Case, seed: int) -> int:
 def test_matrix_of_postgresql(lab_nursery: Nursery, postgres: PostgresServer) -> None:
     for case in postgres_matrix(postgres):
         for seed in range(3):
-            play(case, lab_nursery, seed, storage=("sql", "file", "queue")[seed % 3], ledger_url=postgres.url)
+            play(
+                case,
+                lab_nursery,
+                seed,
+                storage=("sql", "file", "queue")[seed % 3],
+                ledger_url=postgres.url,
+            )
 
 
 @pytest.mark.slow
@@ -101,7 +123,9 @@ def test_migration_everywhere(lab_nursery: Nursery) -> None:
 
 
 def test_a_buffer_is_ready_before_the_nursery_says_that_it_was_born(tmp_path: Path) -> None:
-    """A nursery that was held up after its fork on a busy machine: the run stood still, waiting for what it had been told."""
+    """A nursery that was held up after its fork on a busy machine: the run stood still, waiting for
+    what it had been told.
+    """
 
     class HeldUp(Nursery):
         def __init__(self) -> None:
@@ -122,17 +146,24 @@ def test_the_judge_is_not_blind(lab_nursery: Nursery, tmp_path: Path) -> None:
     lab = Lab(lab_nursery, plan)
     lab.play()
     assert judge(plan).problems == []
-    ledger, kept = plan.run / "buffer" / "experience_buffer.db", tmp_path / "kept.db"
-    with contextlib.closing(sqlite3.connect(ledger)) as raw, contextlib.closing(sqlite3.connect(kept)) as copy:
+    ledger = plan.run / "buffer" / "experience_buffer.db"
+    kept = tmp_path / "kept.db"
+    with (
+        contextlib.closing(sqlite3.connect(ledger)) as raw,
+        contextlib.closing(sqlite3.connect(kept)) as copy,
+    ):
         raw.backup(copy)
     changes = {
         "acknowledged rows are not stored": "DELETE FROM experiences WHERE batch = 3 AND task = 1",
-        "was trained twice on": "INSERT INTO uses SELECT experience, lineage, 2, created FROM uses WHERE step = 1",
+        "was trained twice on": "INSERT INTO uses SELECT experience, lineage, 2, created FROM uses "
+        "WHERE step = 1",
         "uses, its trainer was told": "DELETE FROM uses WHERE step = 4",
         "rows not trained": "DELETE FROM uses WHERE step = 1",
         "have no log-probs of the trainer": "DELETE FROM token_logprobs WHERE step = 1",
-        "has the log-probs {-1.0}": "UPDATE token_logprobs SET pairs = replace(pairs, ',-2,', ',-1,') WHERE step = 2",
-        "by the groups' headers": "UPDATE groups SET num_rows = num_rows + 1 WHERE batch = 3 AND task = 0",
+        "has the log-probs {-1.0}": "UPDATE token_logprobs SET pairs = replace(pairs, ',-2,', "
+        "',-1,') WHERE step = 2",
+        "by the groups' headers": "UPDATE groups SET num_rows = num_rows + 1 WHERE batch = 3 AND "
+        "task = 0",
     }
     for said, change in changes.items():
         for path in ledger.parent.glob(f"{ledger.name}-*"):
@@ -140,4 +171,7 @@ def test_the_judge_is_not_blind(lab_nursery: Nursery, tmp_path: Path) -> None:
         shutil.copy(kept, ledger)
         with contextlib.closing(sqlite3.connect(ledger)) as raw, raw:
             raw.execute(change)
-        assert any(said in problem for problem in judge(plan).problems), (said, judge(plan).problems)
+        assert any(said in problem for problem in judge(plan).problems), (
+            said,
+            judge(plan).problems,
+        )

@@ -1,4 +1,5 @@
-"""The ledger's connection breaks: before, in and after a commit, with a terminated backend, a restarted and a killed server.
+"""The ledger's connection breaks: before, in and after a commit, with a terminated backend, a
+restarted and a killed server.
 
 Judged by the audit and by what was trained: lost 0, twice 0, and the buffer goes on by itself.
 """
@@ -29,7 +30,9 @@ from rft.types.ids import Version
 from tests.helpers.breaking_wire import BreakingWire, Moment
 from tests.helpers.postgres import PostgresServer
 
-TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rft %'"
+TERMINATE = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rft %'"
+)
 PLACES = {  # statement, and which one of them, counted from the first explore batch on
     "append": (b"INSERT INTO experiences", 1),
     "lease": (b"INSERT INTO leases", 1),
@@ -42,7 +45,12 @@ PLACES = {  # statement, and which one of them, counted from the first explore b
 
 
 def settings(server: PostgresServer, folder: Path, **changes: Any) -> BufferSettings:
-    base = BufferSettings(folder=folder / "buffer", run=folder.as_posix(), ledger_url=server.url, max_retry_interval_s=0.1)
+    base = BufferSettings(
+        folder=folder / "buffer",
+        run=folder.as_posix(),
+        ledger_url=server.url,
+        max_retry_interval_s=0.1,
+    )
     return replace(base, **changes)
 
 
@@ -74,21 +82,40 @@ def wire(postgres: PostgresServer) -> Iterator[tuple[BreakingWire, str]]:
 
 @pytest.mark.parametrize(
     ("place", "moment"),
-    [(p, m) for p in PLACES for m in ("before", "after", "abandon") if m != "after" or p.startswith("commit")],
+    [
+        (p, m)
+        for p in PLACES
+        for m in ("before", "after", "abandon")
+        if m != "after" or p.startswith("commit")
+    ],
 )
 async def test_a_lost_connection_costs_nothing(
-    postgres: PostgresServer, wire: tuple[BreakingWire, str], tmp_path: Path, place: str, moment: Moment
+    postgres: PostgresServer,
+    wire: tuple[BreakingWire, str],
+    tmp_path: Path,
+    place: str,
+    moment: Moment,
 ) -> None:
-    """ "after" a COMMIT is the ambiguous one: stored, but nobody was told.  "abandon" leaves our own lock behind on the server."""
+    """ "after" a COMMIT is the ambiguous one: stored, but nobody was told.  "abandon" leaves our
+    own lock behind on the server.
+    """
     seen: list[tuple[int, int, int]] = []
     buffer = await opened(settings(postgres, tmp_path, ledger_url=wire[1]))
     await buffer.start_lineage(None, None)
     wire[0].arm(PLACES[place][0], moment, PLACES[place][1])
     await play(buffer, 1, range(1, 4), seen)
     audit = await buffer.audit()
-    stored = postgres.run(f"SELECT count(*) FROM {schema(buffer)}.groups, {schema(buffer)}.meta WHERE key = 'format'")
+    stored = postgres.run(
+        f"SELECT count(*) FROM {schema(buffer)}.groups, {schema(buffer)}.meta WHERE key = 'format'"
+    )
     assert wire[0].broken == 1
-    assert (seen, audit.acked, audit.used, audit.num_uses, audit.ok) == (expected(3), 24, 24, 24, True), audit
+    assert (seen, audit.acked, audit.used, audit.num_uses, audit.ok) == (
+        expected(3),
+        24,
+        24,
+        24,
+        True,
+    ), audit
     assert stored == [(6,)]
     await buffer.close()
 
@@ -96,8 +123,11 @@ async def test_a_lost_connection_costs_nothing(
 async def test_a_connection_that_its_driver_cannot_use_is_left(
     postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """psycopg stays in pipeline mode where the server dies in the middle of many rows; it takes no statement then, not even ROLLBACK."""
-    real, broken = psycopg.Cursor.executemany, []
+    """psycopg stays in pipeline mode where the server dies in the middle of many rows; it takes no
+    statement then, not even ROLLBACK.
+    """
+    real = psycopg.Cursor.executemany
+    broken = []
 
     def executemany(cursor: Any, *args: Any, **kwargs: Any) -> None:
         if not broken:
@@ -120,9 +150,12 @@ def schema(buffer: Buffer) -> str:
 
 
 @pytest.mark.parametrize("how", ["terminate", "restart", "crash"])
-async def test_the_server_goes_and_comes(postgres: PostgresServer, tmp_path: Path, how: str) -> None:
+async def test_the_server_goes_and_comes(
+    postgres: PostgresServer, tmp_path: Path, how: str
+) -> None:
     seen: list[tuple[int, int, int]] = []
-    given = settings(postgres, tmp_path, max_retry_times=20)  # a crashed server recovers first, on a busy machine for a while
+    # a crashed server recovers first, on a busy machine for a while
+    given = settings(postgres, tmp_path, max_retry_times=20)
     buffer = await opened(given)
     await buffer.start_lineage(None, None)
     await play(buffer, 1, range(1, 3), seen)
@@ -149,16 +182,22 @@ async def test_the_server_goes_and_comes(postgres: PostgresServer, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-async def test_anything_at_any_time(postgres: PostgresServer, wire: tuple[BreakingWire, str], tmp_path: Path, seed: int) -> None:
+async def test_anything_at_any_time(
+    postgres: PostgresServer, wire: tuple[BreakingWire, str], tmp_path: Path, seed: int
+) -> None:
     dice = random.Random(seed)
     seen: list[tuple[int, int, int]] = []
     kind = dice.choice(["sql", "file", "queue"])
-    buffer = await opened(settings(postgres, tmp_path, ledger_url=wire[1], storage_type=kind, max_retry_times=8))
+    buffer = await opened(
+        settings(postgres, tmp_path, ledger_url=wire[1], storage_type=kind, max_retry_times=8)
+    )
     await buffer.start_lineage(None, None)
     for step in range(1, 13):
         what = dice.choice(["wire", "wire", "terminate", "restart", "crash", "nothing"])
         if what == "wire":
-            wire[0].arm(b"COMMIT", dice.choice(["before", "after", "abandon"]), dice.randrange(1, 7))
+            wire[0].arm(
+                b"COMMIT", dice.choice(["before", "after", "abandon"]), dice.randrange(1, 7)
+            )
         playing = asyncio.create_task(play(buffer, 1, range(step, step + 1), seen))
         if what == "terminate":
             postgres.run(TERMINATE)
@@ -174,14 +213,22 @@ async def test_anything_at_any_time(postgres: PostgresServer, wire: tuple[Breaki
 
 
 async def test_a_server_that_stays_away(postgres: PostgresServer, tmp_path: Path) -> None:
-    buffer = await opened(settings(postgres, tmp_path, max_retry_times=1, max_retry_interval_s=0.01))
+    buffer = await opened(
+        settings(postgres, tmp_path, max_retry_times=1, max_retry_interval_s=0.01)
+    )
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0)
     postgres.stop()
     try:
-        with pytest.raises(BufferFailed, match=r"could not be written or read: .*Nothing of the last call is stored"):
+        with pytest.raises(
+            BufferFailed,
+            match=r"could not be written or read: .*Nothing of the last call is stored",
+        ):
             await fill(buffer, 1, 1)
-        with pytest.raises(SetupError, match=r"cannot be reached: .*Start the server, or correct buffer.trainer_input"):
+        with pytest.raises(
+            SetupError,
+            match=r"cannot be reached: .*Start the server, or correct buffer.trainer_input",
+        ):
             await opened(settings(postgres, tmp_path / "other", max_retry_times=0))
     finally:
         postgres.start()
@@ -195,31 +242,49 @@ async def test_one_owner_and_who_it_is(postgres: PostgresServer, tmp_path: Path)
     given = settings(postgres, tmp_path)
     buffer = await opened(given)
     await buffer.start_lineage(None, None)
-    with pytest.raises(BufferFailed, match=r"is open in process \d+ \(rft .*, local, backend \d+\); a buffer has one owner"):
+    with pytest.raises(
+        BufferFailed,
+        match=r"is open in process \d+ \(rft .*, local, backend \d+\); a buffer has one owner",
+    ):
         await opened(given)
-    other = await opened(replace(given, run="another", folder=tmp_path / "another"))  # other runs share the database
+    # other runs share the database
+    other = await opened(replace(given, run="another", folder=tmp_path / "another"))
     await other.close()
     await fill(buffer, 1, 0)
     postgres.run(TERMINATE)
     thief = await opened(given)  # between the loss and the next call
     await thief.start_lineage(None, None)
     await thief.close()
-    with pytest.raises(BufferFailed, match=r"another process took the buffer .* over while the connection was lost"):
+    with pytest.raises(
+        BufferFailed, match=r"another process took the buffer .* over while the connection was lost"
+    ):
         await fill(buffer, 1, 1)
     await buffer.close()
 
 
 async def test_runs_whose_names_come_out_alike(postgres: PostgresServer, tmp_path: Path) -> None:
     await (await opened(settings(postgres, tmp_path, run="alike/a-b/c"))).close()
-    with pytest.raises(BufferFailed, match="was made with run 'alike/a-b/c', this run has 'alike/a/b-c'"):
+    with pytest.raises(
+        BufferFailed, match="was made with run 'alike/a-b/c', this run has 'alike/a/b-c'"
+    ):
         await opened(settings(postgres, tmp_path, run="alike/a/b-c"))
 
 
-async def test_no_password_is_told_or_kept(postgres: PostgresServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_password_is_told_or_kept(
+    postgres: PostgresServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     secret = "hunter2hunter2"
     away = f"postgresql://rft:{secret}@/nowhere?host={tmp_path}&sslpassword={secret}"
     with pytest.raises(SetupError) as told:
-        await opened(settings(postgres, tmp_path / "a", ledger_url=away, max_retry_times=1, max_retry_interval_s=0.0))
+        await opened(
+            settings(
+                postgres,
+                tmp_path / "a",
+                ledger_url=away,
+                max_retry_times=1,
+                max_retry_interval_s=0.0,
+            )
+        )
     url = postgres.url.replace("rft@", f"rft:{secret}@")
     buffer = await opened(settings(postgres, tmp_path, ledger_url=url))
     await buffer.start_lineage(None, None)
@@ -229,16 +294,22 @@ async def test_no_password_is_told_or_kept(postgres: PostgresServer, tmp_path: P
     await buffer.close()
     kept = await asyncio.to_thread(lambda: "".join(p.read_text() for p in tmp_path.rglob("*.json")))
     assert "postgresql://rft@" in kept
-    assert secret not in kept + caplog.text + str(told.value) + str(find(tmp_path)) + repr(find(tmp_path, url))
+    assert secret not in kept + caplog.text + str(told.value) + str(find(tmp_path)) + repr(
+        find(tmp_path, url)
+    )
     assert audit_run(tmp_path).acked == 8
 
 
-async def test_an_edit_that_is_not_committed_yet_holds_the_lease_up(postgres: PostgresServer, tmp_path: Path) -> None:
+async def test_an_edit_that_is_not_committed_yet_holds_the_lease_up(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
     buffer = await opened(settings(postgres, tmp_path))
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0, groups=1)
     with psycopg.connect(postgres.url) as person:
-        person.execute(f"UPDATE {schema(buffer)}.experiences SET reward = 0.25 WHERE run = 0".encode())
+        person.execute(
+            f"UPDATE {schema(buffer)}.experiences SET reward = 0.25 WHERE run = 0".encode()
+        )
         leasing = asyncio.create_task(take(buffer, 1, 1, 1))
         done, _ = await asyncio.wait({leasing}, timeout=0.3)
         assert not done
@@ -246,7 +317,9 @@ async def test_an_edit_that_is_not_committed_yet_holds_the_lease_up(postgres: Po
         lease = await leasing
         assert lease.groups[0].rewards == (0.25, 1.0, 0.0, 1.0)
         with pytest.raises(psycopg.errors.RaiseException, match="is leased or was trained"):
-            person.execute(f"UPDATE {schema(buffer)}.experiences SET reward = 9 WHERE run = 0".encode())
+            person.execute(
+                f"UPDATE {schema(buffer)}.experiences SET reward = 9 WHERE run = 0".encode()
+            )
     await buffer.close()
 
 

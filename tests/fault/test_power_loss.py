@@ -1,7 +1,9 @@
-"""The machine stops: the process is killed, and what it wrote without syncing is lost, or half of it is.
+"""The machine stops: the process is killed, and what it wrote without syncing is lost, or half of
+it is.
 
-A shim (power_shim.c) copies whatever is synced; after the kill a folder is put together from those copies, and it alone is judged.
-With `power` everything acknowledged is there.  With `process` the store opens, and what is left of it is right.
+A shim (power_shim.c) copies whatever is synced; after the kill a folder is put together from those
+copies, and it alone is judged. With `power` everything acknowledged is there.  With `process` the
+store opens, and what is left of it is right.
 """
 
 from __future__ import annotations
@@ -50,11 +52,17 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Po
         pytest.skip("needs a C compiler for the shim")
     shim = tmp_path_factory.mktemp("shim") / "power.so"
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", str(shim), str(HERE / "power_shim.c"), "-ldl"], check=True, timeout=60
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(shim), str(HERE / "power_shim.c"), "-ldl"],
+        check=True,
+        timeout=60,
     )
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "LD_PRELOAD": str(shim)}
     with subprocess.Popen(
-        [sys.executable, str(HERE / "power_child.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        [sys.executable, str(HERE / "power_child.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
     ) as child:
         yield child
         assert child.stdin is not None
@@ -62,7 +70,9 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Po
         assert child.wait(60) == 0
 
 
-def live(child: subprocess.Popen[str], tmp: Path, kind: str, durability: str, fault: str) -> list[dict[str, list[int]]]:
+def live(
+    child: subprocess.Popen[str], tmp: Path, kind: str, durability: str, fault: str
+) -> list[dict[str, list[int]]]:
     """One life that ends at the fault; what was acknowledged in it."""
     assert child.stdin is not None
     assert child.stdout is not None
@@ -70,7 +80,13 @@ def live(child: subprocess.Popen[str], tmp: Path, kind: str, durability: str, fa
         (tmp / name).mkdir()
     (tmp / "said").touch()
     env = {"POWER_ROOT": str(tmp / "root"), "POWER_SHADOW": str(tmp / "shadow"), "RFT_FAULT": fault}
-    what = {"root": str(tmp / "root"), "kind": kind, "durability": durability, "said": str(tmp / "said"), "env": env}
+    what = {
+        "root": str(tmp / "root"),
+        "kind": kind,
+        "durability": durability,
+        "said": str(tmp / "said"),
+        "env": env,
+    }
     child.stdin.write(json.dumps(what) + "\n")
     child.stdin.flush()
     assert int(child.stdout.readline()) == -signal.SIGKILL, f"{fault} was never reached"
@@ -78,10 +94,14 @@ def live(child: subprocess.Popen[str], tmp: Path, kind: str, durability: str, fa
 
 
 class Loss:
-    """What a power loss leaves of `root`.  Without dice only what was synced; with dice each unsynced page and name by chance."""
+    """What a power loss leaves of `root`.  Without dice only what was synced; with dice each
+    unsynced page and name by chance.
+    """
 
     def __init__(self, root: Path, shadow: Path, dice: random.Random | None) -> None:
-        self._root, self._shadow, self._dice = root, shadow, dice
+        self._root = root
+        self._shadow = shadow
+        self._dice = dice
         self._paths = {p.stat().st_ino: p for p in root.rglob("*")}
 
     def leave(self, out: Path) -> None:
@@ -97,7 +117,8 @@ class Loss:
         now = {p.name: p.stat().st_ino for p in path.iterdir()}
         for name in sorted({*synced, *now}):
             found = self._either(synced.get(name), now.get(name))
-            if found is None or name.endswith("-shm"):  # shared memory is made anew by whoever opens the database first
+            # shared memory is made anew by whoever opens the database first
+            if found is None or name.endswith("-shm"):
                 continue
             here = self._paths.get(found)
             if here is not None and here.is_dir():
@@ -110,7 +131,10 @@ class Loss:
         synced = copy.read_bytes() if copy.exists() else b""
         now = path.read_bytes() if path else synced
         size = max(len(synced), len(now))
-        pages = [self._either(synced[i : i + PAGE], now[i : i + PAGE]).ljust(PAGE, b"\0") for i in range(0, size, PAGE)]
+        pages = [
+            self._either(synced[i : i + PAGE], now[i : i + PAGE]).ljust(PAGE, b"\0")
+            for i in range(0, size, PAGE)
+        ]
         return b"".join(pages)[: self._either(len(synced), len(now))]
 
     def _either(self, synced: Any, now: Any) -> Any:
@@ -128,7 +152,9 @@ def found(tx: Connection, storage: Storage, line: int, batch: int, task: int) ->
     return True
 
 
-async def judge(out: Path, kind: Any, durability: Any, said: list[dict[str, list[int]]]) -> Counter[str]:
+async def judge(
+    out: Path, kind: Any, durability: Any, said: list[dict[str, list[int]]]
+) -> Counter[str]:
     """What became of the acknowledged groups and uses; the store is open for more afterwards."""
     settings = BufferSettings(folder=out / "run/buffer", storage_type=kind, durability=durability)
     buffer = Buffer(settings)
@@ -146,7 +172,9 @@ async def judge(out: Path, kind: Any, durability: Any, said: list[dict[str, list
                     seen["damaged"] += 1
             else:
                 line, step = what["used"]
-                n = connection.scalar(select(func.count()).where(uses.c.lineage == line, uses.c.step == step))
+                n = connection.scalar(
+                    select(func.count()).where(uses.c.lineage == line, uses.c.step == step)
+                )
                 assert n in (0, 12)
                 seen["used" if n else "unused"] += 1
     start = await buffer.start_lineage(None, None)
@@ -159,7 +187,9 @@ async def judge(out: Path, kind: Any, durability: Any, said: list[dict[str, list
     return seen
 
 
-async def trial(child: subprocess.Popen[str], tmp: Path, kind: str, durability: str, seed: int) -> Counter[str]:
+async def trial(
+    child: subprocess.Popen[str], tmp: Path, kind: str, durability: str, seed: int
+) -> Counter[str]:
     """One life and two ways to lose power at its end."""
     dice = random.Random(f"{kind} {durability} {seed}")
     point = dice.choice(["storage.put.aside", *POINTS] if kind == "file" else POINTS)
@@ -174,7 +204,9 @@ async def trial(child: subprocess.Popen[str], tmp: Path, kind: str, durability: 
     return seen
 
 
-async def run(child: subprocess.Popen[str], tmp: Path, kind: str, durability: str, trials: range) -> Counter[str]:
+async def run(
+    child: subprocess.Popen[str], tmp: Path, kind: str, durability: str, trials: range
+) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in trials:
         folder = tmp / f"{kind}-{seed}"
@@ -185,13 +217,17 @@ async def run(child: subprocess.Popen[str], tmp: Path, kind: str, durability: st
 
 
 @pytest.mark.parametrize(("kind", "trials"), [("sql", 2), ("queue", 1), ("file", 2)])
-async def test_power_keeps_what_was_acknowledged(children: subprocess.Popen[str], tmp_path: Path, kind: str, trials: int) -> None:
+async def test_power_keeps_what_was_acknowledged(
+    children: subprocess.Popen[str], tmp_path: Path, kind: str, trials: int
+) -> None:
     seen = await run(children, tmp_path, kind, "power", range(trials))
     assert seen.keys() == {"there", "used"}, seen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_process_opens_clean(children: subprocess.Popen[str], tmp_path: Path, kind: str) -> None:
+async def test_process_opens_clean(
+    children: subprocess.Popen[str], tmp_path: Path, kind: str
+) -> None:
     """And shows that the shim takes things away."""
     seen = await run(children, tmp_path, kind, "process", range(1))
     assert seen["lost"] + seen["damaged"] > 0, seen
@@ -199,7 +235,9 @@ async def test_process_opens_clean(children: subprocess.Popen[str], tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-async def test_power_fifty_times(children: subprocess.Popen[str], tmp_path: Path, kind: str) -> None:
+async def test_power_fifty_times(
+    children: subprocess.Popen[str], tmp_path: Path, kind: str
+) -> None:
     seen = await run(children, tmp_path, kind, "power", range(100, 150))
     assert seen.keys() == {"there", "used"}, seen
     assert seen["there"] > 500

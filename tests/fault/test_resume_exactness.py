@@ -1,6 +1,8 @@
-"""kill -9 between and inside the phases of a step, the same command again: the final weights are those of a run without faults, bit by bit.
+"""kill -9 between and inside the phases of a step, the same command again: the final weights are
+those of a run without faults, bit by bit.
 
-Fault points are those of `rft.fault_injection.TRAINER_POINTS`; one run is killed at ten of them, one after the other, drawn from a seed.
+Fault points are those of `rft.fault_injection.TRAINER_POINTS`; one run is killed at ten of them,
+one after the other, drawn from a seed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from tests.helpers.command import rft
 CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"
 
 CHILD = Path(__file__).parent / "resume_child.py"
-SEVERAL = ("checkpoint.files", "trainer.update.before", "trainer.update.after")  # reached more than once in a step or a save
+# reached more than once in a step or a save
+SEVERAL = ("checkpoint.files", "trainer.update.before", "trainer.update.after")
 PARITY = """
 def parity(task, transcript):  # earned by half of all answers from the first step on, so that every step moves the weights
     return float(int(transcript.turns[-1].completion.tokens[-1]) % 2)
@@ -32,8 +35,16 @@ def parity(task, transcript):  # earned by half of all answers from the first st
 KINDS = {
     "grpo": (),
     "all that has a state": (
-        *("algorithm.algorithm_type=ppo", "trainer.ppo_epochs=2", "trainer.shuffle_minibatches=true", "trainer.critic_warmup=2"),
-        *("algorithm.kl_penalty_fn=k1", "algorithm.kl_penalty_fn_args={adaptive: true, target_kl: 0.001, horizon: 100}"),
+        *(
+            "algorithm.algorithm_type=ppo",
+            "trainer.ppo_epochs=2",
+            "trainer.shuffle_minibatches=true",
+            "trainer.critic_warmup=2",
+        ),
+        *(
+            "algorithm.kl_penalty_fn=k1",
+            "algorithm.kl_penalty_fn_args={adaptive: true, target_kl: 0.001, horizon: 100}",
+        ),
         *("algorithm.entropy_loss_fn_args.entropy_coef=0.01", "trainer.checkpoint.async_save=true"),
         *("algorithm.optimizer.lr_scheduler_type=cosine", "algorithm.optimizer.lr_warmup_steps=5"),
     ),
@@ -44,9 +55,23 @@ def changes(root: Path, model: Path, steps: int, kind: str) -> list[str]:
     reward = root / "parity.py"
     reward.write_text(PARITY)
     return [
-        *(f"model.model_path={model}", f"checkpoint_root_dir={root}", f"trainer.total_steps={steps}", "deterministic=true"),
-        *("buffer.batch_size=2", "algorithm.repeat_times=4", "trainer.save_interval=3", "trainer.max_checkpoints_to_keep=2"),
-        *("trainer.cpu_threads=1", f"buffer.explorer_input.default_reward_fn_type={reward}:parity", *KINDS[kind]),
+        *(
+            f"model.model_path={model}",
+            f"checkpoint_root_dir={root}",
+            f"trainer.total_steps={steps}",
+            "deterministic=true",
+        ),
+        *(
+            "buffer.batch_size=2",
+            "algorithm.repeat_times=4",
+            "trainer.save_interval=3",
+            "trainer.max_checkpoints_to_keep=2",
+        ),
+        *(
+            "trainer.cpu_threads=1",
+            f"buffer.explorer_input.default_reward_fn_type={reward}:parity",
+            *KINDS[kind],
+        ),
     ]
 
 
@@ -55,10 +80,16 @@ def folder(root: Path) -> Path:
 
 
 def hashes(root: Path, steps: int) -> dict[str, str]:
-    """sha256 of what the last checkpoint holds of the trainer, weights and optimizer averages among it."""
+    """sha256 of what the last checkpoint holds of the trainer, weights and optimizer averages among
+    it.
+    """
     newest = manifests.latest(folder(root) / "checkpoints")
     assert newest is not None and newest.version.step == steps
-    return {name: hashlib.sha256((newest.folder / name).read_bytes()).hexdigest() for name in newest.files if "trainer" in name}
+    return {
+        name: hashlib.sha256((newest.folder / name).read_bytes()).hexdigest()
+        for name in newest.files
+        if "trainer" in name
+    }
 
 
 def play(root: Path, model: Path, steps: int, kind: str, faults: list[str]) -> None:
@@ -66,16 +97,28 @@ def play(root: Path, model: Path, steps: int, kind: str, faults: list[str]) -> N
     plans = []
     for name, given in (("whole", []), ("killed", faults)):
         (root / name).mkdir()
-        plan = {"name": name, "config": str(CONFIG), "changes": changes(root / name, model, steps, kind), "faults": given}
+        plan = {
+            "name": name,
+            "config": str(CONFIG),
+            "changes": changes(root / name, model, steps, kind),
+            "faults": given,
+        }
         plans.append(plan)
     (root / "plans.json").write_text(json.dumps(plans))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(CHILD), str(root / "plans.json")], capture_output=True, text=True, check=False, timeout=500, env=env
+        [sys.executable, str(CHILD), str(root / "plans.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+        env=env,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     ended = [(a["name"], a["code"]) for a in map(json.loads, done.stdout.splitlines())]
-    assert ended == [("whole", 0), *[("killed", -9)] * len(faults), ("killed", 0)], done.stdout + done.stderr[-4000:]
+    assert ended == [("whole", 0), *[("killed", -9)] * len(faults), ("killed", 0)], (
+        done.stdout + done.stderr[-4000:]
+    )
     assert hashes(root / "killed", steps) == hashes(root / "whole", steps)
     accounted(root / "killed", steps)
 
@@ -83,17 +126,27 @@ def play(root: Path, model: Path, steps: int, kind: str, faults: list[str]) -> N
 def accounted(root: Path, steps: int) -> None:
     done = rft("buffer", "audit", folder(root), "--json")
     account = json.loads(done.output)
-    assert done.code == 0 and account["balanced"] and account["used_twice"] == 0 and account["used"] == steps * 2 * 4, account
+    assert (
+        done.code == 0
+        and account["balanced"]
+        and account["used_twice"] == 0
+        and account["used"] == steps * 2 * 4
+    ), account
 
 
 def test_killed_in_mid_step_and_in_mid_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
-    faults = ["trainer.update.after:5", "checkpoint.files:2"]  # in step 5; between weights and optimizer of step 6
+    # in step 5; between weights and optimizer of step 6
+    faults = ["trainer.update.after:5", "checkpoint.files:2"]
     play(tmp_path, tiny_model, 7, "grpo", faults)
 
 
 @pytest.mark.slow
-def test_two_ranks_on_ray_that_write_their_checkpoints_aside(tiny_model: Path, tmp_path: Path) -> None:
-    """Both ranks of the trainer are killed between the files of a checkpoint that is written while steps go on."""
+def test_two_ranks_on_ray_that_write_their_checkpoints_aside(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Both ranks of the trainer are killed between the files of a checkpoint that is written while
+    steps go on.
+    """
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
 
@@ -122,5 +175,8 @@ def test_two_ranks_on_ray_that_write_their_checkpoints_aside(tiny_model: Path, t
 def test_ten_random_kills(tiny_model: Path, tmp_path: Path, kind: str, seed: int) -> None:
     dice = random.Random(seed)
     points = dice.sample(TRAINER_POINTS, 10)
-    faults = [f"{p}:{dice.randint(1, 2 if p.startswith('checkpoint') and p not in SEVERAL else 4)}" for p in points]
+    faults = [
+        f"{p}:{dice.randint(1, 2 if p.startswith('checkpoint') and p not in SEVERAL else 4)}"
+        for p in points
+    ]
     play(tmp_path, tiny_model, 30, kind, faults)

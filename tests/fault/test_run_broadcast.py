@@ -1,4 +1,6 @@
-"""kill -9 of an engine while it receives a broadcast, in a whole run: it is named, replaced, and every version arrives."""
+"""kill -9 of an engine while it receives a broadcast, in a whole run: it is named, replaced, and
+every version arrives.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.helpers import runs
 
 @pytest.mark.slow
 def test_an_engine_killed_in_the_middle_of_a_version(tiny_model: Path, tmp_path: Path) -> None:
-    """Both engines die at the 85th tensor, in the last of five versions of 20 each; their successors see 40."""
+    """Both engines die at the 85th tensor, in the last of five versions of 20 each; their
+    successors see 40.
+    """
     arguments = runs.arguments(
         tiny_model,
         tmp_path / "runs",

@@ -1,4 +1,6 @@
-"""SIGSTOP in mid-run.  Of an engine or a judge: it is restarted, no group is lost.  Of another process: the run ends and names it."""
+"""SIGSTOP in mid-run.  Of an engine or a judge: it is restarted, no group is lost.  Of another
+process: the run ends and names it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def log(root: Path, name: str) -> str:
 
 
 def check_rows(root: Path, stalled: int) -> None:
-    """Every group is there with every run, was used once, and the metrics say how many engines hung."""
+    """Every group is there with every run, was used once, and the metrics say how many engines
+    hung.
+    """
     ok, found = runs.audit(runs.folder(root))
     assert ok and found["balanced"] and found["used_twice"] == 0, found
     assert found["used"] == STEPS * 4 * 4, found
@@ -50,10 +54,16 @@ def test_vllm_hangs(tiny_model: Path, tmp_path: Path) -> None:
     (core,) = (p for p in host.children() if "EngineCore" in p.name() + "".join(p.cmdline()))
     core.send_signal(signal.SIGSTOP)
     run.wait_for("step 7/", 300)
-    assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, "what a hung engine leaves is ended with it"
+    assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE, (
+        "what a hung engine leaves is ended with it"
+    )
     assert run.end(600) == 0, run.output
     said = log(root, "coordinator")
-    assert "vLLM hangs: no sign of life" in said and "is stopped" in said and "engine 0 was restarted" in said, said
+    assert (
+        "vLLM hangs: no sign of life" in said
+        and "is stopped" in said
+        and "engine 0 was restarted" in said
+    ), said
     records = read(runs.folder(root) / "metrics.jsonl")
     assert sum(v for _, v in series(records, "engine/steps")) > 0
     assert all(0 <= v <= 1 for _, v in series(records, "engine/prefix_cache_hit_rate"))
@@ -63,7 +73,10 @@ def test_vllm_hangs(tiny_model: Path, tmp_path: Path) -> None:
 def test_processes_of_an_engine_and_of_a_judge_hang(tiny_model: Path, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     judge = tiny.make(tmp_path / "rm", labels=1)
-    aux = f"[{{name: rm, model_path: {judge}, task: score, engine_type: transformers, cpu_threads: 1, stall_timeout: 5}}]"
+    aux = (
+        f"[{{name: rm, model_path: {judge}, task: score, engine_type: transformers, cpu_threads: "
+        f"1, stall_timeout: 5}}]"
+    )
     arguments = runs.arguments(
         tiny_model,
         root,
@@ -89,16 +102,26 @@ def test_processes_of_an_engine_and_of_a_judge_hang(tiny_model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("part", ["trainer-0", "trainer-1", "explorer", "buffer", "coordinator"])
-def test_a_part_that_hangs_ends_the_run_which_can_go_on(part: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_part_that_hangs_ends_the_run_which_can_go_on(
+    part: str, tiny_model: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "runs"
     ranks = ("trainer.world_size=2", "trainer.cpu_threads=1") if part == "trainer-1" else ()
-    more = (f"trainer.total_steps={STEPS}", "trainer.save_interval=2", "cluster.stall_timeout=5", *ranks)
+    more = (
+        f"trainer.total_steps={STEPS}",
+        "trainer.save_interval=2",
+        "cluster.stall_timeout=5",
+        *ranks,
+    )
     arguments = runs.arguments(tiny_model, root, *runs.SMALL, *more)
     run = runs.Run(*arguments)
     run.wait_for("step 3/", 300)
     psutil.Process(runs.state(root)["parts"][part]).send_signal(signal.SIGSTOP)
     code = run.end()
-    assert code == 4 and f"{part} hangs: its process answers nothing" in run.output, (code, run.output)
+    assert code == 4 and f"{part} hangs: its process answers nothing" in run.output, (
+        code,
+        run.output,
+    )
     assert "is stopped" in run.output and "cluster.stall_timeout" in run.output
     again = runs.Run(*arguments)
     assert again.end(600) == 0, again.output

@@ -1,4 +1,6 @@
-"""kill -9 of an engine of the policy and of a reward model in mid-run: both come back, no group is lost, none has another size."""
+"""kill -9 of an engine of the policy and of a reward model in mid-run: both come back, no group is
+lost, none has another size.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def log(root: Path, name: str) -> str:
 
 def test_engines_that_are_killed_come_back(tiny_model: Path, tmp_path: Path) -> None:
     judge = tiny.make(tmp_path / "rm", labels=1)
-    aux = f"explorer.auxiliary_models=[{{name: rm, model_path: {judge}, task: score, engine_type: transformers, cpu_threads: 1}}]"
+    aux = (
+        f"explorer.auxiliary_models=[{{name: rm, model_path: {judge}, task: score, engine_type: "
+        f"transformers, cpu_threads: 1}}]"
+    )
     arguments = runs.arguments(
         tiny_model,
         tmp_path / "runs",

@@ -1,4 +1,6 @@
-"""kill -9 of everything, Ctrl-C in every phase: nothing lost, nothing trained twice, nothing left, and the same command goes on."""
+"""kill -9 of everything, Ctrl-C in every phase: nothing lost, nothing trained twice, nothing left,
+and the same command goes on.
+"""
 
 import psutil
 import pytest
@@ -28,14 +30,20 @@ def test_kill_nine_of_every_process_then_the_same_command(tiny_model, tmp_path):
     assert found["balanced"] and found["used_twice"] == 0
     assert found["used"] == 12 * 4 * 4, found
     steps = [step for step, _ in series(read(runs.folder(tmp_path) / "metrics.jsonl"), "actor/lr")]
-    assert steps[-1] == 12 and set(steps) == set(range(1, 13)), "it went on from a checkpoint and did every step"
+    assert steps[-1] == 12 and set(steps) == set(range(1, 13)), (
+        "it went on from a checkpoint and did every step"
+    )
     assert runs.left(before) == []
 
 
-@pytest.mark.parametrize("phase", ["starting", pytest.param("exploring", marks=pytest.mark.slow), "training"])
+@pytest.mark.parametrize(
+    "phase", ["starting", pytest.param("exploring", marks=pytest.mark.slow), "training"]
+)
 def test_ctrl_c(tiny_model, tmp_path, phase):
     before = leftovers.snapshot()
-    arguments = runs.arguments(tiny_model, tmp_path, *runs.SMALL, *STEPS, "trainer.total_steps=4000")
+    arguments = runs.arguments(
+        tiny_model, tmp_path, *runs.SMALL, *STEPS, "trainer.total_steps=4000"
+    )
     run = runs.Run(*arguments)
     run.wait_for({"starting": "watch ", "exploring": "step 1/", "training": "step 4/"}[phase])
     run.interrupt()

@@ -1,4 +1,6 @@
-"""Whole runs whose batches come out short: they go on, or end at once with the reason; nobody waits for anybody in vain."""
+"""Whole runs whose batches come out short: they go on, or end at once with the reason; nobody waits
+for anybody in vain.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,24 @@ def audit(root: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("policy", ["carry", "train"])
-def test_c4_rows_are_missing_and_the_run_goes_on(tiny_model: Path, tmp_path: Path, policy: str) -> None:
-    """A failed run leaves a step of rows short; under the strictest schedule the explorer would wait for that very step."""
-    sizes = ("buffer.train_batch_size=4", "trainer.total_steps=4")  # two steps of each explore batch
+def test_c4_rows_are_missing_and_the_run_goes_on(
+    tiny_model: Path, tmp_path: Path, policy: str
+) -> None:
+    """A failed run leaves a step of rows short; under the strictest schedule the explorer would
+    wait for that very step.
+    """
+    # two steps of each explore batch
+    sizes = ("buffer.train_batch_size=4", "trainer.total_steps=4")
     done = start(tmp_path, tiny_model, *sizes, f"buffer.on_short_batch={policy}")
     assert done.code == 0, done.output
     metrics = read(tmp_path / "project" / "group" / "name" / "metrics.jsonl")
-    rows, missing = series(metrics, "experience/rows"), series(metrics, "experience/missing")
+    rows = series(metrics, "experience/rows")
+    missing = series(metrics, "experience/missing")
     assert sum(v for _, v in series(metrics, "rollout/failed")) > 0
-    assert all(v + (m if policy == "train" else 0) == 4 for (_, v), (_, m) in zip(rows, missing, strict=True))
+    assert all(
+        v + (m if policy == "train" else 0) == 4
+        for (_, v), (_, m) in zip(rows, missing, strict=True)
+    )
     assert audit(tmp_path)["used"] == sum(v for _, v in rows)
 
 

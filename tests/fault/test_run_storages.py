@@ -1,4 +1,6 @@
-"""The tiny example on every storage, by one line of configuration: kill -9 of everything in mid-run, the same command again, the audit."""
+"""The tiny example on every storage, by one line of configuration: kill -9 of everything in
+mid-run, the same command again, the audit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ STEPS = ("trainer.total_steps=12", "trainer.save_interval=3")
 
 
 def audit(root: Path) -> dict[str, object]:
-    command = [sys.executable, "-m", "rft.cli.main", "buffer", "audit", str(runs.folder(root)), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "rft.cli.main",
+        "buffer",
+        "audit",
+        str(runs.folder(root)),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=runs.ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, object] = json.loads(done.stdout)
@@ -27,7 +37,9 @@ def audit(root: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["sql", "file", "queue", "postgresql"])
-def test_one_line_changes_the_storage(tiny_model: Path, tmp_path: Path, storage: str, request: pytest.FixtureRequest) -> None:
+def test_one_line_changes_the_storage(
+    tiny_model: Path, tmp_path: Path, storage: str, request: pytest.FixtureRequest
+) -> None:
     line = f"{BUFFER}.storage_type={storage}"
     if storage == "postgresql":
         server: PostgresServer = request.getfixturevalue("postgres")
@@ -44,4 +56,6 @@ def test_one_line_changes_the_storage(tiny_model: Path, tmp_path: Path, storage:
     again = runs.Run(*arguments)
     assert again.end() == 0, again.output
     last = audit(tmp_path)
-    assert last["ok"] and last["balanced"] and (last["used_twice"], last["used"]) == (0, 12 * 4 * 4), last
+    assert (
+        last["ok"] and last["balanced"] and (last["used_twice"], last["used"]) == (0, 12 * 4 * 4)
+    ), last

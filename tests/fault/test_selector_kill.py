@@ -1,4 +1,6 @@
-"""A run with a selector that learns is killed; what it chooses afterwards is what it would have chosen."""
+"""A run with a selector that learns is killed; what it chooses afterwards is what it would have
+chosen.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,12 @@ def resumed(tmp_path: Path, whole: dict[int, dict], lag: int, kills: tuple[int, 
 
 
 @pytest.mark.parametrize(("lag", "kills"), [(0, (18,)), (1, (23, 7))])
-def test_resume_equality(tmp_path: Path, whole: dict[int, dict], lag: int, kills: tuple[int, ...]) -> None:
-    assert len({*whole[lag]["chosen"].values()}) < 36, "it comes back to rows of the wanted pass rate"
+def test_resume_equality(
+    tmp_path: Path, whole: dict[int, dict], lag: int, kills: tuple[int, ...]
+) -> None:
+    assert len({*whole[lag]["chosen"].values()}) < 36, (
+        "it comes back to rows of the wanted pass rate"
+    )
     resumed(tmp_path, whole, lag, kills)
 
 

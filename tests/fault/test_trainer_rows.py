@@ -1,6 +1,8 @@
-"""What shows that the trainer answers faults and bad input as it should: which tests, by row of the two tables it is asked for.
+"""What shows that the trainer answers faults and bad input as it should: which tests, by row of the
+two tables it is asked for.
 
-F: faults; I: bad input.  A row without a test would be one that nobody looks at, so this file fails where a named test is gone.
+F: faults; I: bad input.  A row without a test would be one that nobody looks at, so this file fails
+where a named test is gone.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "unit/sync/test_schedule.py::test_resume_at_any_step_goes_on_within_the_bound",
     ),
     "F18 resume edge cases": (
-        "integration/test_given_data.py::test_a_resumed_run_is_the_same_run",  # over an epoch's end; other rows are refused
+        # over an epoch's end; other rows are refused
+        "integration/test_given_data.py::test_a_resumed_run_is_the_same_run",
         "unit/trainer/test_trainer_loop.py::test_end_of_data_finishes_early",
         "fault/test_run_failures.py::test_a_finished_run_has_nothing_to_do",
         "unit/explorer/test_explorer.py::test_resumed_and_uninterrupted_runs_play_the_same_tasks",
@@ -64,7 +67,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "golden/test_advantage_vectors.py::test_equal_rewards_give_exactly_zero",
         "unit/trainer/test_batch_builder.py::test_rows_of_equal_rewards_are_left_out_but_counted",
         "unit/trainer/test_batch_builder.py::test_all_rewards_equal_leaves_no_micro_batch",
-        "unit/docs/test_metrics_page.py::test_what_is_documented_as_always_there_is_written",  # frac_reward_zero_std
+        # frac_reward_zero_std
+        "unit/docs/test_metrics_page.py::test_what_is_documented_as_always_there_is_written",
     ),
     "I14 conflicting options": (
         "unit/config/test_config_resolve.py::test_error_given_values",

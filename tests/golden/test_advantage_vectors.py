@@ -1,4 +1,6 @@
-"""Every advantage function against its formula in float64, written here once more over padded [B, T] arrays with masks."""
+"""Every advantage function against its formula in float64, written here once more over padded [B,
+T] arrays with masks.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,40 @@ from rft.plugins import REGISTRY
 from rft.types.ports import GroupStats
 
 NAMES = sorted(name for kind, name in shipped() if kind == "advantage_fn")
-BY_TOKEN = ("ppo", "reinforceplusplus", "remax", "optimal_token_baseline", "on_policy_distill", "jsd", "clipb", "clipv")
+BY_TOKEN = (
+    "ppo",
+    "reinforceplusplus",
+    "remax",
+    "optimal_token_baseline",
+    "on_policy_distill",
+    "jsd",
+    "clipb",
+    "clipv",
+)
 NO_REWARDS = ("none", "on_policy_distill", "jsd")
 
 
-def row(reward: float = 0.0, length: int = 1, *, group: str = "g", run: int = 0, step: int = 0, **more: Any) -> StepRow:
+def row(
+    reward: float = 0.0,
+    length: int = 1,
+    *,
+    group: str = "g",
+    run: int = 0,
+    step: int = 0,
+    **more: Any,
+) -> StepRow:
     more.setdefault("logprobs", np.full(length, -1.0, np.float32))
-    arrays = {k: v if k == "info" or v is None or isinstance(v, bool) else np.asarray(v, np.float32) for k, v in more.items()}
+    arrays = {
+        k: v if k == "info" or v is None or isinstance(v, bool) else np.asarray(v, np.float32)
+        for k, v in more.items()
+    }
     return StepRow(group=group, run=run, step=step, reward=reward, **arrays)
 
 
 def stats(members: Iterable[StepRow], name: str = "g") -> GroupStats:
-    of = sorted((r for r in members if r.group == name and not r.is_expert), key=lambda r: (r.run, r.step))
+    of = sorted(
+        (r for r in members if r.group == name and not r.is_expert), key=lambda r: (r.run, r.step)
+    )
     rewards = [r.reward for r in of]
     return GroupStats(
         group=name,
@@ -49,12 +73,17 @@ def stats(members: Iterable[StepRow], name: str = "g") -> GroupStats:
 def step(rows: Sequence[StepRow], *, beside: Sequence[StepRow] = (), **more: Any) -> StepInputs:
     """`beside`: members of the groups that are not in the step."""
     names = {r.group for r in rows if not r.is_expert}
-    return StepInputs(rows=list(rows), groups={n: stats([*rows, *beside], n) for n in names}, **more)
+    return StepInputs(
+        rows=list(rows), groups={n: stats([*rows, *beside], n) for n in names}, **more
+    )
 
 
-def group(rewards: Sequence[float], lengths: Sequence[int] | None = None, name: str = "g") -> list[StepRow]:
+def group(
+    rewards: Sequence[float], lengths: Sequence[int] | None = None, name: str = "g"
+) -> list[StepRow]:
     return [
-        row(float(r), n, group=name, run=i) for i, (r, n) in enumerate(zip(rewards, lengths or [1] * len(rewards), strict=True))
+        row(float(r), n, group=name, run=i)
+        for i, (r, n) in enumerate(zip(rewards, lengths or [1] * len(rewards), strict=True))
     ]
 
 
@@ -94,17 +123,22 @@ def test_vectors_of_one_number_per_row(
 
 
 def test_vector_opo() -> None:
-    assert per_row("opo", step(group((0, 0, 0, 1), (10, 20, 30, 40)))) == pytest.approx((-0.4, -0.4, -0.4, 0.6), abs=1e-6)
+    assert per_row("opo", step(group((0, 0, 0, 1), (10, 20, 30, 40)))) == pytest.approx(
+        (-0.4, -0.4, -0.4, 0.6), abs=1e-6
+    )
 
 
 def test_vectors_gae() -> None:
     made = advantages("ppo", step([row(1, 4, values=[0.1, 0.2, 0.3, 0.4])]), lam=0.95)
     assert made.returns is not None
     assert made.returns[0].tolist() == pytest.approx([0.899675, 0.9365, 0.97, 1], abs=1e-6)
-    assert made.values[0].tolist() == pytest.approx([1.141837, 0.406744, -0.367037, -1.181544], abs=1e-6)
+    assert made.values[0].tolist() == pytest.approx(
+        [1.141837, 0.406744, -0.367037, -1.181544], abs=1e-6
+    )
 
     mask = np.array([1, 1, 0, 1, 0], bool)
-    rewards, values = np.array([0, 0, 0, 1, 0.0]), np.array([0.1, 0.2, 0.3, 0.4, 0.5])
+    rewards = np.array([0, 0, 0, 1, 0.0])
+    values = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
     x = row(1, 3, values=values[mask], token_rewards=rewards[mask])
     made = advantages("ppo", step([x]), gamma=0.9, lam=0.8)
     assert made.returns is not None
@@ -118,7 +152,10 @@ def test_vector_reinforce_plus_plus() -> None:
     x = step([row(1, 3, token_rewards=[0, 0, 1]), row(0.5, 2, run=1, token_rewards=[0, 0.5])])
     made = advantages("reinforceplusplus", x, gamma=0.9)
     assert made.returns is not None
-    assert [r.tolist() for r in made.returns] == [pytest.approx([0.81, 0.9, 1]), pytest.approx([0.45, 0.5])]
+    assert [r.tolist() for r in made.returns] == [
+        pytest.approx([0.81, 0.9, 1]),
+        pytest.approx([0.45, 0.5]),
+    ]
     assert made.values[0].tolist() == pytest.approx([0.318779, 0.686601, 1.095293], abs=1e-6)
     assert made.values[1].tolist() == pytest.approx([-1.152509, -0.948164], abs=1e-6)
 
@@ -128,7 +165,9 @@ def test_vector_pf_ppo() -> None:
         args: Any = check_args("sample_strategy", "pf_ppo", {"reweight_method": method})
         return weights(np.array(rewards, np.float64), args).tolist()
 
-    assert of("pow", (-1, 0, 0.5, 1)) == pytest.approx([1 + 1e-8, 1e-8, 0.25 + 1e-8, 1 + 1e-8], rel=1e-12)
+    assert of("pow", (-1, 0, 0.5, 1)) == pytest.approx(
+        [1 + 1e-8, 1e-8, 0.25 + 1e-8, 1 + 1e-8], rel=1e-12
+    )
     assert of("max_min", (-1, 0, 1, 1)) == pytest.approx([1, 0, 1, 1], abs=1.1e-8)
     assert of("max_random", (-1, 0, 1, 1)) == pytest.approx([0.1, 0.1, 0.4, 0.4], abs=1.1e-8)
 
@@ -137,7 +176,9 @@ def test_vector_pf_ppo() -> None:
 
 
 class Padded:
-    """B rows of width T with gaps in their masks; what the functions see are the masked tokens alone."""
+    """B rows of width T with gaps in their masks; what the functions see are the masked tokens
+    alone.
+    """
 
     def __init__(self, seed: int, groups: Sequence[int] = (3, 1, 4, 2), width: int = 9) -> None:
         rng = np.random.default_rng(seed)
@@ -145,7 +186,9 @@ class Padded:
         b = len(self.of)
         self.mask = rng.random((b, width)) < 0.6
         self.mask[:, 0] |= ~self.mask.any(1)
-        self.rewards = np.where(self.mask & (rng.random((b, width)) < 0.5), rng.normal(size=(b, width)), 0).astype(np.float32)
+        self.rewards = np.where(
+            self.mask & (rng.random((b, width)) < 0.5), rng.normal(size=(b, width)), 0
+        ).astype(np.float32)
         self.values = rng.normal(size=(b, width)).astype(np.float32)
         logits = rng.normal(size=(b, width, 7)) * 2
         logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -153,7 +196,9 @@ class Padded:
         self.old = logp[..., 0].astype(np.float32)
         self.entropy = -(p * logp).sum(-1).astype(np.float32)
         self.squares = (p**2).sum(-1).astype(np.float32)
-        self.mean_score = (p**2 * (logp + -(p * logp).sum(-1, keepdims=True))).sum(-1).astype(np.float32)
+        self.mean_score = (
+            (p**2 * (logp + -(p * logp).sum(-1, keepdims=True))).sum(-1).astype(np.float32)
+        )
         self.sampled = (self.old + rng.normal(size=(b, width)) * 0.1).astype(np.float32)
         self.teacher = -rng.exponential(size=(b, width)).astype(np.float32)
         self.total = self.rewards.astype(np.float64).sum(1)
@@ -209,7 +254,8 @@ def test_gae(seed: int, gamma: float, lam: float) -> None:
         for t in reversed(range(p.mask.shape[1])):
             delta = p.rewards[i, t] + gamma * value - p.values[i, t]
             if p.mask[i, t]:
-                value, advantage = p.values[i, t], delta + gamma * lam * advantage
+                value = p.values[i, t]
+                advantage = delta + gamma * lam * advantage
             raw[i, t] = advantage
     made = advantages("ppo", p.x, gamma=gamma, lam=lam)
     assert made.returns is not None
@@ -219,7 +265,8 @@ def test_gae(seed: int, gamma: float, lam: float) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reinforce_plus_plus_carries_returns_over_gaps(seed: int) -> None:
-    p, gamma = Padded(seed), 0.93
+    p = Padded(seed)
+    gamma = 0.93
     to_go = np.zeros(p.mask.shape)
     for i in range(len(p.of)):
         ahead = 0.0
@@ -240,7 +287,10 @@ def test_reinforce_plus_plus_baseline_and_remax(seed: int) -> None:
     for of in p.groups():
         if len(of) > 1:
             centred[of] -= p.total[of].mean()
-    p.agrees(advantages("reinforceplusplus_baseline", p.x).values, p.whitened(np.repeat(centred[:, None], p.mask.shape[1], 1)))
+    p.agrees(
+        advantages("reinforceplusplus_baseline", p.x).values,
+        p.whitened(np.repeat(centred[:, None], p.mask.shape[1], 1)),
+    )
     to_go = np.cumsum((p.rewards * p.mask).astype(np.float64)[:, ::-1], 1)[:, ::-1]
     p.agrees(advantages("remax", p.x).values, to_go - p.baseline[:, None])
 
@@ -248,16 +298,24 @@ def test_reinforce_plus_plus_baseline_and_remax(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_optimal_token_baseline(seed: int) -> None:
     p = Padded(seed)
-    expected, tail = np.zeros(p.mask.shape), np.zeros(p.mask.shape)
+    expected = np.zeros(p.mask.shape)
+    tail = np.zeros(p.mask.shape)
     for of in p.groups():
-        found: dict[int, list[tuple[int, int, float, float]]] = defaultdict(list)  # number of the token -> row, column, G, W
+        # number of the token -> row, column, G, W
+        found: dict[int, list[tuple[int, int, float, float]]] = defaultdict(list)
         for i in of:
             energy = 0.0
             for number, t in enumerate(np.flatnonzero(p.mask[i])):
                 energy += 1 - 2 * math.exp(p.old[i, t]) + p.squares[i, t]
-                found[number].append((i, t, float(p.rewards[i, t:].astype(np.float64).sum()), energy))
+                found[number].append(
+                    (i, t, float(p.rewards[i, t:].astype(np.float64).sum()), energy)
+                )
         for same in found.values():
-            b = sum(g * w for *_, g, w in same) / (sum(w for *_, w in same) + 1e-8) if len(of) > 1 else 0.0
+            b = (
+                sum(g * w for *_, g, w in same) / (sum(w for *_, w in same) + 1e-8)
+                if len(of) > 1
+                else 0.0
+            )
             for i, t, g, _ in same:
                 expected[i, t] = g - b
                 tail[i, t] = g - (b if len(same) > 1 else 0.0)
@@ -266,22 +324,34 @@ def test_optimal_token_baseline(seed: int) -> None:
 
 
 def test_the_tail_of_the_longest_row_learns() -> None:
-    old, squares = np.log(np.full(4, 0.5, np.float32)), np.full(4, 0.5, np.float32)
-    rows = [row(float(i == 0), n, group="g", run=i, old=old[:n], sum_squares=squares[:n]) for i, n in enumerate((4, 2))]
+    old = np.log(np.full(4, 0.5, np.float32))
+    squares = np.full(4, 0.5, np.float32)
+    rows = [
+        row(float(i == 0), n, group="g", run=i, old=old[:n], sum_squares=squares[:n])
+        for i, n in enumerate((4, 2))
+    ]
     long, short = advantages("optimal_token_baseline", step(rows)).values
-    assert long.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0]) and short.tolist() == pytest.approx([-0.5, -0.5])
+    assert long.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0]) and short.tolist() == pytest.approx(
+        [-0.5, -0.5]
+    )
     tail = advantages("optimal_token_baseline", step(rows), handle_zero_tail=False).values[0][2:]
     assert tail.tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
 def test_weights_of_the_correction_scale_the_variance() -> None:
     """W counts with the squared weight: (1 x 1 + 0 x 4) / (1 + 4)."""
-    numbers = {"old": np.log(np.full(1, 0.5, np.float32)), "sum_squares": np.full(1, 0.5, np.float32)}
+    numbers = {
+        "old": np.log(np.full(1, 0.5, np.float32)),
+        "sum_squares": np.full(1, 0.5, np.float32),
+    }
     rows = [
-        row(float(i == 0), 1, group="g", run=i, **numbers, weights=np.full(1, w, np.float32)) for i, w in enumerate((1.0, 2.0))
+        row(float(i == 0), 1, group="g", run=i, **numbers, weights=np.full(1, w, np.float32))
+        for i, w in enumerate((1.0, 2.0))
     ]
     assert per_row("optimal_token_baseline", step(rows)) == pytest.approx([0.8, -0.2])
-    assert per_row("optimal_token_baseline", step(rows), rollout_weights=False) == pytest.approx([0.5, -0.5])
+    assert per_row("optimal_token_baseline", step(rows), rollout_weights=False) == pytest.approx(
+        [0.5, -0.5]
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -293,7 +363,8 @@ def test_one_number_per_row(seed: int) -> None:
     batch = math.sqrt(((p.total - p.total.sum() / b) ** 2).sum() / (b - 1))
     want: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(b))
     for of in p.groups():
-        r, n = p.total[of], len(of)
+        r = p.total[of]
+        n = len(of)
         mean = r.sum() / n
         if n == 1:  # nothing to compare with
             for name in ("reinforce", "opmd", "opmd logavgexp", "asymre", "opo"):
@@ -306,7 +377,9 @@ def test_one_number_per_row(seed: int) -> None:
         want["grpo batch", ""][of] = (r - mean) / (batch + 1e-6)
         want["rloo", ""][of] = [v - (r.sum() - v) / (n - 1) for v in r]
         want["opmd", ""][of] = r - mean
-        want["opmd logavgexp", ""][of] = r - 0.7 * (math.log(sum(math.exp(v / 0.7) for v in r)) - math.log(n))
+        want["opmd logavgexp", ""][of] = r - 0.7 * (
+            math.log(sum(math.exp(v / 0.7) for v in r)) - math.log(n)
+        )
         want["asymre", ""][of] = r - (mean - 0.1)
         want["rec", ""][of] = r - mean
         want["rec std", ""][of] = (r - mean) / (biased + 1e-6)
@@ -325,35 +398,54 @@ def test_one_number_per_row(seed: int) -> None:
     assert per_row("none", p.x) == [0.0] * b
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opmd", "asymre", "opo", "rec", "reinforce", "step_wise_grpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["grpo", "grpo_passk", "rloo", "opmd", "asymre", "opo", "rec", "reinforce", "step_wise_grpo"],
+)
 def test_siblings_elsewhere_count(name: str) -> None:
     rows = group((0.0, 2.0, 1.0, 0.5), (1, 2, 3, 4))
     whole = per_row(name, step(rows))
-    assert [per_row(name, step([r], beside=[s for s in rows if s is not r]))[0] for r in rows] == pytest.approx(whole, rel=1e-6)
+    assert [
+        per_row(name, step([r], beside=[s for s in rows if s is not r]))[0] for r in rows
+    ] == pytest.approx(whole, rel=1e-6)
 
 
 def test_rank_penalty_lowers_what_is_scored_and_the_statistics() -> None:
-    rewards, logprobs = np.array([1, 1, 0, 1.0]), np.array([-0.5, -3.0, -1.0, -2.0])
-    rows = [row(r, 2, run=i, logprobs=[p, p]) for i, (r, p) in enumerate(zip(rewards, logprobs, strict=True))]
+    rewards = np.array([1, 1, 0, 1.0])
+    logprobs = np.array([-0.5, -3.0, -1.0, -2.0])
+    rows = [
+        row(r, 2, run=i, logprobs=[p, p])
+        for i, (r, p) in enumerate(zip(rewards, logprobs, strict=True))
+    ]
     lowered = rewards * (1 - 0.5 * np.array([3, 0, 2, 1]) / 4)  # the likeliest loses most
     expected = (lowered - lowered.mean()) / (lowered.std(ddof=1) + 1e-6)
     assert per_row("grpo", step(rows), rank_penalty=0.5) == pytest.approx(expected, rel=1e-5)
     same = [row(1, 1, run=i) for i in range(3)]
-    assert per_row("grpo", step(same), rank_penalty=0.5) == [0, 0, 0], "equally likely and equally good"
+    assert per_row("grpo", step(same), rank_penalty=0.5) == [0, 0, 0], (
+        "equally likely and equally good"
+    )
 
 
 # ---------------------------------------------------------------- steps of runs
 
 
 def runs_of(*rewards: Sequence[float], name: str = "g") -> list[StepRow]:
-    return [row(r, 1 + s, group=name, run=i, step=s) for i, run in enumerate(rewards) for s, r in enumerate(run)]
+    return [
+        row(r, 1 + s, group=name, run=i, step=s)
+        for i, run in enumerate(rewards)
+        for s, r in enumerate(run)
+    ]
 
 
 def test_step_wise_grpo_compares_last_steps() -> None:
     rows = runs_of((9, 9, 1), (0,), (5, 0))
     other = runs_of((2,), (4, 7), name="h")
-    last, mean, std = (1, 0, 0), 1 / 3, math.sqrt(1 / 3)
-    expected = [(last[r.run] - mean) / (std + 1e-6) for r in rows] + [-s / (25 / 2) ** 0.5 for s in (2.5, -2.5, -2.5)]
+    last = (1, 0, 0)
+    mean = 1 / 3
+    std = math.sqrt(1 / 3)
+    expected = [(last[r.run] - mean) / (std + 1e-6) for r in rows] + [
+        -s / (25 / 2) ** 0.5 for s in (2.5, -2.5, -2.5)
+    ]
     for order in (1, -1):  # last is the highest number, wherever it stands
         x = step([*rows, *other][::order])
         assert per_row("step_wise_grpo", x)[::order] == pytest.approx(expected, rel=1e-5)
@@ -388,7 +480,12 @@ def test_gigpo(rewards: bool, fnorm: str, omega: float) -> None:
     def normal(values: Sequence[float]) -> list[float]:
         if len(values) == 1 or len(set(values)) == 1:
             return [0.0] * len(values)
-        return [float((v - np.mean(values)) / ((np.std(values, ddof=1) if fnorm == "std" else 1.0) + 1e-6)) for v in values]
+        return [
+            float(
+                (v - np.mean(values)) / ((np.std(values, ddof=1) if fnorm == "std" else 1.0) + 1e-6)
+            )
+            for v in values
+        ]
 
     episode = [*normal([sum(given[0]), sum(given[1])]), 0.0]
     back = {
@@ -399,21 +496,34 @@ def test_gigpo(rewards: bool, fnorm: str, omega: float) -> None:
     apart = [[(0, 0), (1, 0)], [(0, 1)], [(2, 0)], [(0, 2), (1, 1)]]  # a, b of either task, c
     pooled = [apart[0], [(0, 1), (2, 0)], apart[3]]
     for states_of, same in (("task", apart), ("batch", pooled)):
-        steps = {at: a for names in same for at, a in zip(names, normal([back[n] for n in names]), strict=True)}
+        steps = {
+            at: a
+            for names in same
+            for at, a in zip(names, normal([back[n] for n in names]), strict=True)
+        }
         expected = [episode[r.run] + omega * steps[r.run, r.step] for r in rows]
         given_args = {"gamma": gamma, "omega": omega, "fnorm": fnorm, "states_of": states_of}
-        assert per_row("gigpo", step(rows), **given_args) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert per_row("gigpo", step(rows), **given_args) == pytest.approx(
+            expected, rel=1e-5, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("gone", range(5))
 def test_a_step_that_an_operator_dropped_still_counts_in_its_episode(gone: int) -> None:
-    """Where rows have the reward of their own step; its state is not compared, and nobody else's return changes."""
+    """Where rows have the reward of their own step; its state is not compared, and nobody else's
+    return changes.
+    """
     rows, _ = gigpo_rows(True)
     kept = [*rows[:gone], *rows[gone + 1 :]]
     whole = per_row("gigpo", step(rows), gamma=0.9, omega=0.0)
-    assert per_row("gigpo", step(kept, beside=[rows[gone]]), gamma=0.9, omega=0.0) == [*whole[:gone], *whole[gone + 1 :]]
+    assert per_row("gigpo", step(kept, beside=[rows[gone]]), gamma=0.9, omega=0.0) == [
+        *whole[:gone],
+        *whole[gone + 1 :],
+    ]
     alone = [replace(r, info={**r.info, "env_state_hash": str(i)}) for i, r in enumerate(kept)]
-    assert per_row("gigpo", step(alone, beside=[rows[gone]])) == per_row("gigpo", step(kept, beside=[rows[gone]]), omega=0.0)
+    assert per_row("gigpo", step(alone, beside=[rows[gone]])) == per_row(
+        "gigpo", step(kept, beside=[rows[gone]]), omega=0.0
+    )
 
 
 def test_a_dropped_steps_reward_is_not_guessed_from_that_of_its_run() -> None:
@@ -429,15 +539,23 @@ def test_a_dropped_steps_reward_is_not_guessed_from_that_of_its_run() -> None:
 
 def test_how_hard_a_task_is_is_no_advantage_of_its_states() -> None:
     """Two tasks that begin in the same state; all runs of one succeed, none of the other."""
-    rows = [row(float(g), 1, group="ab"[g], run=i, step=0, info={"env_state_hash": "start"}) for g in (0, 1) for i in (0, 1)]
+    rows = [
+        row(float(g), 1, group="ab"[g], run=i, step=0, info={"env_state_hash": "start"})
+        for g in (0, 1)
+        for i in (0, 1)
+    ]
     assert per_row("gigpo", step(rows)) == [0.0] * 4
-    assert per_row("gigpo", step(rows), states_of="batch") == pytest.approx([-0.5, -0.5, 0.5, 0.5], rel=1e-5)
+    assert per_row("gigpo", step(rows), states_of="batch") == pytest.approx(
+        [-0.5, -0.5, 0.5, 0.5], rel=1e-5
+    )
 
 
 def test_gigpo_says_what_is_missing() -> None:
     rows, _ = gigpo_rows(True)
     del rows[3].info["env_state_hash"]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r'group g, run 1, step 0: gigpo needs info\["env_state_hash"\]'):
+    with pytest.raises(
+        ValueError, match=r'group g, run 1, step 0: gigpo needs info\["env_state_hash"\]'
+    ):
         advantages("gigpo", step(rows))
     assert per_row("gigpo", step(rows), omega=0.0)
     del rows[3].info["step_reward"]  # type: ignore[attr-defined]
@@ -451,12 +569,14 @@ def test_gigpo_says_what_is_missing() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_distillation(seed: int) -> None:
     p = Padded(seed)
-    t, s = p.teacher.astype(np.float64), p.sampled.astype(np.float64)
+    t = p.teacher.astype(np.float64)
+    s = p.sampled.astype(np.float64)
     p.agrees(advantages("on_policy_distill", p.x, kl_coef=0.7).values, 0.7 * (t - s))
     p.agrees(advantages("jsd", p.x, lambda_coef=0.0).values, t - s)
     p.agrees(advantages("jsd", p.x, lambda_coef=1.0, kl_coef=2.0).values, 2 * (np.exp(t - s) - 1))
     for b, temperature in ((0.5, 1.0), (0.2, 2.0)):
-        ts, ss = t / temperature, s / temperature
+        ts = t / temperature
+        ss = s / temperature
         m = np.log((1 - b) * np.exp(ss) + b * np.exp(ts))
         made = advantages("jsd", p.x, lambda_coef=b, temperature=temperature, kl_coef=3.0)
         p.agrees(made.values, 3 * (1 - b) * (m - ss))
@@ -466,9 +586,12 @@ def test_distillation(seed: int) -> None:
 
 @pytest.mark.parametrize("b", [None, 0.0, 0.2, 0.5, 0.9, 1.0])
 def test_a_students_policy_gradient_is_that_of_the_divergence(b: float | None) -> None:
-    """Over a vocabulary of six: sum of s A d(log s) against finite differences of the divergence itself.  None: on_policy_distill."""
+    """Over a vocabulary of six: sum of s A d(log s) against finite differences of the divergence
+    itself.  None: on_policy_distill.
+    """
     rng = np.random.default_rng(5)
-    logits, teacher = rng.normal(size=6) * 1.5, rng.normal(size=6) * 1.5
+    logits = rng.normal(size=6) * 1.5
+    teacher = rng.normal(size=6) * 1.5
     log_softmax = lambda x: x - np.log(np.exp(x).sum())  # noqa: E731
     t = log_softmax(teacher)
 
@@ -486,7 +609,8 @@ def test_a_students_policy_gradient_is_that_of_the_divergence(b: float | None) -
     x = step([row(0.0, 6, logprobs=s.astype(np.float32), teacher=t.astype(np.float32))])
     made = advantages("on_policy_distill", x) if b is None else advantages("jsd", x, lambda_coef=b)
     a = made.values[0].astype(np.float64)
-    policy_gradient = np.exp(s) * (a - (np.exp(s) * a).sum())  # sum over tokens of s A (one-hot - s)
+    # sum over tokens of s A (one-hot - s)
+    policy_gradient = np.exp(s) * (a - (np.exp(s) * a).sum())
     slopes = [(divergence(logits + h) - divergence(logits - h)) / 2e-5 for h in np.eye(6) * 1e-5]
     np.testing.assert_allclose(policy_gradient, -np.array(slopes), rtol=1e-4, atol=1e-6)
 
@@ -501,7 +625,8 @@ def test_clips_by_entropy(seed: int) -> None:
     for of in p.groups():
         r = p.total[of]
         a[of] = ((r - r.mean()) / (r.std(ddof=1) + 1e-6))[:, None]
-    old, h = p.old.astype(np.float64), p.entropy.astype(np.float64)
+    old = p.old.astype(np.float64)
+    h = p.entropy.astype(np.float64)
     s = np.exp(old) * (h + old)
     far = s - s[p.mask].mean() < -1.2 * s[p.mask].std()
     made = advantages("clipb", p.x, mu=1.2)
@@ -509,7 +634,10 @@ def test_clips_by_entropy(seed: int) -> None:
     np.testing.assert_array_equal(np.concatenate(made.keep), ~(far & (a < 0))[p.mask])
     p.agrees(made.values, np.where(far & (a < 0), 0, a))
 
-    raised = [replace(r, entropy=r.entropy + np.float32(3)) for r in p.x.rows if r.entropy is not None]  # scores far from 0
+    # scores far from 0
+    raised = [
+        replace(r, entropy=r.entropy + np.float32(3)) for r in p.x.rows if r.entropy is not None
+    ]
     score = np.exp(old) * (h + 3 + old)
     far = (score - score[p.mask].mean() < -0.3 * score[p.mask].std()) & (a < 0)
     made = advantages("clipb", step(raised), mu=0.3)
@@ -525,11 +653,16 @@ def test_clips_by_entropy(seed: int) -> None:
     made = advantages("clipv", p.x, mu=1.1, max_frac=float(most) * 1.01)
     worst = np.argsort(np.where(far, d, -np.inf), axis=None)[-2:]
     assert made.keep is not None
-    np.testing.assert_array_equal(np.flatnonzero(~np.concatenate(made.keep)), np.sort(np.cumsum(p.mask.ravel())[worst] - 1))
+    np.testing.assert_array_equal(
+        np.flatnonzero(~np.concatenate(made.keep)), np.sort(np.cumsum(p.mask.ravel())[worst] - 1)
+    )
 
 
 def test_clips_keep_everything_where_nothing_differs() -> None:
-    rows = [row(r, 3, run=i, old=[-1] * 3, entropy=[1] * 3, discriminator_mean=[0.3] * 3) for i, r in enumerate((0, 1))]
+    rows = [
+        row(r, 3, run=i, old=[-1] * 3, entropy=[1] * 3, discriminator_mean=[0.3] * 3)
+        for i, r in enumerate((0, 1))
+    ]
     for name in ("clipb", "clipv"):
         made = advantages(name, step(rows))
         assert made.keep is not None and all(k.all() for k in made.keep)
@@ -544,12 +677,21 @@ def test_rec_balances() -> None:
     assert [k.any() for k in made.keep] == kept and kept[4:6] == [True, True] and sum(kept) == 4
     rest = [r for r, k in zip(rewards, kept, strict=True) if k]
     for value, reward, stays in zip(made.values, rewards, kept, strict=True):
-        assert value.tolist() == pytest.approx([(reward - np.mean(rest)) if stays else 0.0] * len(value), rel=1e-6)
+        assert value.tolist() == pytest.approx(
+            [(reward - np.mean(rest)) if stays else 0.0] * len(value), rel=1e-6
+        )
     assert made.metrics == {"rec/dropped_rows_frac": pytest.approx(3 / 7)}
     for i in (0, 4):  # the same choice, whichever rows are at hand
-        alone = advantages("rec", step([rows[i]], beside=[r for r in rows if r is not rows[i]], seed=3), drop="balance")
+        alone = advantages(
+            "rec",
+            step([rows[i]], beside=[r for r in rows if r is not rows[i]], seed=3),
+            drop="balance",
+        )
         assert alone.keep is not None and bool(alone.keep[0].all()) == kept[i]
-    choices = {tuple(bool(k[0]) for k in advantages("rec", step(rows, seed=s), drop="balance").keep or ()) for s in range(20)}
+    choices = {
+        tuple(bool(k[0]) for k in advantages("rec", step(rows, seed=s), drop="balance").keep or ())
+        for s in range(20)
+    }
     assert len(choices) > 1
     balanced = advantages("rec", step(group((0, 1, 1))), drop="balance")
     assert balanced.keep is not None and all(k.all() for k in balanced.keep)
@@ -557,7 +699,13 @@ def test_rec_balances() -> None:
 
 def test_rec_draws_the_same_after_a_restart() -> None:
     def kept(name: str) -> list[bool]:
-        return [bool(k[0]) for k in advantages("rec", step(group((0, 0, 0, 0, 0, 1), name=name)), drop="balance").keep or ()]
+        return [
+            bool(k[0])
+            for k in advantages(
+                "rec", step(group((0, 0, 0, 0, 0, 1), name=name)), drop="balance"
+            ).keep
+            or ()
+        ]
 
     assert kept("1.0.2.3") == kept("2.0.2.3"), "the lineage is another one after each start"
 
@@ -566,7 +714,11 @@ def test_an_experts_rows_are_not_compared() -> None:
     own = group((0, 0, 1), (2, 3, 4))
     expert = row(5.0, 2, group="demo", is_expert=True)
     x = step([own[0], expert, *own[1:]], seed=1)
-    algorithm = build(AlgorithmSettings(advantage_fn="rec", advantage_fn_args={"drop": "balance"}, policy_loss_fn="ppo"))
+    algorithm = build(
+        AlgorithmSettings(
+            advantage_fn="rec", advantage_fn_args={"drop": "balance"}, policy_loss_fn="ppo"
+        )
+    )
     made = algorithm.prepare(x)
     alone = algorithm.prepare(step(own, seed=1))
     assert made.keep is not None and alone.keep is not None
@@ -587,12 +739,15 @@ def test_pf_ppo_draws_by_weight() -> None:
         made = algorithm.prepare(x)
         assert made.drawn is not None and len(made.drawn) == len(rows) == len(made.advantages)
         every = advantages("grpo", x).values
-        assert all(a is every[i] or a.tolist() == every[i].tolist() for a, i in zip(made.advantages, made.drawn, strict=True))
+        assert all(
+            a is every[i] or a.tolist() == every[i].tolist()
+            for a, i in zip(made.advantages, made.drawn, strict=True)
+        )
         counts.update(rows[i].reward for i in made.drawn)
         shuffled = algorithm.prepare(replace(x, rows=rows[::-1])).drawn
-        assert shuffled is not None and sorted(len(rows) - 1 - i for i in shuffled) == list(made.drawn), (
-            "the order does not matter"
-        )
+        assert shuffled is not None and sorted(len(rows) - 1 - i for i in shuffled) == list(
+            made.drawn
+        ), "the order does not matter"
     share = {reward: n / counts.total() for reward, n in counts.items()}
     assert share.get(0.0, 0.0) < 1e-3
     assert [share[r] for r in (1.0, -1.0, 2.0)] == pytest.approx([1 / 6, 1 / 6, 4 / 6], abs=0.02)
@@ -631,7 +786,11 @@ def test_every_row_has_one_finite_float32_per_token(name: str) -> None:
             ]
             made = advantages(name, step(rows))
             for r, values in zip(rows, made.values, strict=True):
-                assert values.dtype == np.float32 and values.shape == (r.length,) and np.isfinite(values).all()
+                assert (
+                    values.dtype == np.float32
+                    and values.shape == (r.length,)
+                    and np.isfinite(values).all()
+                )
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in NO_REWARDS])
@@ -643,13 +802,29 @@ def test_a_reward_that_is_not_finite_stops_it(name: str) -> None:
             advantages(name, replace(x, rows=rows))
 
 
-ZERO_ALONE = ("none", "grpo", "grpo_passk", "rloo", "rec", "gpg", "step_wise_grpo", "gigpo", "clipb", "clipv")
+ZERO_ALONE = (
+    "none",
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "rec",
+    "gpg",
+    "step_wise_grpo",
+    "gigpo",
+    "clipb",
+    "clipv",
+)
 REWARD_ALONE = ("reinforce", "opmd", "asymre", "opo")
 
 
 @pytest.mark.parametrize("name", ZERO_ALONE)
 def test_a_group_of_one_has_no_advantage(name: str) -> None:
-    more = {"old": [-1, -2], "entropy": [1, 0.5], "discriminator_mean": [0.1, 0.2], "info": {"env_state_hash": "s"}}
+    more = {
+        "old": [-1, -2],
+        "entropy": [1, 0.5],
+        "discriminator_mean": [0.1, 0.2],
+        "info": {"env_state_hash": "s"},
+    }
     made = advantages(name, step([row(0.7, 2, **more)]))
     assert made.values[0].tolist() == [0, 0]
 
@@ -669,11 +844,17 @@ def test_equal_rewards_give_exactly_zero(name: str, rewards: Sequence[float]) ->
         "info": {"env_state_hash": "s"},
     }
     made = advantages(name, step([row(r, 2, run=i, **more) for i, r in enumerate(rewards)]))
-    assert not np.concatenate(made.values).any() or (name == "reinforceplusplus_baseline" and np.abs(made.values).max() < 1e-9)
+    assert not np.concatenate(made.values).any() or (
+        name == "reinforceplusplus_baseline" and np.abs(made.values).max() < 1e-9
+    )
 
 
 @settings(max_examples=60)
-@given(st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=6), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=6), min_size=1, max_size=4
+    )
+)
 def test_baselines_centre_a_group(groups: list[list[float]]) -> None:
     rows = [r for g, rewards in enumerate(groups) for r in group(rewards, name=str(g))]
     x = step(rows)
@@ -704,13 +885,17 @@ def test_what_is_missing_is_named(name: str, missing: str, says: str) -> None:
 @pytest.mark.parametrize("found", [None, "0.5", math.nan, True])
 def test_remax_says_how_to_get_its_baseline(found: object) -> None:
     info = {} if found is None else {"baseline_reward": found}
-    with pytest.raises(ValueError, match=r'info\["baseline_reward"\].*The explorer plays it.*or use rloo'):
+    with pytest.raises(
+        ValueError, match=r'info\["baseline_reward"\].*The explorer plays it.*or use rloo'
+    ):
         advantages("remax", step([row(1.0, 2, info=info)]))
 
 
 def test_statistics_without_members_are_refused_where_they_are_needed() -> None:
     x = step(group((0, 1)))
-    bare = replace(x, groups={"g": GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)})
+    bare = replace(
+        x, groups={"g": GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)}
+    )
     for name in ("opo", "step_wise_grpo"):
         with pytest.raises(ValueError, match="2 rewards, but 0 runs, 0 steps and 0 lengths"):
             advantages(name, bare)

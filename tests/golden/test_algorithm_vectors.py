@@ -1,4 +1,6 @@
-"""Numbers worked out by hand for every formula of the algorithm room, and "same data, other cut, same gradient"."""
+"""Numbers worked out by hand for every formula of the algorithm room, and "same data, other cut,
+same gradient".
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ def advantages(rewards: Sequence[float], **args: object) -> list[float]:
     return grpo(step_of(rewards), GrpoArgs(**args)).tolist()
 
 
-def step_of(*groups: Sequence[float], rewards: Sequence[Sequence[float]] | None = None) -> StepInputs:
-    """Rows with one trained token each.  `rewards`: those of the rows at hand, where they are not all of a group's."""
+def step_of(
+    *groups: Sequence[float], rewards: Sequence[Sequence[float]] | None = None
+) -> StepInputs:
+    """Rows with one trained token each.  `rewards`: those of the rows at hand, where they are not
+    all of a group's.
+    """
     rows = [
         StepRow(group=str(g), run=i, step=0, reward=r, logprobs=np.zeros(1, np.float32))
         for g, of in enumerate(rewards or groups)
@@ -71,22 +77,29 @@ def inputs(
         ((1, 0, 0, 1), {}, (0.866024, -0.866024, -0.866024, 0.866024)),
         ((1, 0, 0, 1), {"epsilon": 1e-4}, (0.865875, -0.865875, -0.865875, 0.865875)),
         ((1, 0, 0, 1), {"norm_by_std": False}, (0.5, -0.5, -0.5, 0.5)),
-        ((0, 0, 0, 1), {}, (-0.499999, -0.499999, -0.499999, 1.499997)),  # a biased deviation would give -0.577349 and 1.732047
+        # a biased deviation would give -0.577349 and 1.732047
+        ((0, 0, 0, 1), {}, (-0.499999, -0.499999, -0.499999, 1.499997)),
     ],
 )
-def test_grpo(rewards: tuple[float, ...], args: dict[str, object], expected: tuple[float, ...]) -> None:
+def test_grpo(
+    rewards: tuple[float, ...], args: dict[str, object], expected: tuple[float, ...]
+) -> None:
     assert advantages(rewards, **args) == pytest.approx(expected, abs=1.5e-6)
 
 
 @pytest.mark.parametrize("rewards", [(1.0,), (0.0,), (0.1,) * 7, (0.3, 0.3, 0.3)])
-def test_grpo_gives_exactly_zero_where_nothing_sets_the_group_apart(rewards: tuple[float, ...]) -> None:
+def test_grpo_gives_exactly_zero_where_nothing_sets_the_group_apart(
+    rewards: tuple[float, ...],
+) -> None:
     assert advantages(rewards) == [0.0] * len(rewards)
     assert advantages(rewards, norm_by_std=False) == [0.0] * len(rewards)
 
 
 def test_grpo_uses_the_leased_statistics_not_the_siblings_at_hand() -> None:
     whole = (0, 0, 0, 1)
-    assert grpo(step_of(whole, rewards=[[1.0]]), GrpoArgs()).tolist() == pytest.approx([1.499997], abs=1e-6)
+    assert grpo(step_of(whole, rewards=[[1.0]]), GrpoArgs()).tolist() == pytest.approx(
+        [1.499997], abs=1e-6
+    )
     two = grpo(step_of(whole, (1, 0, 0, 1), rewards=[[1.0], [1.0]]), GrpoArgs())
     assert two.dtype == np.float32
     assert two.tolist() == pytest.approx([1.499997, 0.866024], abs=1.5e-6)
@@ -99,8 +112,17 @@ def test_grpo_refuses_a_reward_that_is_not_finite() -> None:
 
 # ---------------------------------------------------------------- PPO
 
-PPO_CASES = [(1.5, 1, -1.2), (1.5, -1, 1.5), (0.5, 1, -0.5), (0.5, -1, 0.8), (4, -1, 3), (4, 1, -1.2), (2, -2, 4)]
-FLAT = {(1.5, 1), (0.5, -1), (4, -1), (4, 1)}  # no gradient: clipped above, below, or by the dual clip
+PPO_CASES = [
+    (1.5, 1, -1.2),
+    (1.5, -1, 1.5),
+    (0.5, 1, -0.5),
+    (0.5, -1, 0.8),
+    (4, -1, 3),
+    (4, 1, -1.2),
+    (2, -2, 4),
+]
+# no gradient: clipped above, below, or by the dual clip
+FLAT = {(1.5, 1), (0.5, -1), (4, -1), (4, 1)}
 
 
 @pytest.mark.parametrize(("ratio", "a", "expected"), PPO_CASES)
@@ -113,7 +135,8 @@ def test_ppo_token_loss(ratio: float, a: float, expected: float) -> None:
 
 
 def test_ppo_metrics() -> None:
-    ratios, a = [r for r, _, _ in PPO_CASES], [float(a) for _, a, _ in PPO_CASES]
+    ratios = [r for r, _, _ in PPO_CASES]
+    a = [float(a) for _, a, _ in PPO_CASES]
     out = ppo(inputs([math.log(r) for r in ratios], advantage=a), PpoArgs())
     assert out.loss.item() == pytest.approx(sum(e for *_, e in PPO_CASES) / 7, rel=1e-6)
     assert out.sums["pg_clipfrac"].item() == 3  # (1.5, 1), (.5, -1), (4, 1)
@@ -162,7 +185,13 @@ def test_kl_value_and_gradient(name: str, d: float, expected: float) -> None:
         assert out.loss.item() == pytest.approx(2 * expected, rel=1e-5, abs=2e-6)
         assert out.sums["kl_loss"].item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
         (grad,) = torch.autograd.grad(out.loss, x.logprobs)
-        own = {"k1": 1.0, "abs": -math.copysign(1, d), "k2": -d, "k3": 1 - math.exp(d), "low_var_kl": 1 - math.exp(d)}[name]
+        own = {
+            "k1": 1.0,
+            "abs": -math.copysign(1, d),
+            "k2": -d,
+            "k3": 1 - math.exp(d),
+            "low_var_kl": 1 - math.exp(d),
+        }[name]
         if (name, d) == ("low_var_kl", 25.0):
             own = 0.0  # clipped
         assert grad.item() == pytest.approx(2 * (-d if suffix else own), rel=1e-5)
@@ -213,7 +242,8 @@ def matrix(rows: list[int], mode: str) -> tuple[torch.Tensor, LossInputs]:
 )
 def test_aggregation(mode: str, expected: float) -> None:
     assert aggregate(*matrix([0, 1, 2], mode)).item() == pytest.approx(expected)
-    parts = [aggregate(*matrix(rows, mode)).item() for rows in ([2], [1], [0])]  # micro-batches of one row, one of them masked
+    # micro-batches of one row, one of them masked
+    parts = [aggregate(*matrix(rows, mode)).item() for rows in ([2], [1], [0])]
     assert sum(parts) == pytest.approx(expected)
 
 
@@ -228,12 +258,16 @@ def test_aggregation(mode: str, expected: float) -> None:
     ],
 )
 def test_aggregation_of_one_run_of_two_rows(mode: str, expected: float) -> None:
-    """Losses 1, 2, 3 and 4 of one run: its mean is 2.5, by rows 3; also where its rows are in two micro-batches."""
+    """Losses 1, 2, 3 and 4 of one run: its mean is 2.5, by rows 3; also where its rows are in two
+    micro-batches.
+    """
 
     def of(rows: list[int]) -> float:
         values, x = matrix(rows, mode)
         run = replace(x.denominators, num_runs=1.0)
-        return aggregate(values, replace(x, denominators=run, run_tokens=torch.full_like(values, 4.0))).item()
+        return aggregate(
+            values, replace(x, denominators=run, run_tokens=torch.full_like(values, 4.0))
+        ).item()
 
     assert of([0, 1, 2]) == pytest.approx(expected) == of([2, 1]) + of([0])
 

@@ -27,7 +27,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # such that every term of the loss is 
     "ppo": {"enable_sequence_masking": True, "delta_sequence_masking": 0.05},
     "gspo": {"clip_range": 0.1},
     "cispo": {"enable_mask_clip": True, "mask_clip_range_low": 0.2},
-    "rec": {"clip_mode": "gspo-one-side", "weight": "gspo_importance_sampling", "regularizer": "k2", "regularizer_coef": 0.2},
+    "rec": {
+        "clip_mode": "gspo-one-side",
+        "weight": "gspo_importance_sampling",
+        "regularizer": "k2",
+        "regularizer_coef": 0.2,
+    },
     "dpo": {"label_smoothing": 0.1},
     "mix": {"mu": 0.4},
     "mix_chord": {"mu_peak": 0.4, "mu_decay_steps": 9},
@@ -62,15 +67,18 @@ class Whole:
 
 def whole(algorithm: Algorithm, name: str, seed: int, lengths: list[int], weighted: bool) -> Whole:
     rng = torch.Generator().manual_seed(seed)
-    n, row = sum(lengths), torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    n = sum(lengths)
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = torch.rand(n, generator=rng) < 0.7
     mask[0] = True
     if algorithm.needs.pairs:
-        mask |= torch.cat([torch.ones(1, dtype=torch.int64), row.diff()]).bool()  # every row of a pair has a valid token
+        # every row of a pair has a valid token
+        mask |= torch.cat([torch.ones(1, dtype=torch.int64), row.diff()]).bool()
     expert = torch.isin(row, torch.arange(1, len(lengths), 3)) & (algorithm.needs.samples == "own")
     theta = torch.randn(n, generator=rng, dtype=torch.float64).mul(0.5).sub(1).requires_grad_()
     old, a, ref = (torch.randn(n, generator=rng, dtype=torch.float64) * 0.5 for _ in range(3))
-    old, ref = theta.detach() + old, theta.detach() + ref
+    old = theta.detach() + old
+    ref = theta.detach() + ref
     run = 2 * (row // 2) + expert.long()  # two rows each, but where one is an expert's
     counts = torch.bincount(run, weights=mask.double())
     tensors = {
@@ -109,14 +117,23 @@ def _extra(name: str, arrays: list[np.ndarray]) -> dict[str, torch.Tensor]:
     rows = [[column[arrays[4] == i] for column in arrays[:4]] for i in range(arrays[4].max() + 1)]
     x = StepInputs(
         rows=[
-            StepRow(group="g", run=i, step=0, reward=0.0, logprobs=old.astype(np.float32), old=now.astype(np.float32))
+            StepRow(
+                group="g",
+                run=i,
+                step=0,
+                reward=0.0,
+                logprobs=old.astype(np.float32),
+                old=now.astype(np.float32),
+            )
             for i, (now, old, _, _) in enumerate(rows)
         ],
         groups={"g": GroupStats(group="g", rewards=(0.0,), mean=0.0, std=0.0)},
         keep=[mask for *_, mask in rows],
     )
     part = REGISTRY.get("policy_extra", name).obj
-    made = part(x, [a for _, _, a, _ in rows], losses()[name].model_validate(ARGUMENTS.get(name, {})))
+    made = part(
+        x, [a for _, _, a, _ in rows], losses()[name].model_validate(ARGUMENTS.get(name, {}))
+    )
     return {key: torch.from_numpy(np.concatenate(values)).double() for key, values in made.items()}
 
 
@@ -140,7 +157,11 @@ def test_same_data_many_other_cuts_same_gradient(name: str, data: st.DataObject)
 
 
 def _other_cut(name: str, mode: str, data: st.DataObject) -> None:
-    kl = data.draw(st.sampled_from(["none", *(n + plus for n in (*ESTIMATORS, "corrected_k3") for plus in ("", "+"))]))
+    kl = data.draw(
+        st.sampled_from(
+            ["none", *(n + plus for n in (*ESTIMATORS, "corrected_k3") for plus in ("", "+"))]
+        )
+    )
     algorithm = build(
         AlgorithmSettings(
             policy_loss_fn=name,
@@ -153,23 +174,37 @@ def _other_cut(name: str, mode: str, data: st.DataObject) -> None:
         )
     )
     pairs = algorithm.needs.pairs
-    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=7).map(lambda v: v * 2 if pairs else v))
-    full = whole(algorithm, name, data.draw(st.integers(0, 10**6)), lengths, data.draw(st.booleans()))
+    lengths = data.draw(
+        st.lists(st.integers(1, 6), min_size=1, max_size=7).map(lambda v: v * 2 if pairs else v)
+    )
+    full = whole(
+        algorithm, name, data.draw(st.integers(0, 10**6)), lengths, data.draw(st.booleans())
+    )
     at_once = algorithm.loss(full.cut(list(range(len(lengths)))))
     (expected,) = torch.autograd.grad(at_once.loss, full.theta, retain_graph=True)
     units = len(lengths) // 2 if pairs else len(lengths)
-    places = data.draw(st.lists(st.integers(0, 3), min_size=units, max_size=units))  # of micro-batches or ranks
+    # of micro-batches or ranks
+    places = data.draw(st.lists(st.integers(0, 3), min_size=units, max_size=units))
     places = [p for p in places for _ in range(2)] if pairs else places
-    outs = [algorithm.loss(full.cut([r for r, p in enumerate(places) if p == part])) for part in range(4)]  # empty ones too
+    # empty ones too
+    outs = [
+        algorithm.loss(full.cut([r for r, p in enumerate(places) if p == part]))
+        for part in range(4)
+    ]
     (grad,) = torch.autograd.grad(sum(o.loss for o in outs), full.theta)  # type: ignore[arg-type]
     torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-13)
     _same_numbers(at_once, outs)
 
 
 def _same_numbers(at_once: LossOutput, outs: list[LossOutput]) -> None:
-    assert all(o.sums.keys() == at_once.sums.keys() and o.maxima.keys() == at_once.maxima.keys() for o in outs)
+    assert all(
+        o.sums.keys() == at_once.sums.keys() and o.maxima.keys() == at_once.maxima.keys()
+        for o in outs
+    )
     for name, value in at_once.sums.items():
-        torch.testing.assert_close(sum(o.sums[name] for o in outs), value, rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(
+            sum(o.sums[name] for o in outs), value, rtol=1e-9, atol=1e-9, msg=name
+        )
     for name, value in at_once.maxima.items():
         assert max(o.maxima[name] for o in outs) == value
 
@@ -185,7 +220,10 @@ def test_entropy_of_own_rows(entropy: str) -> None:
         )
     )
     full = whole(algorithm, "mix", 3, [3, 4, 2, 5], False)
-    out, plain = (a.loss(full.cut([0, 1, 2, 3])) for a in (algorithm, build(AlgorithmSettings(policy_loss_fn="mix"))))
+    out, plain = (
+        a.loss(full.cut([0, 1, 2, 3]))
+        for a in (algorithm, build(AlgorithmSettings(policy_loss_fn="mix")))
+    )
     t = full.tensors
     own = t["mask"] if entropy == "default" else t["mask"] & ~t["is_expert"]
     expected = 0.0 if entropy == "none" else t["entropy"][own].mean().item()

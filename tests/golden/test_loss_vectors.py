@@ -1,7 +1,8 @@
-"""Every policy loss against its formula, written here once more in float64 loops, and its gradient against finite differences.
+"""Every policy loss against its formula, written here once more in float64 loops, and its gradient
+against finite differences.
 
-A formula gets two sets of log-probs, one that moves and one that a stopped gradient would see, so differences of the formula are the
-gradient that the loss should have.
+A formula gets two sets of log-probs, one that moves and one that a stopped gradient would see, so
+differences of the formula are the gradient that the loss should have.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ class Step:
 
     @property
     def rows(self) -> Rows:
-        return [np.flatnonzero((self.row == i) & self.mask).tolist() for i in range(self.row.max() + 1)]
+        return [
+            np.flatnonzero((self.row == i) & self.mask).tolist() for i in range(self.row.max() + 1)
+        ]
 
-    def inputs(self, mode: str = "token-mean", *, dtype: torch.dtype = torch.float64, **more: Any) -> LossInputs:
+    def inputs(
+        self, mode: str = "token-mean", *, dtype: torch.dtype = torch.float64, **more: Any
+    ) -> LossInputs:
         def tensor(values: Array) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype)
 
@@ -64,7 +69,11 @@ class Step:
             row=torch.tensor(self.row),
             num_rows=len(self.rows),
             denominators=Denominators(
-                sum(map(len, valid)), len(valid), K, expert_tokens=sum(map(len, of_experts)), expert_rows=len(of_experts)
+                sum(map(len, valid)),
+                len(valid),
+                K,
+                expert_tokens=sum(map(len, of_experts)),
+                expert_rows=len(of_experts),
             ),
             ref_logprobs=tensor(self.ref),
             is_expert=torch.tensor(self.expert),
@@ -74,9 +83,12 @@ class Step:
         )
 
 
-def step(seed: int, *, lengths: tuple[int, ...] = (3, 5, 2, 4, 1, 6), experts: bool = False) -> Step:
+def step(
+    seed: int, *, lengths: tuple[int, ...] = (3, 5, 2, 4, 1, 6), experts: bool = False
+) -> Step:
     rng = np.random.default_rng(seed)
-    n, row = sum(lengths), np.repeat(np.arange(len(lengths)), lengths)
+    n = sum(lengths)
+    row = np.repeat(np.arange(len(lengths)), lengths)
     mask = rng.random(n) < 0.8
     mask[np.cumsum((0, *lengths[:-1]))] = True  # every row has a valid token
     logprobs = -rng.exponential(1.0, n) - 0.05
@@ -88,7 +100,9 @@ def step(seed: int, *, lengths: tuple[int, ...] = (3, 5, 2, 4, 1, 6), experts: b
         mask=mask,
         row=row,
         expert=(row % 3 == 1) if experts else np.zeros(n, np.bool_),
-        extra={name: (rng.random(n) < 0.4).astype(np.float64) for name in ("m2po_kept", "cov_chosen")},
+        extra={
+            name: (rng.random(n) < 0.4).astype(np.float64) for name in ("m2po_kept", "cov_chosen")
+        },
     )
 
 
@@ -109,7 +123,8 @@ def aggregated(values: list[float], rows: Rows, mode: str) -> float:
 # (step, log-probs that move, log-probs that do not, aggregation mode) -> loss
 
 Formula = Callable[[Step, Array, Array, str], float]
-Token = Callable[[float, float, float, float], float]  # (log-prob, stopped log-prob, old log-prob, advantage) -> token loss
+# (log-prob, stopped log-prob, old log-prob, advantage) -> token loss
+Token = Callable[[float, float, float, float], float]
 
 
 def per_token(f: Token) -> Formula:
@@ -152,7 +167,8 @@ def sequence_mean(s: Step, values: Array) -> dict[int, float]:
 
 def gspo(low: float, high: float) -> Formula:
     def formula(s: Step, live: Array, still: Array, mode: str) -> float:
-        q, values = sequence_mean(s, still), [0.0] * len(live)
+        q = sequence_mean(s, still)
+        values = [0.0] * len(live)
         for t, mean in q.items():
             rho = math.exp(live[t] - still[t] + mean)
             values[t] = max(-s.a[t] * rho, -s.a[t] * clip(rho, 1 - low, 1 + high))
@@ -167,7 +183,8 @@ def geo_mean(low: float, high: float) -> Formula:
         for r in s.rows:
             exponent = 0.0
             for t in r:
-                sign, v = float(np.sign(s.a[t])), live[t] - s.old[t]
+                sign = float(np.sign(s.a[t]))
+                v = live[t] - s.old[t]
                 exponent += sign * min(sign * v, sign * clip(v, -low, high))
             total -= sum(s.a[t] for t in r) / len(r) * math.exp(exponent / len(r))
         return total / len(s.rows)
@@ -178,7 +195,9 @@ def geo_mean(low: float, high: float) -> Formula:
 def cispo(low: float, high: float, masked: tuple[float, float] | None = None) -> Formula:
     def f(live: float, still: float, old: float, a: float) -> float:
         rho = math.exp(still - old)
-        if masked is not None and ((a > 0 and rho > 1 + masked[1]) or (a < 0 and rho < 1 - masked[0])):
+        if masked is not None and (
+            (a > 0 and rho > 1 + masked[1]) or (a < 0 and rho < 1 - masked[0])
+        ):
             return 0.0
         return -clip(rho, 1 - low, 1 + high) * a * live
 
@@ -198,11 +217,20 @@ def sppo(live: float, still: float, old: float, a: float) -> float:
     return -a * (live - old) if 1 / 1.3 <= math.exp(still - old) <= 1.3 else 0.0
 
 
-def rec(mode: str = "none", weight: str = "none", regularizer: str = "none", coef: float = 0.0, temp: float = 1.0) -> Formula:
+def rec(
+    mode: str = "none",
+    weight: str = "none",
+    regularizer: str = "none",
+    coef: float = 0.0,
+    temp: float = 1.0,
+) -> Formula:
     def formula(s: Step, live: Array, still: Array, agg: str) -> float:
-        q, values = sequence_mean(s, still), [0.0] * len(live)
+        q = sequence_mean(s, still)
+        values = [0.0] * len(live)
         for t, mean in q.items():
-            a, rho, seq = s.a[t], math.exp(still[t] - s.old[t]), math.exp(mean)
+            a = s.a[t]
+            rho = math.exp(still[t] - s.old[t])
+            seq = math.exp(mean)
             one_side = lambda v: (a >= 0 and v <= 1.2) or (a <= 0 and v >= 0.8)  # noqa: B023, E731
             counts = {
                 "none": True,
@@ -211,11 +239,18 @@ def rec(mode: str = "none", weight: str = "none", regularizer: str = "none", coe
                 "gspo-one-side": one_side(seq),
                 "ring": 0.8 <= rho <= 1.2 or (a >= 0 and rho <= 0.4) or (a <= 0 and rho >= 3.0),
             }[mode]
-            w = {"none": 1.0, "importance_sampling": rho, "gspo_importance_sampling": seq, "advantage": math.exp(a / temp)}[
-                weight
-            ]
+            w = {
+                "none": 1.0,
+                "importance_sampling": rho,
+                "gspo_importance_sampling": seq,
+                "advantage": math.exp(a / temp),
+            }[weight]
             values[t] = -a * w * live[t] * counts
-            values[t] += {"none": 0.0, "k2": coef * (live[t] - s.old[t]) ** 2, "forward-kl": -coef * live[t]}[regularizer]
+            values[t] += {
+                "none": 0.0,
+                "k2": coef * (live[t] - s.old[t]) ** 2,
+                "forward-kl": -coef * live[t],
+            }[regularizer]
         return aggregated(values, s.rows, "run-mean" if mode == "gspo-one-side" else agg)
 
     return formula
@@ -248,7 +283,9 @@ def mix(mu: float, imitate: Token, low: float = 0.2, high: float = 0.2) -> Formu
         total = 0.0
         for share, f, rows in ((1 - mu, ppo_token(low, high), own), (mu, imitate, theirs)):
             if rows:
-                total += share * aggregated([f(*v) for v in zip(live, still, s.old, s.a, strict=True)], rows, mode)
+                total += share * aggregated(
+                    [f(*v) for v in zip(live, still, s.old, s.a, strict=True)], rows, mode
+                )
         return total
 
     return formula
@@ -276,9 +313,17 @@ PG = per_token(lambda live, still, old, a: -a * live)
 IS = per_token(lambda live, still, old, a: -a * math.exp(live - old))
 CASES: list[tuple[str, dict[str, Any], Formula]] = [
     ("ppo", {}, per_token(ppo_token(0.2, 0.2))),
-    ("ppo", {"clip_range_low": 0.1, "clip_range_high": 0.28, "clip_ratio_c": 1.2}, per_token(ppo_token(0.1, 0.28, 1.2))),
+    (
+        "ppo",
+        {"clip_range_low": 0.1, "clip_range_high": 0.28, "clip_ratio_c": 1.2},
+        per_token(ppo_token(0.1, 0.28, 1.2)),
+    ),
     ("ppo", {"enable_sequence_masking": True, "delta_sequence_masking": 0.02}, ppo_sequences(0.02)),
-    ("ppo", {"fallback_to_policy_gradient": True}, per_token(lambda live, still, old, a: -a * math.exp(live - still))),
+    (
+        "ppo",
+        {"fallback_to_policy_gradient": True},
+        per_token(lambda live, still, old, a: -a * math.exp(live - still)),
+    ),
     ("gspo", {"clip_range": 0.1}, gspo(0.1, 0.1)),
     ("gspo", {}, gspo(3e-4, 4e-4)),
     ("gspo", {"clip_range": 0.1, "clip_range_high": 0.3}, gspo(0.1, 0.3)),
@@ -298,11 +343,21 @@ CASES: list[tuple[str, dict[str, Any], Formula]] = [
     ("topr", {}, per_token(topr)),
     ("opmd", {"tau": 3.0}, per_token(lambda live, still, old, a: -a * live / 4)),
     ("sppo", {}, per_token(sppo)),
-    *(("rec", {"clip_mode": m}, rec(m)) for m in ("none", "two-side", "one-side", "gspo-one-side", "ring")),
-    *(("rec", {"weight": w, "temp": 0.7}, rec(weight=w, temp=0.7)) for w in ("importance_sampling", "advantage")),
+    *(
+        ("rec", {"clip_mode": m}, rec(m))
+        for m in ("none", "two-side", "one-side", "gspo-one-side", "ring")
+    ),
+    *(
+        ("rec", {"weight": w, "temp": 0.7}, rec(weight=w, temp=0.7))
+        for w in ("importance_sampling", "advantage")
+    ),
     ("rec", {"weight": "gspo_importance_sampling"}, rec(weight="gspo_importance_sampling")),
     *(
-        ("rec", {"regularizer": r, "regularizer_coef": 0.3, "clip_mode": "two-side"}, rec("two-side", "none", r, 0.3))
+        (
+            "rec",
+            {"regularizer": r, "regularizer_coef": 0.3, "clip_mode": "two-side"},
+            rec("two-side", "none", r, 0.3),
+        )
         for r in ("k2", "forward-kl")
     ),
     ("sft", {}, per_token(nll)),
@@ -314,29 +369,50 @@ CASES: list[tuple[str, dict[str, Any], Formula]] = [
     ("mix", {"mu": 0.3}, mix(0.3, nll)),
     ("mix", {"mu": 0.3, "clip_range_low": 0.1, "clip_range_high": 0.3}, mix(0.3, nll, 0.1, 0.3)),
     ("mix_chord", {"mu_warmup_steps": 10, "mu_peak": 0.5}, mix(0.05, sft_phi(1.0))),
-    ("mix_chord", {"mu_warmup_steps": 4, "mu_peak": 0.8, "enable_phi_function": False}, mix(0.2, nll)),
+    (
+        "mix_chord",
+        {"mu_warmup_steps": 4, "mu_peak": 0.8, "enable_phi_function": False},
+        mix(0.2, nll),
+    ),
     ("m2po", {}, marked("m2po_kept", lambda live, old, a, kept: -a * math.exp(live - old) * kept)),
-    ("clip_cov", {}, marked("cov_chosen", lambda live, old, a, chosen: 0.0 if chosen else plain_ppo(live, old, a))),
+    (
+        "clip_cov",
+        {},
+        marked(
+            "cov_chosen", lambda live, old, a, chosen: 0.0 if chosen else plain_ppo(live, old, a)
+        ),
+    ),
     (
         "kl_cov",
         {"ppo_kl_coef": 0.6},
-        marked("cov_chosen", lambda live, old, a, chosen: -a * math.exp(live - old) + 0.6 * abs(live - old) * chosen),
+        marked(
+            "cov_chosen",
+            lambda live, old, a, chosen: -a * math.exp(live - old) + 0.6 * abs(live - old) * chosen,
+        ),
     ),
 ]
 
 
 def test_every_loss_has_a_formula() -> None:
-    assert {name for name, _, _ in CASES} == set(losses()) == {n for k, n in shipped() if k == "policy_loss_fn"}
+    assert (
+        {name for name, _, _ in CASES}
+        == set(losses())
+        == {n for k, n in shipped() if k == "policy_loss_fn"}
+    )
 
 
 def loss(name: str, x: LossInputs, args: dict[str, Any]) -> LossOutput:
     REGISTRY.scan_package("rft.algorithm")
-    out: LossOutput = REGISTRY.get("policy_loss_fn", name).obj(x, losses()[name].model_validate(args))
+    out: LossOutput = REGISTRY.get("policy_loss_fn", name).obj(
+        x, losses()[name].model_validate(args)
+    )
     return out
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
-@pytest.mark.parametrize(("name", "args", "formula"), CASES, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("name", "args", "formula"), CASES, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(CASES)]
+)
 def test_value_and_gradient(name: str, args: dict[str, Any], formula: Formula, mode: str) -> None:
     for seed in (1, 2):
         s = step(seed, experts=losses()[name].samples == "own")
@@ -344,30 +420,44 @@ def test_value_and_gradient(name: str, args: dict[str, Any], formula: Formula, m
         out = loss(name, x, args)
         assert out.loss.item() == pytest.approx(formula(s, s.logprobs, s.logprobs, mode), rel=1e-9)
         (grad,) = torch.autograd.grad(out.loss, x.logprobs)
-        h, expected = 1e-6, []
+        h = 1e-6
+        expected = []
         for t in range(len(s.logprobs)):
-            up, down = s.logprobs.copy(), s.logprobs.copy()
+            up = s.logprobs.copy()
+            down = s.logprobs.copy()
             up[t] += h
             down[t] -= h
-            expected.append((formula(s, up, s.logprobs, mode) - formula(s, down, s.logprobs, mode)) / (2 * h))
+            expected.append(
+                (formula(s, up, s.logprobs, mode) - formula(s, down, s.logprobs, mode)) / (2 * h)
+            )
         np.testing.assert_allclose(grad.numpy(), expected, rtol=1e-6, atol=1e-8)
-        assert not any(v.requires_grad or v.ndim for v in [*out.sums.values(), *out.maxima.values()])
+        assert not any(
+            v.requires_grad or v.ndim for v in [*out.sums.values(), *out.maxima.values()]
+        )
 
 
 @pytest.mark.parametrize("name", losses())
 def test_weights_multiply_token_losses(name: str) -> None:
-    """Where a loss is a sum over tokens, twice the weight is twice the loss; imitation and preferences have no sampler to correct."""
+    """Where a loss is a sum over tokens, twice the weight is twice the loss; imitation and
+    preferences have no sampler to correct.
+    """
     s = step(3, experts=losses()[name].samples == "own")
-    alone, twice = (loss(name, s.inputs(weights=w), {}).loss.item() for w in (None, torch.full((len(s.a),), 2.0)))
+    alone, twice = (
+        loss(name, s.inputs(weights=w), {}).loss.item()
+        for w in (None, torch.full((len(s.a),), 2.0))
+    )
     rated = losses()[name].samples == "all"
     if losses()[name].samples != "own":
         assert twice == pytest.approx(alone * (2 if rated else 1))
     uneven = torch.tensor(np.random.default_rng(0).random(len(s.a)))
     if name == "ppo":
-        f, values = ppo_token(0.2, 0.2), []
+        f = ppo_token(0.2, 0.2)
+        values = []
         for t, v in enumerate(zip(s.logprobs, s.logprobs, s.old, s.a, strict=True)):
             values.append(f(*v) * uneven[t].item())
-        assert loss(name, s.inputs(weights=uneven), {}).loss.item() == pytest.approx(aggregated(values, s.rows, "token-mean"))
+        assert loss(name, s.inputs(weights=uneven), {}).loss.item() == pytest.approx(
+            aggregated(values, s.rows, "token-mean")
+        )
 
 
 @pytest.mark.parametrize("name", losses())
@@ -380,10 +470,14 @@ def test_what_the_mask_hides_is_harmless(name: str, bad: float) -> None:
         **{field: hide(getattr(s, field)) for field in ("logprobs", "old", "ref", "a")},
         extra={name: hide(values) for name, values in s.extra.items()},
     )
-    a, b = s.inputs(weights=torch.ones(len(s.a))), dirty.inputs(weights=torch.tensor(hide(np.ones(len(s.a)))))
-    clean, shown = loss(name, a, {}), loss(name, b, {})
+    a = s.inputs(weights=torch.ones(len(s.a)))
+    b = dirty.inputs(weights=torch.tensor(hide(np.ones(len(s.a)))))
+    clean = loss(name, a, {})
+    shown = loss(name, b, {})
     torch.testing.assert_close(shown.loss, clean.loss)
-    torch.testing.assert_close(torch.autograd.grad(shown.loss, b.logprobs), torch.autograd.grad(clean.loss, a.logprobs))
+    torch.testing.assert_close(
+        torch.autograd.grad(shown.loss, b.logprobs), torch.autograd.grad(clean.loss, a.logprobs)
+    )
     for metric, value in clean.sums.items():
         torch.testing.assert_close(shown.sums[metric], value, msg=metric)
 
@@ -394,7 +488,9 @@ def test_rows_without_advantage_are_left_out_only_where_they_have_no_gradient(na
     x = replace(s, a=np.zeros_like(s.a)).inputs()
     out = loss(name, x, {})
     (grad,) = torch.autograd.grad(out.loss, x.logprobs)
-    assert losses()[name].model_validate({}).zero_without_advantage == (out.loss.item() == 0 and not grad.any())
+    assert losses()[name].model_validate({}).zero_without_advantage == (
+        out.loss.item() == 0 and not grad.any()
+    )
 
 
 def test_a_regulariser_needs_every_row() -> None:
@@ -406,7 +502,9 @@ def test_a_regulariser_needs_every_row() -> None:
 def test_float32_is_near_float64() -> None:
     for name in losses():
         s = step(6, experts=losses()[name].samples == "own")
-        exact, near = (loss(name, s.inputs(dtype=d), {}).loss.item() for d in (torch.float64, torch.float32))
+        exact, near = (
+            loss(name, s.inputs(dtype=d), {}).loss.item() for d in (torch.float64, torch.float32)
+        )
         assert near == pytest.approx(exact, rel=2e-5, abs=1e-6), name
 
 
@@ -437,10 +535,14 @@ def test_kl_value_and_gradient(name: str, mode: str) -> None:
     s.old[0] = s.logprobs[0] - 1  # a ratio above 2
 
     def formula(live: Array, name: str) -> float:
-        return 0.5 * aggregated([kl_token(name, *v) for v in zip(live, s.ref, s.old, strict=True)], s.rows, mode)
+        return 0.5 * aggregated(
+            [kl_token(name, *v) for v in zip(live, s.ref, s.old, strict=True)], s.rows, mode
+        )
 
     x = s.inputs(mode)
-    out = REGISTRY.get("kl_loss_fn", name).obj(x, shipped()["kl_loss_fn", name].model_validate({"kl_coef": 0.5}))
+    out = REGISTRY.get("kl_loss_fn", name).obj(
+        x, shipped()["kl_loss_fn", name].model_validate({"kl_coef": 0.5})
+    )
     assert out.loss.item() == pytest.approx(formula(s.logprobs, name.rstrip("+")), rel=1e-9)
     (grad,) = torch.autograd.grad(out.loss, x.logprobs)
     pull = "k2" if name.endswith("+") else name
@@ -454,7 +556,11 @@ def test_kl_value_and_gradient(name: str, mode: str) -> None:
 
 def test_an_expert_has_no_old_policy_to_correct_for() -> None:
     s = replace(step(12), expert=np.ones(21, bool))
-    kl = lambda name: REGISTRY.get("kl_loss_fn", name).obj(s.inputs(), shipped()["kl_loss_fn", name].model_validate({})).loss  # noqa: E731
+
+    def kl(name):
+        loss = REGISTRY.get("kl_loss_fn", name).obj
+        return loss(s.inputs(), shipped()["kl_loss_fn", name].model_validate({})).loss
+
     assert kl("corrected_k3").item() == pytest.approx(kl("k3").item())
 
 
@@ -480,10 +586,14 @@ def test_gspo_ratio() -> None:
     s = single([0.1, -0.1, 0.3])
     out = loss("gspo", s.inputs("seq-mean-token-mean"), {"clip_range": 1.0})
     assert out.loss.item() == pytest.approx(-1.105171, abs=1e-6)
-    assert loss("gspo", single([30.0]).inputs(), {"clip_range_high": 1e9}).loss.item() == pytest.approx(-math.exp(10))
+    assert loss(
+        "gspo", single([30.0]).inputs(), {"clip_range_high": 1e9}
+    ).loss.item() == pytest.approx(-math.exp(10))
 
 
-@pytest.mark.parametrize(("ratio", "a", "gate"), [(1, 1, 2), (1.5, 1, 2.489837), (1.5, -1, 2.393585)])
+@pytest.mark.parametrize(
+    ("ratio", "a", "gate"), [(1, 1, 2), (1.5, 1, 2.489837), (1.5, -1, 2.393585)]
+)
 def test_sapo_gate(ratio: float, a: float, gate: float) -> None:
     out = loss("sapo", single([math.log(ratio)], a).inputs(), {})
     assert out.loss.item() == pytest.approx(-a * gate, abs=1e-6)
@@ -498,7 +608,9 @@ def test_sapo_fades_where_the_policy_has_gone_far() -> None:
 
 
 def test_mu_follows_the_step() -> None:
-    args = MixChordArgs.model_validate({"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.8, "mu_valley": 0.2})
+    args = MixChordArgs.model_validate(
+        {"mu_warmup_steps": 2, "mu_decay_steps": 4, "mu_peak": 0.8, "mu_valley": 0.2}
+    )
     assert [mu_at(t, args) for t in (1, 2, 3, 4, 5, 6, 7)] == pytest.approx(
         [0.4, 0.8, 0.712132, 0.5, 0.287868, 0.2, 0.2], abs=1e-6
     )
@@ -523,7 +635,9 @@ def test_dpo_says_what_is_wrong_and_counts_pairs() -> None:
     each = s.mask.sum()
     assert out.sums["chosen_reward"].item() / each == pytest.approx(np.mean(rewards[0::2]))
     assert out.sums["rejected_reward"].item() / each == pytest.approx(np.mean(rewards[1::2]))
-    assert out.sums["accuracy_mean"].item() / each == pytest.approx(np.mean(np.array(rewards[0::2]) > np.array(rewards[1::2])))
+    assert out.sums["accuracy_mean"].item() / each == pytest.approx(
+        np.mean(np.array(rewards[0::2]) > np.array(rewards[1::2]))
+    )
     with pytest.raises(ValueError, match="pairs, but a micro-batch has 5 rows"):
         loss("dpo", step(8, lengths=(3, 5, 2, 4, 1)).inputs(), {})
     with pytest.raises(ValueError, match="ref_logprobs"):
@@ -538,9 +652,14 @@ def test_topr_clips_the_ratio_of_the_whole_answer_as_in_the_paper() -> None:
     """20 tokens at -0.1 nats: 0.905 each, 0.135 together."""
     tokens = torch.full((20,), -1.1, requires_grad=True)
     x = LossInputs(
-        logprobs=tokens, old_logprobs=torch.full((20,), -1.0), advantages=torch.full((20,), -1.0), mask=torch.ones(20, dtype=torch.bool),
-        row=torch.zeros(20, dtype=torch.int64), num_rows=1, denominators=Denominators(20.0, 1.0, 20),
-    )  # fmt: skip
+        logprobs=tokens,
+        old_logprobs=torch.full((20,), -1.0),
+        advantages=torch.full((20,), -1.0),
+        mask=torch.ones(20, dtype=torch.bool),
+        row=torch.zeros(20, dtype=torch.int64),
+        num_rows=1,
+        denominators=Denominators(20.0, 1.0, 20),
+    )
     for ratio, weight in (("token", math.exp(-0.1)), ("sequence", math.exp(-2.0))):
         out = loss("topr", x, {"ratio": ratio})
         (grad,) = torch.autograd.grad(out.loss, tokens)
@@ -551,22 +670,37 @@ def test_topr_clips_the_ratio_of_the_whole_answer_as_in_the_paper() -> None:
 def test_metrics_divide_to_means() -> None:
     s = step(9)
     n = s.mask.sum()
-    cispo_out = loss("cispo", s.inputs(), {"enable_mask_clip": True, "mask_clip_range_low": 0.1, "mask_clip_range_high": 0.2})
+    cispo_out = loss(
+        "cispo",
+        s.inputs(),
+        {"enable_mask_clip": True, "mask_clip_range_low": 0.1, "mask_clip_range_high": 0.2},
+    )
     rho = np.exp(s.logprobs - s.old)
     gone = ((s.a > 0) & (rho > 1.2)) | ((s.a < 0) & (rho < 0.9))
     assert cispo_out.sums["unmasked_frac"].item() / n == pytest.approx(1 - gone[s.mask].mean())
     topr_out = loss("topr", s.inputs(), {})
     alpha = np.where(s.a <= 0, np.clip(rho, 0, 1), 1)
     assert topr_out.sums["avg_alpha"].item() / n == pytest.approx(alpha[s.mask].mean())
-    masked = loss("ppo", s.inputs(), {"enable_sequence_masking": True, "delta_sequence_masking": 0.02})
-    far = sum(s.a[t] < 0 for r in s.rows for t in r if sum(s.old[u] - s.logprobs[u] for u in r) / len(r) > 0.02)
+    masked = loss(
+        "ppo", s.inputs(), {"enable_sequence_masking": True, "delta_sequence_masking": 0.02}
+    )
+    far = sum(
+        s.a[t] < 0
+        for r in s.rows
+        for t in r
+        if sum(s.old[u] - s.logprobs[u] for u in r) / len(r) > 0.02
+    )
     assert masked.sums["seq_mask/masked_tokens"].item() == far
     assert far > 0
 
 
 def test_the_metrics_page_names_what_each_loss_tells() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    of_all = {n.removeprefix("actor/") for n in re.findall(r"^\| \*?`(actor/[^`]+)`", page, re.MULTILINE)}
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(
+        encoding="utf-8"
+    )
+    of_all = {
+        n.removeprefix("actor/") for n in re.findall(r"^\| \*?`(actor/[^`]+)`", page, re.MULTILINE)
+    }
     table = page.split("| Loss | Name | Meaning |")[1].split("\n\n")[0]
     told: dict[str, set[str]] = {}
     for names, metrics in re.findall(r"^\| ([a-z][^|]*) \| ([^|]*) \|", table, re.MULTILINE):
@@ -582,17 +716,37 @@ def test_the_metrics_page_names_what_each_loss_tells() -> None:
 
 
 def rows_of(log_ratios: list[list[float]], logprobs: list[list[float]] | None = None) -> StepInputs:
-    """Rows whose log-probs before the step are `logprobs` (-1 each) and whose samplers' are less by `log_ratios`."""
+    """Rows whose log-probs before the step are `logprobs` (-1 each) and whose samplers' are less by
+    `log_ratios`.
+    """
     rows = []
     for i, d in enumerate(log_ratios):
         now = np.array([-1.0] * len(d) if logprobs is None else logprobs[i], np.float32)
-        rows.append(StepRow(group="g", run=i, step=0, reward=0.0, logprobs=(now - np.float32(d)).astype(np.float32), old=now))
-    return StepInputs(rows=rows, groups={"g": GroupStats(group="g", rewards=(0.0,), mean=0.0, std=0.0)}, step=3, seed=5)
+        rows.append(
+            StepRow(
+                group="g",
+                run=i,
+                step=0,
+                reward=0.0,
+                logprobs=(now - np.float32(d)).astype(np.float32),
+                old=now,
+            )
+        )
+    return StepInputs(
+        rows=rows,
+        groups={"g": GroupStats(group="g", rewards=(0.0,), mean=0.0, std=0.0)},
+        step=3,
+        seed=5,
+    )
 
 
 def extra(name: str, x: StepInputs, advantages: list[list[float]], args: Any) -> list[list[float]]:
     REGISTRY.scan_package("rft.algorithm")
-    (found,) = REGISTRY.get("policy_extra", name).obj(x, [np.array(a, np.float32) for a in advantages], args).values()
+    (found,) = (
+        REGISTRY.get("policy_extra", name)
+        .obj(x, [np.array(a, np.float32) for a in advantages], args)
+        .values()
+    )
     assert all(f.dtype == np.float32 for f in found)
     return [f.tolist() for f in found]
 
@@ -602,20 +756,31 @@ def test_m2po_keeps_the_nearest_tokens_of_the_whole_step() -> None:
     x = rows_of([[0.1, 0.3, -0.5], [0.2, -0.1]])
     # squares .01, .09 | .04 of those with A > 0 that went up: running means .01, .025, .0467
     assert extra("m2po", x, [[1, 1, 1], [1, 1]], args) == [[1, 0, 1], [1, 1]]
-    assert extra("m2po", x, [[0, 1, 1], [-1, -1]], args) == [[1, 0, 1], [1, 1]]  # .01 kept, .05 > .04
-    assert extra("m2po", x, [[1, 1, 1], [1, 1]], M2poArgs.model_validate({"m2_threshold": 0.05})) == [[1, 1, 1], [1, 1]]
+    # .01 kept, .05 > .04
+    assert extra("m2po", x, [[0, 1, 1], [-1, -1]], args) == [[1, 0, 1], [1, 1]]
+    assert extra(
+        "m2po", x, [[1, 1, 1], [1, 1]], M2poArgs.model_validate({"m2_threshold": 0.05})
+    ) == [[1, 1, 1], [1, 1]]
     hidden = replace(x, keep=[np.array([True, False, True]), np.array([True, True])])
-    assert extra("m2po", hidden, [[1, 1, 1], [1, 1]], args) == [[1, 1, 1], [1, 1]], "tokens that do not count are not judged"
-    assert extra("m2po", replace(x, bypass=False), [[1, 1, 1], [1, 1]], args) == [[1, 1, 1], [1, 1]], "the ratio is 1"
+    assert extra("m2po", hidden, [[1, 1, 1], [1, 1]], args) == [[1, 1, 1], [1, 1]], (
+        "tokens that do not count are not judged"
+    )
+    assert extra("m2po", replace(x, bypass=False), [[1, 1, 1], [1, 1]], args) == [
+        [1, 1, 1],
+        [1, 1],
+    ], "the ratio is 1"
 
 
 def test_kl_cov_takes_the_largest_covariances() -> None:
     x = rows_of([[0, 0, 0], [0, 0]], [[-1, -2, -3], [-0.1, -4]])
     a = [[1.0, 0.0, -1.0], [2.0, -1.5]]
-    flat, logprobs = np.concatenate([np.array(v) for v in a]), np.array([-1, -2, -3, -0.1, -4])
+    flat = np.concatenate([np.array(v) for v in a])
+    logprobs = np.array([-1, -2, -3, -0.1, -4])
     c = (flat - flat.mean()) * (logprobs - logprobs.mean())
     for share, count in ((1e-4, 1), (0.4, 2), (0.7, 3), (1.0, 5)):
-        found = np.concatenate(extra("kl_cov", x, a, KlCovArgs.model_validate({"kl_cov_ratio": share})))
+        found = np.concatenate(
+            extra("kl_cov", x, a, KlCovArgs.model_validate({"kl_cov_ratio": share}))
+        )
         assert set(np.flatnonzero(found)) == set(np.argsort(-c)[:count])
     hidden = replace(x, keep=[np.ones(3, bool), np.array([False, True])])
     assert extra("kl_cov", hidden, a, KlCovArgs.model_validate({}))[1][0] == 0
@@ -627,15 +792,25 @@ def test_clip_cov_draws_among_covariances_in_the_range() -> None:
     logprobs = [(-rng.exponential(1, 200)).tolist() for _ in range(5)]
     a = [rng.normal(0, 1, 200).tolist() for _ in range(5)]
     x = rows_of(ratios, logprobs)
-    args = ClipCovArgs.model_validate({"clip_cov_ratio": 0.02, "clip_cov_lb": 0.1, "clip_cov_ub": 0.9})
+    args = ClipCovArgs.model_validate(
+        {"clip_cov_ratio": 0.02, "clip_cov_lb": 0.1, "clip_cov_ub": 0.9}
+    )
     found = np.concatenate(extra("clip_cov", x, a, args))
-    flat, lp = np.concatenate([np.float32(v) for v in a]).astype(np.float64), np.concatenate([np.float32(v) for v in logprobs])
+    flat = np.concatenate([np.float32(v) for v in a]).astype(np.float64)
+    lp = np.concatenate([np.float32(v) for v in logprobs])
     c = (flat - flat.mean()) * (lp.astype(np.float64) - lp.astype(np.float64).mean())
     rho = np.exp(np.concatenate([x.log_ratio(r) for r in x.rows]))
     clipped = -flat * np.clip(rho, 0.8, 1.2) > -flat * rho
     chosen = np.flatnonzero(found)
-    assert len(chosen) == 20 and not clipped[chosen].any() and (c[chosen] > 0.1).all() and (c[chosen] < 0.9).all()
-    assert extra("clip_cov", x, a, args) == extra("clip_cov", x, a, args), "the same step draws the same"
+    assert (
+        len(chosen) == 20
+        and not clipped[chosen].any()
+        and (c[chosen] > 0.1).all()
+        and (c[chosen] < 0.9).all()
+    )
+    assert extra("clip_cov", x, a, args) == extra("clip_cov", x, a, args), (
+        "the same step draws the same"
+    )
     other = np.flatnonzero(np.concatenate(extra("clip_cov", replace(x, step=4), a, args)))
     assert set(other) != set(chosen)
     none = ClipCovArgs.model_validate({"clip_cov_lb": 100.0, "clip_cov_ub": 101.0})

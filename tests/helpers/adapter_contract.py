@@ -6,8 +6,9 @@
             ...
             yield Adapted(engine, tiny_model, tmp_path, modules)
 
-Needs pytest with asyncio_mode=auto.  Knows engines only through `rft.types.ports.Engine`; what is right is said by transformers, with the
-product of the two matrices added to the weights.  One engine may serve all tests.
+Needs pytest with asyncio_mode=auto.  Knows engines only through `rft.types.ports.Engine`; what is
+right is said by transformers, with the product of the two matrices added to the weights.  One
+engine may serve all tests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from rft.types.ids import Version
 from rft.types.modelfiles import fingerprint
 from rft.types.ports import Engine, LoadReport
 
-RANK, SCALE = 4, 1.5
+RANK = 4
+SCALE = 1.5
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, np.ndarray]
 _steps = itertools.count(1)
@@ -38,7 +40,9 @@ _steps = itertools.count(1)
 
 @dataclass
 class Adapted:
-    """An engine under test that was started with `model`, a folder for what is published, and the layers that have an adapter."""
+    """An engine under test that was started with `model`, a folder for what is published, and the
+    layers that have an adapter.
+    """
 
     engine: Engine
     model: Path
@@ -54,18 +58,28 @@ class Adapted:
         self.base = load_file(self.model / "model.safetensors")
 
     def adapter(self, seed: int, *, size: float = 0.3) -> Tensors:
-        """Random values for every layer of `modules`; both sides are drawn, so that all of them count."""
+        """Random values for every layer of `modules`; both sides are drawn, so that all of them
+        count.
+        """
         random = np.random.default_rng(seed)
         made: Tensors = {}
         for name, weight in self.base.items():
             module = name.removesuffix(".weight")
             if module.rpartition(".")[2] in self.modules:
-                for side, shape in zip(SIDES, ((RANK, weight.shape[1]), (weight.shape[0], RANK)), strict=True):
-                    made[key(module, side)] = (size * shape[1] ** -0.5 * random.standard_normal(shape)).astype(np.float32)
+                for side, shape in zip(
+                    SIDES, ((RANK, weight.shape[1]), (weight.shape[0], RANK)), strict=True
+                ):
+                    made[key(module, side)] = (
+                        size * shape[1] ** -0.5 * random.standard_normal(shape)
+                    ).astype(np.float32)
         return made
 
     async def publish(
-        self, tensors: Mapping[str, np.ndarray], *, damaged: bool = False, version: Version | None = None
+        self,
+        tensors: Mapping[str, np.ndarray],
+        *,
+        damaged: bool = False,
+        version: Version | None = None,
     ) -> LoadReport:
         """pause, load, resume.  `damaged`: a byte changes after the hashes were taken."""
         version = version or Version(1, next(_steps))
@@ -96,7 +110,9 @@ class Adapted:
         weights = {}
         for name, weight in self.base.items():
             a, b = (tensors.get(key(name.removesuffix(".weight"), side)) for side in SIDES)
-            weights[name] = torch.from_numpy(weight if a is None or b is None else weight + SCALE * (b @ a))
+            weights[name] = torch.from_numpy(
+                weight if a is None or b is None else weight + SCALE * (b @ a)
+            )
         model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         model.load_state_dict(weights, strict=False)
         model.tie_weights()
@@ -125,7 +141,9 @@ class AdapterContract:
         for seed in (1, 2, 3):
             tensors = adapted.adapter(seed)
             report = await adapted.publish(tensors, version=Version(7, next(_steps)))
-            assert clean(report) and report.num_tensors == len(tensors) and report.probed_layers > 0, report
+            assert (
+                clean(report) and report.num_tensors == len(tensors) and report.probed_layers > 0
+            ), report
             made = await adapted.engine.generate(ask(n=4, max_tokens=24, temperature=0.8))
             made += await adapted.engine.generate(ask("another, longer prompt", max_tokens=8))
             assert {c.version for c in made} == {report.version}
@@ -137,10 +155,14 @@ class AdapterContract:
     async def test_an_empty_adapter_is_the_base(self, adapted: Adapted) -> None:
         zero = {n: t * (".lora_A." in n) for n, t in adapted.adapter(1).items()}
         assert clean(await adapted.publish(zero))
-        assert difference(adapted.merged({}), await adapted.engine.generate(ask(n=2, max_tokens=16))) < 1e-4
+        assert (
+            difference(adapted.merged({}), await adapted.engine.generate(ask(n=2, max_tokens=16)))
+            < 1e-4
+        )
 
     async def test_what_does_not_fit_never_touches_the_model(self, adapted: Adapted) -> None:
-        good, bad = adapted.adapter(4), adapted.adapter(5)
+        good = adapted.adapter(4)
+        bad = adapted.adapter(5)
         assert clean(served := await adapted.publish(good))
         last = list(bad)[-1]
         module = key("lm_head", "A"), key("lm_head", "B")
@@ -149,7 +171,11 @@ class AdapterContract:
             "missing": {n: t for n, t in bad.items() if n != last},
             "a layer less": dict(list(bad.items())[2:]),
             "another name": {**bad, "model.norm.weight": adapted.base["model.norm.weight"]},
-            "no such layer": {**bad, module[0]: np.ones((RANK, hidden), np.float32), module[1]: np.ones((300, RANK), np.float32)},
+            "no such layer": {
+                **bad,
+                module[0]: np.ones((RANK, hidden), np.float32),
+                module[1]: np.ones((300, RANK), np.float32),
+            },
             "another rank": {**bad, last: np.ones((bad[last].shape[0], RANK + 1), np.float32)},
             "another shape": {**bad, last: np.ones((bad[last].shape[0] + 2, RANK), np.float32)},
         }
@@ -158,10 +184,14 @@ class AdapterContract:
             assert report.missing or report.unexpected, what
         assert (await adapted.publish(bad, damaged=True)).bad_hash
         made = await adapted.engine.generate(ask(n=2, max_tokens=16))
-        assert {c.version for c in made} == {served.version} and difference(adapted.merged(good), made) < 1e-4
+        assert {c.version for c in made} == {served.version} and difference(
+            adapted.merged(good), made
+        ) < 1e-4
 
     async def test_the_way_back(self, adapted: Adapted) -> None:
-        old, new, request = adapted.adapter(6), adapted.adapter(7), ask(n=2, max_tokens=16, seed=5)
+        old = adapted.adapter(6)
+        new = adapted.adapter(7)
+        request = ask(n=2, max_tokens=16, seed=5)
         await adapted.publish(old)
         first = await adapted.engine.generate(request)
         await adapted.publish(new)
@@ -169,12 +199,21 @@ class AdapterContract:
         await adapted.publish(old)
         again = await adapted.engine.generate(request)
         for one, two, other in zip(first, again, between, strict=True):
-            assert one.tokens.tolist() == two.tokens.tolist() and np.abs(one.logprobs - two.logprobs).max() < 1e-5
-            assert one.tokens.tolist() != other.tokens.tolist() or np.abs(one.logprobs - other.logprobs).max() > 1e-2
+            assert (
+                one.tokens.tolist() == two.tokens.tolist()
+                and np.abs(one.logprobs - two.logprobs).max() < 1e-5
+            )
+            assert (
+                one.tokens.tolist() != other.tokens.tolist()
+                or np.abs(one.logprobs - other.logprobs).max() > 1e-2
+            )
 
     async def test_a_request_under_way_goes_on_with_the_new_one(self, adapted: Adapted) -> None:
-        """Its keys and values too: later tokens have the log-probs of the new model, prompt included."""
-        old, new = adapted.adapter(8), adapted.adapter(9)
+        """Its keys and values too: later tokens have the log-probs of the new model, prompt
+        included.
+        """
+        old = adapted.adapter(8)
+        new = adapted.adapter(9)
         await adapted.publish(old)
         task = asyncio.create_task(adapted.engine.generate(ask(max_tokens=400, ignore_eos=True)))
         await asyncio.wait([task], timeout=0.1)
@@ -184,7 +223,9 @@ class AdapterContract:
         assert 0 < cut < 400, made.version_spans
         assert difference(adapted.merged(new), [made], first=cut) < 1e-4
 
-    async def test_each_fault_is_visible(self, adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_each_fault_is_visible(
+        self, adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """What the synchronizer would see of it."""
 
         async def load(fault: str, seed: int) -> tuple[LoadReport, float]:
@@ -195,13 +236,17 @@ class AdapterContract:
                 if adapted.arm is None:
                     patch.setenv("RFT_FAULT", fault)
                 report = await adapted.publish(tensors)
-            return report, difference(adapted.merged(tensors), await adapted.engine.generate(ask(n=2, max_tokens=16)))
+            return report, difference(
+                adapted.merged(tensors), await adapted.engine.generate(ask(n=2, max_tokens=16))
+            )
 
         report, error = await load("sync.skip", 10)
         assert clean(report) and error > 1e-2, "the report lies, the log-probs do not"
         report, error = await load("sync.stale_head", 11)
         assert report.probe_error > 1e-2 and error > 1e-3, report
-        assert (await load("sync.corrupt_byte", 12))[0].bad_hash and (await load("sync.missing_tensor", 13))[0].missing
+        assert (await load("sync.corrupt_byte", 12))[0].bad_hash and (
+            await load("sync.missing_tensor", 13)
+        )[0].missing
         before = next(_steps)
         assert (await load("sync.wrong_version", 14))[0].version.step == before + 2
         report, error = await load("", 15)

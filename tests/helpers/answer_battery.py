@@ -1,8 +1,10 @@
-"""The battery of answers in tests/data/answers.jsonl, and what a shipped reward gives for one of its lines.
+"""The battery of answers in tests/data/answers.jsonl, and what a shipped reward gives for one of
+its lines.
 
-A line has `reward`, `args`, `truth`, `answer`, `value` (the right one; "refused" where the truth cannot be read) and `source`: where the
-notation comes from.  `row`: further columns; `stop`: the stop text that ended the answer; `opened`: the prompt had opened a thought.
-Judges are asked of a model that gives full marks where what it is shown has the truth.
+A line has `reward`, `args`, `truth`, `answer`, `value` (the right one; "refused" where the truth
+cannot be read) and `source`: where the notation comes from.  `row`: further columns; `stop`: the
+stop text that ended the answer; `opened`: the prompt had opened a thought. Judges are asked of a
+model that gives full marks where what it is shown has the truth.
 """
 
 from __future__ import annotations
@@ -44,7 +46,15 @@ class Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def task(self) -> Task:
         sampling = SamplingArgs(stop=(self.stop,) if self.stop else ())
-        return Task(taskset="battery", index=0, prompt="?", truth=self.truth, row=self.row, workflow="w", sampling=sampling)
+        return Task(
+            taskset="battery",
+            index=0,
+            prompt="?",
+            truth=self.truth,
+            row=self.row,
+            workflow="w",
+            sampling=sampling,
+        )
 
     @property
     def transcript(self) -> Transcript:
@@ -61,19 +71,29 @@ class Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             stop_text=self.stop,
         )
         info = {"email": {"answer": self.answer}} if self.reward == "email_search_reward" else {}
-        return Transcript(turns=(Turn(messages=({"role": "user", "content": "?"},), completion=completion, info=info),))
+        return Transcript(
+            turns=(
+                Turn(
+                    messages=({"role": "user", "content": "?"},), completion=completion, info=info
+                ),
+            )
+        )
 
     @property
     def model(self) -> Any:
         """The auxiliary model: it looks for the truth in what it is shown."""
         if self.reward == "reward_model":
-            return ScriptedModel(scores=lambda messages: [float(self.truth in str(messages[-1]["content"]))])
+            return ScriptedModel(
+                scores=lambda messages: [float(self.truth in str(messages[-1]["content"]))]
+            )
         return FakeJudge(self._says)
 
     def _says(self, prompt: str) -> Any:
         blocks = dict(_BLOCK.findall(prompt))
         if self.reward == "pairwise_judge":
-            return next((place for place in ("first", "second") if self.truth in blocks[place]), "tie")
+            return next(
+                (place for place in ("first", "second") if self.truth in blocks[place]), "tie"
+            )
         shown = [text for name, text in blocks.items() if name.startswith("answer")]
         right = any(self.truth in text for text in shown)
         return {
@@ -86,7 +106,10 @@ class Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def lines() -> list[Line]:
-    return [msgspec.json.decode(line, type=Line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+    return [
+        msgspec.json.decode(line, type=Line)
+        for line in FILE.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @cache
@@ -94,12 +117,18 @@ def shipped() -> list[str]:
     """Names of the shipped rewards that read an answer."""
     load_all()
     home = Path(__file__).parents[2]
-    names = (name for name in REGISTRY.names("reward") if _within(REGISTRY.get("reward", name).source, home))
+    names = (
+        name
+        for name in REGISTRY.names("reward")
+        if _within(REGISTRY.get("reward", name).source, home)
+    )
     return [name for name in names if name != "length_reward"]
 
 
 def _within(source: str, home: Path) -> bool:
-    return source.startswith("rft.") or any(Path(source).is_relative_to(home / folder) for folder in ("rft", "workflows"))
+    return source.startswith("rft.") or any(
+        Path(source).is_relative_to(home / folder) for folder in ("rft", "workflows")
+    )
 
 
 async def value_of(line: Line) -> float | str | None:

@@ -1,4 +1,6 @@
-"""A task and an answer to it, for tests of rewards that read no more of a run than its text and its length."""
+"""A task and an answer to it, for tests of rewards that read no more of a run than its text and its
+length.
+"""
 
 from __future__ import annotations
 
@@ -28,4 +30,13 @@ def make_transcript(text: str, tokens: int = 1) -> Transcript:
 def task(truth: Any = None, messages: tuple[dict[str, Any], ...] = (), **row: Any) -> Task:
     """One of at most 100 tokens."""
     sampling = SamplingArgs(max_tokens=100)
-    return Task(taskset="t", index=0, prompt="?", messages=messages, truth=truth, workflow="w", row=row, sampling=sampling)
+    return Task(
+        taskset="t",
+        index=0,
+        prompt="?",
+        messages=messages,
+        truth=truth,
+        workflow="w",
+        row=row,
+        sampling=sampling,
+    )

@@ -24,24 +24,32 @@ EVIL = "a\x1b[31mred\x1b]0;title\x07\nb\u202egnp.exe\x9b2J"
 
 def said(*arguments: str) -> tuple[str, str, int]:
     """What a command prints to stdout and stderr, and its exit code."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as e:
         cli.main(list(arguments))
     return out.getvalue(), err.getvalue(), int(e.value.code or 0)
 
 
 async def play(run_dir: Path, **more: Any) -> None:
-    """Three batches of two groups of four; the first is trained, the second leased, one run of the third failed, one is evil."""
+    """Three batches of two groups of four; the first is trained, the second leased, one run of the
+    third failed, one is evil.
+    """
     buffer = Buffer(BufferSettings(folder=run_dir / "buffer", **more))
     await buffer.open()
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0)
     await fill(buffer, 1, 1)
     members = group(1, 2, 0)
-    members[0] = msgspec.structs.replace(members[0], prompt_text=EVIL, response_text=EVIL, taskset="other")
+    members[0] = msgspec.structs.replace(
+        members[0], prompt_text=EVIL, response_text=EVIL, taskset="other"
+    )
     members = [msgspec.structs.replace(m, taskset="other") for m in members]
     name = GroupId(1, 0, 2, 1)
-    rest = [failed(name.run(0), taskset="toy", task_index=1, workflow="toy", reason="timeout"), row(name.run(1))]
+    rest = [
+        failed(name.run(0), taskset="toy", task_index=1, workflow="toy", reason="timeout"),
+        row(name.run(1)),
+    ]
     writer = buffer.writer(1)
     await writer.append(encode(members), accepted=True)
     await writer.append(encode(rest), accepted=True)

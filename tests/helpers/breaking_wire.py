@@ -1,6 +1,8 @@
-"""A stretch of wire between a PostgreSQL client and its server that breaks where a test says: it forwards bytes until then.
+"""A stretch of wire between a PostgreSQL client and its server that breaks where a test says: it
+forwards bytes until then.
 
-It understands nothing of the protocol but the statement it is told to watch for.  The one invariant: what breaks is a real connection.
+It understands nothing of the protocol but the statement it is told to watch for.  The one
+invariant: what breaks is a real connection.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ _PORT = ".s.PGSQL.5432"
 
 
 class BreakingWire:
-    """Listens in `folder` (short enough for a socket's name) for what is meant for the server in `server_folder`.
+    """Listens in `folder` (short enough for a socket's name) for what is meant for the server in
+    `server_folder`.
 
-    `arm(b"COMMIT", "after")`: the next (or `nth`) statement with these bytes is answered by the server, but the answer is lost with the
-    connection (for statements that are answered one by one, as COMMIT is).
-    "before": the server never sees it.  "abandon": the client loses the connection, the server keeps it until `close`.
+    `arm(b"COMMIT", "after")`: the next (or `nth`) statement with these bytes is answered by the
+    server, but the answer is lost with the connection (for statements that are answered one by one,
+    as COMMIT is). "before": the server never sees it.  "abandon": the client loses the connection,
+    the server keeps it until `close`.
     """
 
     def __init__(self, folder: Path, server_folder: Path) -> None:
@@ -38,7 +42,8 @@ class BreakingWire:
 
     def arm(self, statement: bytes, moment: Moment, nth: int = 1) -> None:
         """A statement that was sent often goes by a name of its own, without its words."""
-        self._plan, self._left = (statement, moment), nth
+        self._plan = (statement, moment)
+        self._left = nth
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,6 @@
-"""The trainer's side of a broadcast, for tests of engines: stages weights and sends them to one engine at a time."""
+"""The trainer's side of a broadcast, for tests of engines: stages weights and sends them to one
+engine at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,28 @@ if TYPE_CHECKING:
 class Sending:
     """Sends from this process.  `workers`: of the engine."""
 
-    def __init__(self, folder: Path, workers: int = 1, *, settings: SyncSettings | None = None) -> None:
+    def __init__(
+        self, folder: Path, workers: int = 1, *, settings: SyncSettings | None = None
+    ) -> None:
         settings = settings or SyncSettings(method="nccl", timeout_s=120.0)
         self.transport = BroadcastTransport(settings, folder)
         self._rounds, self._workers = Rounds(self.transport, settings.timeout_s), workers
 
     def stage(
-        self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str] | None = None
+        self,
+        version: Version,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        tied: dict[str, str] | None = None,
     ) -> WeightManifest:
         return self.transport.stage(version, tensors, tied or {})
 
     async def load(self, engine: Engine, manifest: WeightManifest) -> LoadReport:
         """One round.  Raises what the engine raises, or WeightSyncFailed."""
-        return (await self._rounds.load(manifest, {0: self._workers}, lambda index, sent: engine.load(sent)))[0]
+        return (
+            await self._rounds.load(
+                manifest, {0: self._workers}, lambda index, sent: engine.load(sent)
+            )
+        )[0]
 
     def close(self) -> None:
         self.transport.close()

@@ -8,11 +8,15 @@ from typing import Any
 
 from rft.testing.judge import FakeJudge, as_read
 
-_VERDICT = re.compile(r'(?:\{[^{}\n]*"[^{}\n]*\}|(?:score|rating|verdict)\s*[:=]\s*\d+(?:\s*/\s*10)?)', re.IGNORECASE)
+_VERDICT = re.compile(
+    r'(?:\{[^{}\n]*"[^{}\n]*\}|(?:score|rating|verdict)\s*[:=]\s*\d+(?:\s*/\s*10)?)', re.IGNORECASE
+)
 
 
 class CarelessJudge(FakeJudge):
-    """`sloppy`: any line that looks like a closing delimiter ends a block; `copies`: it ends with the last verdict that it read."""
+    """`sloppy`: any line that looks like a closing delimiter ends a block; `copies`: it ends with
+    the last verdict that it read.
+    """
 
     def __init__(self, *args: Any, sloppy: bool = False, copies: bool = False, **more: Any) -> None:
         super().__init__(*args, **more)

@@ -1,7 +1,8 @@
-"""`rft` called as a person calls it, inside this process: what it prints and its exit code.  For tests.
+"""`rft` called as a person calls it, inside this process: what it prints and its exit code.  For
+tests.
 
-Importing torch costs a process more than a tiny run does, so tests that need no process of their own share theirs.
-Knows nothing of the verbs.  Not for Ctrl-C: the program ends its process then.
+Importing torch costs a process more than a tiny run does, so tests that need no process of their
+own share theirs. Knows nothing of the verbs.  Not for Ctrl-C: the program ends its process then.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Done:
 
 def rft(*arguments: Any) -> Done:
     """`rft ARGUMENTS`, e.g. rft("run", "-c", path, "seed=1")."""
-    out, began, code = io.StringIO(), time.process_time(), 0
+    out = io.StringIO()
+    began = time.process_time()
+    code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
             main([str(a) for a in arguments])

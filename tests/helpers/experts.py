@@ -37,7 +37,9 @@ def set_weights(model: Any, given: dict[str, np.ndarray]) -> None:
 
 
 def compare(model: Any, c: Completion) -> tuple[float, np.ndarray]:
-    """The largest difference of log-probs, and which positions of prompt and answer went through the experts that the model chooses."""
+    """The largest difference of log-probs, and which positions of prompt and answer went through
+    the experts that the model chooses.
+    """
     import torch
 
     ids = torch.from_numpy(np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int64))[None]

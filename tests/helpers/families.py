@@ -1,7 +1,8 @@
-"""Tiny random models of many families, to prove that the trainer computes each of them as transformers does.
+"""Tiny random models of many families, to prove that the trainer computes each of them as
+transformers does.
 
-Each has two to four layers of every type that its family mixes; nothing is downloaded.  Knows transformers' configurations only.
-Invariant: the same family and seed write the same weights.
+Each has two to four layers of every type that its family mixes; nothing is downloaded.  Knows
+transformers' configurations only. Invariant: the same family and seed write the same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4}
+_EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+}
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 4,
     "n_group": 1,
@@ -52,9 +58,18 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}  # families that have no other head
-_WINDOW: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_WINDOW: dict[str, Any] = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -62,7 +77,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "phi3": {},
     "olmo2": {},
-    "granite": {"logits_scaling": 8.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "granite": {
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+    },
     "glm4": {},
     "smollm3": {},
     "stablelm": {},
@@ -85,7 +105,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_ROUTED, **_EXPERTS},
     "longcat_flash": {**_MLA, "moe_topk": 2, "zero_expert_num": 2, "num_layers": 2},
     "deepseek_v2": _MLA,
-    "deepseek_v3": {**_MLA, "topk_method": "noaux_tc"},  # as its checkpoints say; by it vLLM has the routers' biases
+    # as its checkpoints say; by it vLLM has the routers' biases
+    "deepseek_v3": {**_MLA, "topk_method": "noaux_tc"},
     "mistral": {"sliding_window": 6},
     "ministral": _WINDOW,
     "olmo3": _WINDOW,
@@ -101,7 +122,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
     },
     "gpt_oss": {**_WINDOW, **_EXPERTS},
-    "deepseek_v4": {**_MLA, "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]},
+    "deepseek_v4": {
+        **_MLA,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+    },
     "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 16},
     "qwen3_5_text": _DELTA,
     "granitemoehybrid": {
@@ -146,7 +170,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
 }
-TINY: dict[str, dict[str, Any]] = {  # what a few of them call the sizes of `rft.testing.tiny`: mixtures of experts, and a hybrid
+# what a few of them call the sizes of `rft.testing.tiny`: mixtures of experts, and a hybrid
+TINY: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
@@ -181,7 +206,12 @@ TINY: dict[str, dict[str, Any]] = {  # what a few of them call the sizes of `rft
     },
 }
 # vLLM's attention on CPUs has no smaller heads, and reloads no smaller experts
-_SERVED: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
+_SERVED: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 64,
+}
 _LATENT = {  # the kernel for latent attention knows the sizes of real models only
     "head_dim": 64,
     "kv_lora_rank": 512,
@@ -203,10 +233,11 @@ _SERVED_TOO: dict[str, dict[str, Any]] = {
 
 
 def make(name: str, folder: Path, *, seed: int = 0, words: bool = False, **changes: Any) -> Path:
-    """Write a tiny model of the family `name` into `folder` and return it; `changes` replace entries of its configuration.
+    """Write a tiny model of the family `name` into `folder` and return it; `changes` replace
+    entries of its configuration.
 
-    Weights are larger than a fresh model's, so that a wrong layer shows in the log-probs.  `words`: with a tokenizer and heads
-    that engines have.
+    Weights are larger than a fresh model's, so that a wrong layer shows in the log-probs.  `words`:
+    with a tokenizer and heads that engines have.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -231,15 +262,30 @@ def make(name: str, folder: Path, *, seed: int = 0, words: bool = False, **chang
 
 
 def with_images(folder: Path) -> Path:
-    """Write a tiny Gemma 3 that also takes images, whose configuration names no end token; with a tokenizer."""
+    """Write a tiny Gemma 3 that also takes images, whose configuration names no end token; with a
+    tokenizer.
+    """
     import torch
     from transformers import AutoModelForCausalLM, Gemma3Config
 
     words = tiny.tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {**sizes, "vocab_size": len(words), "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text = {
+        **sizes,
+        "vocab_size": len(words),
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 6,
+    }
     vision = {**sizes, "image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=5)
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=5
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
@@ -271,7 +317,9 @@ ModelRegistry.register_model("RftOwnForCausalLM", "vllm.model_executor.models.ll
 
 
 def with_own_class(folder: Path, *, vllm: bool = False) -> tuple[Path, str]:
-    """Write a tiny model of a class that only a module beside it registers, with `vllm` there too; the model and the module's name."""
+    """Write a tiny model of a class that only a module beside it registers, with `vllm` there too;
+    the model and the module's name.
+    """
     model = tiny.make(folder / "model")
     page = model / "config.json"
     own = {"model_type": "rft_own", "architectures": ["RftOwnForCausalLM"]}
@@ -282,17 +330,30 @@ def with_own_class(folder: Path, *, vllm: bool = False) -> tuple[Path, str]:
 
 
 def with_tower(name: str, folder: Path) -> Path:
-    """Write a tiny "gemma3", "llama4" or "qwen3_5", its tower for images deeper than its language model, with the names of checkpoints."""
+    """Write a tiny "gemma3", "llama4" or "qwen3_5", its tower for images deeper than its language
+    model, with the names of checkpoints.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_attention_heads": 4}
     text = {**_SIZES, **FAMILIES[f"{name}_text"], "tie_word_embeddings": name == "gemma3"}
-    vision: dict[str, Any] = {**sizes, "num_hidden_layers": 3, "depth": 3, "image_size": 28, "patch_size": 14}
+    vision: dict[str, Any] = {
+        **sizes,
+        "num_hidden_layers": 3,
+        "depth": 3,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     vision["out_hidden_size"] = 32
     more = {"mm_tokens_per_image": 4} if name == "gemma3" else {"tie_word_embeddings": False}
     if name == "llama4":
-        vision |= {"intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 32, "projector_input_dim": 32}
+        vision |= {
+            "intermediate_size": 128,
+            "pixel_shuffle_ratio": 0.5,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+        }
         vision |= {"projector_output_dim": 32}
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -21,15 +21,27 @@ def tidy_household(folder: Path) -> Path:
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
 
     named = (
-        PROBLEM.replace("table1", "DiningTable_bar__one").replace("shelf1", "Shelf_bar__two").replace("mug1", "Mug_bar__three")
+        PROBLEM.replace("table1", "DiningTable_bar__one")
+        .replace("shelf1", "Shelf_bar__two")
+        .replace("mug1", "Mug_bar__three")
     )
     parts = {
         "pddl_domain": Path(ALFRED_PDDL_PATH).read_text(),
-        "grammar": Path(ALFRED_TWL2_PATH).read_text().replace("UNKNOWN GOAL", "put a mug on the shelf"),
+        "grammar": Path(ALFRED_TWL2_PATH)
+        .read_text()
+        .replace("UNKNOWN GOAL", "put a mug on the shelf"),
         "pddl_problem": named,
     }
-    task = {"object_target": "Mug", "parent_target": "Shelf", "toggle_target": "", "mrecep_target": "", "object_sliced": False}
-    (folder / "traj_data.json").write_text(json.dumps({"task_type": "pick_and_place_simple", "pddl_params": task}))
+    task = {
+        "object_target": "Mug",
+        "parent_target": "Shelf",
+        "toggle_target": "",
+        "mrecep_target": "",
+        "object_sliced": False,
+    }
+    (folder / "traj_data.json").write_text(
+        json.dumps({"task_type": "pick_and_place_simple", "pddl_params": task})
+    )
     path = folder / "game.tw-pddl"
     path.write_text(json.dumps(parts))
     return path

@@ -6,7 +6,8 @@
     ```python               is executed
     ```yaml                 is part of a configuration and must be accepted
 
-Commands are `rft` (in this process), `python`, `mkdir` and `ls`; `# exit N` says the expected exit code.  Other languages are shown only.
+Commands are `rft` (in this process), `python`, `mkdir` and `ls`; `# exit N` says the expected exit
+code.  Other languages are shown only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r'^```(?P<lang>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r'^```(?P<lang>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL
+)
 _EXIT = re.compile(r"\s+# exit (\d+)$")
 
 
@@ -43,7 +46,10 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    return [Block(m["lang"], m["title"], m["body"], text[: m.start()].count("\n") + 1) for m in _FENCE.finditer(text)]
+    return [
+        Block(m["lang"], m["title"], m["body"], text[: m.start()].count("\n") + 1)
+        for m in _FENCE.finditer(text)
+    ]
 
 
 def play(page: Path, folder: Path, tiny_model: Path) -> None:
@@ -76,7 +82,8 @@ def _commands(body: str) -> Iterator[tuple[str, list[str]]]:
         if line.startswith("$ "):
             if command:
                 yield command, expected
-            command, expected = line[2:], []
+            command = line[2:]
+            expected = []
         elif line.strip():
             expected.append(line)
     if command:
@@ -90,9 +97,14 @@ def _run(line: str, expected: list[str], folder: Path, where: str) -> None:
     assert found == code, f"{where}: `{line}` ended with {found}, expected {code}\n{output}"
     printed = iter(output.splitlines())
     for text in expected:
-        parts = ["".join(r"\s+" if w.isspace() else re.escape(w) for w in re.split(r"(\s+)", p)) for p in text.strip().split("…")]
+        parts = [
+            "".join(r"\s+" if w.isspace() else re.escape(w) for w in re.split(r"(\s+)", p))
+            for p in text.strip().split("…")
+        ]
         form = re.compile(r"\s*" + ".*".join(parts) + r"\s*")
-        assert any(form.fullmatch(p) for p in printed), f"{where}: `{line}` did not print {text!r} (in this order):\n{output}"
+        assert any(form.fullmatch(p) for p in printed), (
+            f"{where}: `{line}` did not print {text!r} (in this order):\n{output}"
+        )
 
 
 def _call(words: list[str], folder: Path) -> tuple[str, int]:
@@ -102,7 +114,13 @@ def _call(words: list[str], folder: Path) -> tuple[str, int]:
         case ["python", *arguments]:
             env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
             done = subprocess.run(
-                [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+                [sys.executable, *arguments],
+                cwd=folder,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
             )
             return done.stdout + done.stderr, done.returncode
         case ["mkdir", name]:
@@ -136,7 +154,9 @@ def _sql(statement: str, folder: Path, where: str) -> None:
         raise AssertionError(f"{where}: {e}") from e
     finally:
         db.close()
-    assert rows or not statement.lstrip().startswith("SELECT") or "'failed'" in statement, f"{where}: the query finds nothing"
+    assert rows or not statement.lstrip().startswith("SELECT") or "'failed'" in statement, (
+        f"{where}: the query finds nothing"
+    )
 
 
 def _part(text: str, where: str) -> None:

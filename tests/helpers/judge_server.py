@@ -11,13 +11,16 @@ from rft.testing.judge import FakeJudge
 
 
 class JudgeServer:
-    """An OpenAI-compatible server on loopback, for as long as it is open, in which `judge` answers: `with JudgeServer(FakeJudge(7)) as s`.
+    """An OpenAI-compatible server on loopback, for as long as it is open, in which `judge` answers:
+    `with JudgeServer(FakeJudge(7)) as s`.
 
-    `url` is its address; `asked` are the bodies of all requests.  `usage`: what it says of tokens (prompt, answer).
+    `url` is its address; `asked` are the bodies of all requests.  `usage`: what it says of tokens
+    (prompt, answer).
     """
 
     def __init__(self, judge: FakeJudge, *, usage: tuple[int, int] = (200, 20)) -> None:
-        self.judge, self.usage = judge, usage
+        self.judge = judge
+        self.usage = usage
         self.asked: list[dict[str, Any]] = []
 
     def __enter__(self) -> JudgeServer:
@@ -29,7 +32,9 @@ class JudgeServer:
                 outer.asked.append(body)
                 message = {"role": "assistant", "content": outer.judge.reply(body["messages"])}
                 usage = dict(zip(("prompt_tokens", "completion_tokens"), outer.usage, strict=True))
-                answer = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}).encode()
+                answer = json.dumps(
+                    {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+                ).encode()
                 self.send_response(200)
                 self.send_header("content-length", str(len(answer)))
                 self.end_headers()
@@ -39,7 +44,9 @@ class JudgeServer:
                 pass
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True, name="judge-server")
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, daemon=True, name="judge-server"
+        )
         self._thread.start()
         return self
 

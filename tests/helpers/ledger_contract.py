@@ -1,4 +1,6 @@
-"""What the ledger answers, in leases, audits and SQL, and keeps of rewards, texts and log-probs, whatever the storage behind it."""
+"""What the ledger answers, in leases, audits and SQL, and keeps of rewards, texts and log-probs,
+whatever the storage behind it.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,25 @@ class LedgerContract(StorageContract):
     """The shipped suite, and the ledger's part."""
 
     async def test_the_trainers_log_probs_are_kept_once(self, tmp_path: Path) -> None:
-        buffer, settings = await self.started(tmp_path, max_uses=2), self.settings(tmp_path / "buffer")
+        buffer, settings = (
+            await self.started(tmp_path, max_uses=2),
+            self.settings(tmp_path / "buffer"),
+        )
         await fill(buffer, 1, 0)
         await fill(buffer, 1, 1)
-        by_step = "SELECT batch, train_lineage, train_step, trainer_logprob, sum(num_tokens) FROM v_tokens GROUP BY 1, 2, 3, 4 ORDER BY 1"
+        by_step = (
+            "SELECT batch, train_lineage, train_step, trainer_logprob, sum(num_tokens) FROM "
+            "v_tokens GROUP BY 1, 2, 3, 4 ORDER BY 1"
+        )
 
         async def train(lineage: int, step: int, told: float) -> None:
             lease = await take(buffer, lineage, step)
-            frame = token_logprobs.encode([token_logprobs.beside(x, np.full(6, told, np.float32)) for x in decode(lease.frame)])
+            frame = token_logprobs.encode(
+                [
+                    token_logprobs.beside(x, np.full(6, told, np.float32))
+                    for x in decode(lease.frame)
+                ]
+            )
             for _ in range(2):  # repeated after a lost answer: a no-op
                 await buffer.reader(lineage).use(step, frame)
 
@@ -70,7 +83,10 @@ class LedgerContract(StorageContract):
             if step == 1:
                 consumption = await buffer.reader(1).consumption(1)
         assert ask(settings, by_step) == [(0, 1, 1, -0.25, 48), (1, 1, 3, -2.0, 48)]
-        tokens = "SELECT token_start, token_end, logprob, trainer_logprob FROM v_tokens WHERE id = '{}' ORDER BY 1"
+        tokens = (
+            "SELECT token_start, token_end, logprob, trainer_logprob FROM v_tokens WHERE id = "
+            "'{}' ORDER BY 1"
+        )
         wanted = [(i, i + 1, -0.5, -0.25) for i in range(6, 12)]
         assert ask(settings, tokens.format(GroupId(1, 0, 0, 1).run(3))) == wanted
 
@@ -98,22 +114,48 @@ class LedgerContract(StorageContract):
             if step == 1:
                 await buffer.reader(1).use(1)
                 await buffer.reader(1).consumption(1)
-        states = "SELECT state, count(*), count(leased), count(used) FROM v_experiences GROUP BY state ORDER BY state"
-        assert ask(settings, states) == [("available", 8, 0, 0), ("leased", 8, 8, 0), ("used", 8, 8, 8)]
+        states = (
+            "SELECT state, count(*), count(leased), count(used) FROM v_experiences GROUP BY "
+            "state ORDER BY state"
+        )
+        assert ask(settings, states) == [
+            ("available", 8, 0, 0),
+            ("leased", 8, 8, 0),
+            ("used", 8, 8, 8),
+        ]
         filtered = (
-            "SELECT DISTINCT run_name, workflow, status FROM v_experiences WHERE taskset = 'toy' AND reward = 1 AND explorer = 0 "
-            "AND num_response_tokens = 6 AND finish_reason = 'stop' AND oldest_step = 0 AND has_logprobs"
+            "SELECT DISTINCT run_name, workflow, status FROM v_experiences WHERE taskset = 'toy' "
+            "AND reward = 1 AND explorer = 0 "
+            "AND num_response_tokens = 6 AND finish_reason = 'stop' AND oldest_step = 0 AND "
+            "has_logprobs"
         )
         assert ask(settings, filtered) == [(run, "toy", "complete")]
-        groups = "SELECT batch, task, reward_mean, reward_variance, num_used, num_leased FROM v_groups ORDER BY id"
+        groups = (
+            "SELECT batch, task, reward_mean, reward_variance, num_used, num_leased FROM "
+            "v_groups ORDER BY id"
+        )
         first, *_, last = ask(settings, groups)
-        assert first == (0, 0, 0.5, pytest.approx(1 / 3), 4, 0) and last == (2, 1, 0.5, pytest.approx(1 / 3), 0, 0)
-        spans = "SELECT version_lineage, version_step, token_start, token_end, sum(num_tokens) FROM v_tokens GROUP BY 1, 2, 3, 4"
+        assert first == (0, 0, 0.5, pytest.approx(1 / 3), 4, 0) and last == (
+            2,
+            1,
+            0.5,
+            pytest.approx(1 / 3),
+            0,
+            0,
+        )
+        spans = (
+            "SELECT version_lineage, version_step, token_start, token_end, sum(num_tokens) "
+            "FROM v_tokens GROUP BY 1, 2, 3, 4"
+        )
         assert ask(settings, spans) == [(1, 0, 6, 12, 24 * 6)]
         path = (
-            "SELECT oldest_step, train_step, staleness, counts, checkpoint_step, count(*) FROM v_lineage GROUP BY 1, 2, 3, 4, 5"
+            "SELECT oldest_step, train_step, staleness, counts, checkpoint_step, count(*) FROM "
+            "v_lineage GROUP BY 1, 2, 3, 4, 5"
         )
-        assert sorted(ask(settings, path), key=str) == [(0, 1, 0, 1, 1, 8), (0, None, None, None, None, 16)]
+        assert sorted(ask(settings, path), key=str) == [
+            (0, 1, 0, 1, 1, 8),
+            (0, None, None, None, None, 16),
+        ]
 
     async def test_a_reward_may_be_edited_until_it_is_leased(self, tmp_path: Path) -> None:
         buffer, settings = await self.started(tmp_path), self.settings(tmp_path / "buffer")
@@ -127,25 +169,44 @@ class LedgerContract(StorageContract):
                 ask(settings, "UPDATE experiences SET reward = 3 WHERE task = 0 AND run = 1")
             await buffer.reader(1).use(1)
         for value in ("9e999", "NULL", "1e30", "'NaN'"):
-            value = f"CAST({value} AS DOUBLE PRECISION)" if settings.ledger_url and value == "9e999" else value
+            value = (
+                f"CAST({value} AS DOUBLE PRECISION)"
+                if settings.ledger_url and value == "9e999"
+                else value
+            )
             with pytest.raises(DBAPIError, match=r"must be a finite number|out of range"):
                 ask(settings, f"UPDATE experiences SET reward = {value} WHERE task = 1 AND run = 1")
-        edits = ask(settings, "SELECT experience, old_reward, new_reward, edited > 1700000000 FROM reward_edits")
+        edits = ask(
+            settings,
+            "SELECT experience, old_reward, new_reward, edited > 1700000000 FROM reward_edits",
+        )
         assert edits == [(str(GroupId(1, 0, 0, 0).run(0)), 0.0, 0.25, True)]
-        assert (await buffer.start_lineage(None, None)).lineage == 2  # nothing of lineage 1 counts: all may be edited again
+        # nothing of lineage 1 counts: all may be edited again
+        assert (await buffer.start_lineage(None, None)).lineage == 2
         ask(settings, "UPDATE experiences SET reward = 3 WHERE task = 0 AND run = 1")
         assert (await buffer.audit()).ok
 
     async def test_texts_that_databases_dislike(self, tmp_path: Path) -> None:
         buffer, settings = await self.started(tmp_path), self.settings(tmp_path / "buffer")
-        words = "nul \0 right-to-left \u202e\u05d0 emoji \U0001f468\u200d\U0001f469 '; DROP TABLE experiences; -- %s :x ?"
-        rows = [msgspec.structs.replace(x, prompt_text=words, response_text=words, taskset=words) for x in group(1, 0, 0)]
+        words = (
+            "nul \0 right-to-left \u202e\u05d0 emoji \U0001f468\u200d\U0001f469 '; DROP TABLE "
+            "experiences; -- %s :x ?"
+        )
+        rows = [
+            msgspec.structs.replace(x, prompt_text=words, response_text=words, taskset=words)
+            for x in group(1, 0, 0)
+        ]
         await buffer.writer(1).append(encode(rows), accepted=True)
         await buffer.writer(1).append(encode(group(1, 0, 1)), accepted=False, reason=words)
         await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={words: 1})
-        ((shown, length),) = ask(settings, "SELECT DISTINCT prompt_text, length(taskset) FROM v_experiences WHERE task = 0")
+        ((shown, length),) = ask(
+            settings,
+            "SELECT DISTINCT prompt_text, length(taskset) FROM v_experiences WHERE task = 0",
+        )
         assert (shown, length) == (words.replace("\0", "\ufffd"), len(words))
-        lease = await buffer.reader(1).lease(1, groups=None, rows=4, deadline_s=5, max_staleness=None)
+        lease = await buffer.reader(1).lease(
+            1, groups=None, rows=4, deadline_s=5, max_staleness=None
+        )
         assert {x.response_text for x in decode(lease.frame)} == {words}
         await buffer.reader(1).discard(1, words)
         audit = await buffer.audit()
@@ -165,14 +226,17 @@ class LedgerContract(StorageContract):
 
     async def test_rows_that_cannot_be_trained_are_explained(self, tmp_path: Path) -> None:
         buffer = await self.started(tmp_path)
-        writer, name = buffer.writer(1), GroupId(1, 0, 0, 0)
+        writer = buffer.writer(1)
+        name = GroupId(1, 0, 0, 0)
         await writer.append(
             encode(
                 [
                     row(name.run(0)),
                     row(name.run(1), reward=None),
                     row(name.run(2), trained=False),
-                    failed(name.run(3), taskset="toy", task_index=0, workflow="toy", reason="timeout"),
+                    failed(
+                        name.run(3), taskset="toy", task_index=0, workflow="toy", reason="timeout"
+                    ),
                 ]
             ),
             accepted=True,
@@ -182,7 +246,8 @@ class LedgerContract(StorageContract):
         lease = await take(buffer, 1, 1, groups=1)
         audit = await buffer.audit()
         assert ids(lease) == [(0, 0, 0)]
-        assert lease.groups[0].rewards == (1.0, 1.0)  # untrainable but scored: counts in the statistics
+        # untrainable but scored: counts in the statistics
+        assert lease.groups[0].rewards == (1.0, 1.0)
         assert audit.discarded == {"failed": 1, "unscored": 1, "untrainable": 1, "zero_std": 4}
         assert audit.ok
 
@@ -190,7 +255,9 @@ class LedgerContract(StorageContract):
         buffer = await self.started(tmp_path)
         await fill(buffer, 1, 1)
         await fill(buffer, 1, 0, groups=1, close=False)
-        with pytest.raises(DeadlineExceeded, match="batch 0 of explorer 0 is still open with 1 groups stored"):
+        with pytest.raises(
+            DeadlineExceeded, match="batch 0 of explorer 0 is still open with 1 groups stored"
+        ):
             await take(buffer, 1, 1, deadline_s=0.02)
         waiting = asyncio.create_task(take(buffer, 1, 1))
         await fill(buffer, 1, 0)
@@ -199,12 +266,14 @@ class LedgerContract(StorageContract):
     async def test_rows_are_counted_out_exactly(self, tmp_path: Path) -> None:
         buffer = await self.started(tmp_path)
         await fill(buffer, 1, 0)
-        reader, seen = buffer.reader(1), []
+        reader = buffer.reader(1)
+        seen = []
         for step in (1, 2):
             lease = await reader.lease(step, groups=None, rows=3, deadline_s=5, max_staleness=None)
             seen += ids(lease)
             await reader.use(step)
-        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)  # of the whole group, though it was split
+        # of the whole group, though it was split
+        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)
         assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 1)]
         await buffer.writer(1).finish("all epochs done")
         with pytest.raises(ShortBatch, match="all epochs done"):
@@ -219,7 +288,9 @@ class LedgerContract(StorageContract):
         await fill(buffer, 1, 0)
         await take(buffer, 1, 1)
         waiting = asyncio.create_task(take(buffer, 1, 2))
-        blocked = asyncio.create_task(buffer.writer(1).append(encode(group(1, 1, 0)), accepted=True))
+        blocked = asyncio.create_task(
+            buffer.writer(1).append(encode(group(1, 1, 0)), accepted=True)
+        )
         await blocked
         assert (await buffer.start_lineage(None, None)).lineage == 2
         with pytest.raises(Fenced):
@@ -252,11 +323,15 @@ class LedgerContract(StorageContract):
         assert (audit.used, audit.leased, audit.discarded, audit.ok) == (12, 4, {"stale": 4}, True)
 
     async def test_four_explorers_resume(self, tmp_path: Path) -> None:
-        """One of four dies before its batch is closed; each goes on where it was, and only what is missing is explored again."""
+        """One of four dies before its batch is closed; each goes on where it was, and only what is
+        missing is explored again.
+        """
         buffer = await self.started(tmp_path, num_explorers=4)
         for number in range(4):
             await fill(buffer, 1, 0, explorer=number)
-            await fill(buffer, 1, 1, explorer=number, groups=2 if number != 2 else 1, close=number != 2)
+            await fill(
+                buffer, 1, 1, explorer=number, groups=2 if number != 2 else 1, close=number != 2
+            )
         await take(buffer, 1, 1, groups=8)
         await buffer.reader(1).use(1)
         consumption = await buffer.reader(1).consumption(1)
@@ -264,12 +339,16 @@ class LedgerContract(StorageContract):
 
         buffer = await self.opened(tmp_path, num_explorers=4)
         start = await buffer.start_lineage(Version(1, 1), consumption)
-        held = [len(await buffer.writer(2, number).stored_groups(start.cursor)) for number in range(4)]
+        held = [
+            len(await buffer.writer(2, number).stored_groups(start.cursor)) for number in range(4)
+        ]
         assert (start.cursor, held) == (1, [2, 2, 1, 2] if self.durable else [0, 0, 0, 0])
         for number in range(4):
             await fill(buffer, 2, 1, explorer=number)
         lease = await take(buffer, 2, 2, groups=8)
-        assert [(x.id.explorer, x.id.task) for x in decode(lease.frame)][::4] == [(e, t) for e in range(4) for t in range(2)]
+        assert [(x.id.explorer, x.id.task) for x in decode(lease.frame)][::4] == [
+            (e, t) for e in range(4) for t in range(2)
+        ]
         await buffer.reader(2).use(2)
         audit = await buffer.audit()
         assert (audit.used, audit.num_uses, audit.ok) == (64, 64, True)

@@ -1,8 +1,10 @@
-"""pytest plugin: a test session that leaves a process, shared memory, a temporary folder or an open listener behind fails.
+"""pytest plugin: a test session that leaves a process, shared memory, a temporary folder or an open
+listener behind fails.
 
-Everything the session starts inherits a mark, so what other people run on the machine meanwhile does not count.  With several workers
-(pytest-xdist) each has its own mark and its own temporary folder, and tells the session what it left there; shared memory, which bears no
-mark, is looked for once, after all of them.
+Everything the session starts inherits a mark, so what other people run on the machine meanwhile
+does not count.  With several workers (pytest-xdist) each has its own mark and its own temporary
+folder, and tells the session what it left there; shared memory, which bears no mark, is looked for
+once, after all of them.
 """
 
 from __future__ import annotations
@@ -43,10 +45,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    node.config.stash[_LEFT] += getattr(node, "workeroutput", {}).get("left", [f"worker {node.gateway.id} died and said nothing"])
+    node.config.stash[_LEFT] += getattr(node, "workeroutput", {}).get(
+        "left", [f"worker {node.gateway.id} died and said nothing"]
+    )
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if left := config.stash.get(_LEFT, []):
         terminalreporter.section("left on the machine by these tests", red=True)
         for line in left:

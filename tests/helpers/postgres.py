@@ -1,8 +1,9 @@
 """A private PostgreSQL server for tests, in a temporary folder, reached by a unix socket.
 
 A test that asks for `postgres` gets the running server.
-Without the server's programs such tests are skipped, with RFT_REQUIRE_POSTGRES=1 they fail.  The server refuses to run as root, so
-there it runs as nobody.  It knows nothing of ledgers.  The one invariant: the server ends with the process that started it.
+Without the server's programs such tests are skipped, with RFT_REQUIRE_POSTGRES=1 they fail.  The
+server refuses to run as root, so there it runs as nobody.  It knows nothing of ledgers.  The one
+invariant: the server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -37,13 +38,21 @@ def programs() -> Path | None:
     """The newest folder with the server's programs; RFT_POSTGRES_BIN names another one."""
     named = os.environ.get("RFT_POSTGRES_BIN")
     on_path = shutil.which("postgres")
-    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda p: float(p.parent.name), reverse=True)
-    found = [Path(named)] if named else [*versions, *([Path(on_path).resolve().parent] if on_path else [])]
+    versions = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin"), key=lambda p: float(p.parent.name), reverse=True
+    )
+    found = (
+        [Path(named)]
+        if named
+        else [*versions, *([Path(on_path).resolve().parent] if on_path else [])]
+    )
     return next((p for p in found if (p / "postgres").exists() and (p / "initdb").exists()), None)
 
 
 class PostgresServer:
-    """One server process and its folder.  `url` is for `ledger_url`, of the role "rft" and the database "postgres"."""
+    """One server process and its folder.  `url` is for `ledger_url`, of the role "rft" and the
+    database "postgres".
+    """
 
     def __init__(self, bin: Path) -> None:
         self._bin = bin
@@ -56,9 +65,22 @@ class PostgresServer:
             shutil.chown(self._folder, self._user)
         self.url = f"postgresql://rft@/postgres?host={self._folder}"
         made = self._command(
-            "initdb", "-D", str(self._data), "-U", "rft", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "-N"
+            "initdb",
+            "-D",
+            str(self._data),
+            "-U",
+            "rft",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            "--no-sync",
+            "-N",
         )
-        done = subprocess.run(made, capture_output=True, text=True, user=self._user, cwd="/", timeout=60)
+        done = subprocess.run(
+            made, capture_output=True, text=True, user=self._user, cwd="/", timeout=60
+        )
         if done.returncode:
             raise RuntimeError(f"initdb failed: {done.stdout}{done.stderr}")
 
@@ -70,15 +92,20 @@ class PostgresServer:
 
     def start(self) -> None:
         """Returns when it accepts connections."""
-        self._log, ready = [], threading.Event()
-        self._keeper = threading.Thread(target=self._keep, args=(ready,), daemon=True, name="postgres")
+        self._log = []
+        ready = threading.Event()
+        self._keeper = threading.Thread(
+            target=self._keep, args=(ready,), daemon=True, name="postgres"
+        )
         self._keeper.start()
         if not ready.wait(START_S) or self._process is None or self._process.poll() is not None:
             self.stop()
             raise RuntimeError(f"PostgreSQL did not start: {' '.join(self._log[-5:])}")
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
-        """SIGINT: connections are ended, everything is written.  SIGQUIT: at once, as after a crash."""
+        """SIGINT: connections are ended, everything is written.  SIGQUIT: at once, as after a
+        crash.
+        """
         if self._process is not None:
             self._process.send_signal(how)
             self._process.wait(START_S)
@@ -125,15 +152,22 @@ class PostgresServer:
         return self._folder / "data"
 
     def _keep(self, ready: threading.Event) -> None:
-        """Starts the server and keeps its pipe empty, until it ends.  (What tells it of its parent's death goes by thread.)
+        """Starts the server and keeps its pipe empty, until it ends.  (What tells it of its
+        parent's death goes by thread.)
 
-        `setpriv`, not `preexec_fn`: Python code between fork and exec can crash the child of a process with many threads.
+        `setpriv`, not `preexec_fn`: Python code between fork and exec can crash the child of a
+        process with many threads.
         """
         options = [x for name, value in _OPTIONS.items() for x in ("-c", f"{name}={value}")]
         with_parent = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
         try:
             self._process = subprocess.Popen(
-                [*with_parent, *self._command("postgres", "-D", str(self._data), "-k", str(self._folder), *options)],
+                [
+                    *with_parent,
+                    *self._command(
+                        "postgres", "-D", str(self._data), "-k", str(self._folder), *options
+                    ),
+                ],
                 stderr=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 text=True,
@@ -157,7 +191,10 @@ def postgres() -> Iterator[PostgresServer]:
     """The session's server; tests keep apart by schemas (`BufferSettings.run`)."""
     bin = programs()
     if bin is None:
-        said = "no PostgreSQL server is installed (initdb and postgres; RFT_POSTGRES_BIN names their folder)"
+        said = (
+            "no PostgreSQL server is installed (initdb and postgres; RFT_POSTGRES_BIN names "
+            "their folder)"
+        )
         if os.environ.get(REQUIRE) == "1":
             pytest.fail(said)
         pytest.skip(said)

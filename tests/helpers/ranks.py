@@ -1,4 +1,6 @@
-"""A trainer's ranks as processes, for tests.  Knows no trainer.  Invariant: when `run` returns or raises, none of them is left."""
+"""A trainer's ranks as processes, for tests.  Knows no trainer.  Invariant: when `run` returns or
+raises, none of them is left.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,14 @@ import sys
 from pathlib import Path
 
 
-def run(script: str | Path, world: int, folder: Path, *arguments: object, deadline_s: float = 600.0) -> None:
-    """`python SCRIPT RANK WORLD RENDEZVOUS ARGUMENTS` for each of `world` ranks, who meet at a file in `folder`, on one thread each.
+def run(
+    script: str | Path, world: int, folder: Path, *arguments: object, deadline_s: float = 600.0
+) -> None:
+    """`python SCRIPT RANK WORLD RENDEZVOUS ARGUMENTS` for each of `world` ranks, who meet at a file
+    in `folder`, on one thread each.
 
-    Raises AssertionError with what a rank has printed if its exit code is not 0, TimeoutExpired after `deadline_s` seconds.
+    Raises AssertionError with what a rank has printed if its exit code is not 0, TimeoutExpired
+    after `deadline_s` seconds.
     """
     given = [str(world), str(folder / "rendezvous"), *map(str, arguments)]
     ranks = [

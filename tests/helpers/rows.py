@@ -1,4 +1,6 @@
-"""One test over all rows of a table that reports every row that fails: thousands of items would cost more than what they look at."""
+"""One test over all rows of a table that reports every row that fails: thousands of items would
+cost more than what they look at.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import pytest
 def for_each(
     name: str, rows: Iterable[Any], ids: Callable[[Any], str] = str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As `pytest.mark.parametrize(name, rows, ids=ids)`, for rows that change nothing and need no fixture of their own."""
+    """As `pytest.mark.parametrize(name, rows, ids=ids)`, for rows that change nothing and need no
+    fixture of their own.
+    """
     rows = list(rows)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:

@@ -36,16 +36,21 @@ SMALL = (  # three quick steps
 def left(before: leftovers.Snapshot) -> list[str]:
     """What is left of everything that came after `before`; empty = clean.
 
-    Semaphores have no owner's name.  Beside other workers of pytest-xdist, which kill programs too, they are looked for at the end alone.
+    Semaphores have no owner's name.  Beside other workers of pytest-xdist, which kill programs too,
+    they are looked for at the end alone.
     """
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     return [line for line in leftovers.compare(before) if alone or "/sem.mp-" not in line]
 
 
 class Run:
-    """One `rft` process; its lines are kept while it runs, and can be waited for.  `within`: a command that runs it."""
+    """One `rft` process; its lines are kept while it runs, and can be waited for.  `within`: a
+    command that runs it.
+    """
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None, within: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *arguments: str, env: dict[str, str] | None = None, within: Sequence[str] = ()
+    ) -> None:
         self.lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
@@ -72,8 +77,13 @@ class Run:
     def wait_for(self, text: str, timeout_s: float = 180) -> None:
         """Until a line contains `text`; fails with everything printed if the process ends first."""
         with self._news:
-            seen = self._news.wait_for(lambda: any(text in line for line in self.lines) or not self._reader.is_alive(), timeout_s)
-            assert seen and any(text in line for line in self.lines), f"no {text!r} within {timeout_s} s in:\n{self.output}"
+            seen = self._news.wait_for(
+                lambda: any(text in line for line in self.lines) or not self._reader.is_alive(),
+                timeout_s,
+            )
+            assert seen and any(text in line for line in self.lines), (
+                f"no {text!r} within {timeout_s} s in:\n{self.output}"
+            )
 
     def end(self, timeout_s: float = 800) -> int:
         """The exit code.  One that takes longer is killed, and its parts with it."""
@@ -88,7 +98,9 @@ class Run:
         return code
 
     def interrupt(self) -> float:
-        """Ctrl-C, as a terminal sends it: to the whole process group.  Returns when it was sent (monotonic seconds)."""
+        """Ctrl-C, as a terminal sends it: to the whole process group.  Returns when it was sent
+        (monotonic seconds).
+        """
         os.killpg(self.process.pid, signal.SIGINT)
         return time.monotonic()
 
@@ -101,7 +113,16 @@ class Ray:
     """A node of Ray, as a person starts one.  `within`: a command that runs it."""
 
     def __init__(self, *options: str, env: dict[str, str], within: Sequence[str] = ()) -> None:
-        command = [*within, sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=8", "--block", *options]
+        command = [
+            *within,
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--num-cpus=8",
+            "--block",
+            *options,
+        ]
         for _ in range(3):  # Ray waits only 30 s for its own processes
             self.process = subprocess.Popen(
                 command,
@@ -124,7 +145,11 @@ class Ray:
 
     def _end_session(self) -> None:
         """End what a failed start left, which is no child of it any more."""
-        left = [p for p in psutil.process_iter() if p.pid != self.process.pid and _session(p) == self.process.pid]
+        left = [
+            p
+            for p in psutil.process_iter()
+            if p.pid != self.process.pid and _session(p) == self.process.pid
+        ]
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=20)
@@ -171,7 +196,12 @@ class Cluster:
         self.address = f"127.0.0.1:{port}"
         self.environment = {**ray_environment(), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")
-        options = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false")
+        options = (
+            "--head",
+            f"--port={port}",
+            "--node-ip-address=127.0.0.1",
+            "--include-dashboard=false",
+        )
         more = ("--object-store-memory=100000000", f"--temp-dir={self._folder.name}")
         self._ray = Ray(*options, *more, env={**self.environment, **environment})
 
@@ -182,12 +212,23 @@ class Cluster:
 
 def arguments(model: Path, root: Path, *overrides: str) -> list[str]:
     """`rft run` of the tiny example in `root`."""
-    return ["run", "-c", str(TINY), f"model.model_path={model}", f"checkpoint_root_dir={root}", *overrides]
+    return [
+        "run",
+        "-c",
+        str(TINY),
+        f"model.model_path={model}",
+        f"checkpoint_root_dir={root}",
+        *overrides,
+    ]
 
 
 def parity(root: Path) -> str:
-    """Of an override: a reward that half of all answers earn from the first step on, so that every step moves the weights."""
-    reward = "def parity(task, transcript):\n    return float(sum(transcript.answer.encode()) % 2)\n"
+    """Of an override: a reward that half of all answers earn from the first step on, so that every
+    step moves the weights.
+    """
+    reward = (
+        "def parity(task, transcript):\n    return float(sum(transcript.answer.encode()) % 2)\n"
+    )
     (root / "parity.py").write_text(reward)
     return f"buffer.explorer_input.default_reward_fn_type={root / 'parity.py'}:parity"
 
@@ -209,7 +250,8 @@ def audit(run: Path) -> tuple[bool, dict[str, Any]]:
 def kill(processes: Iterable[psutil.Process]) -> None:
     """kill -9 of all of them."""
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it went with one that was killed before it
+        # it went with one that was killed before it
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
@@ -226,9 +268,13 @@ def parts(run_id: object) -> list[psutil.Process]:
 
 
 def role(process: psutil.Process) -> str:
-    """Which part of a run on Ray it is, as its title says: engine, explorer, buffer, trainer, coordinator, aux; empty if none."""
+    """Which part of a run on Ray it is, as its title says: engine, explorer, buffer, trainer,
+    coordinator, aux; empty if none.
+    """
     try:
-        found = re.match(r"ray::(engine|explorer|buffer|trainer|coordinator|aux)", " ".join(process.cmdline()))
+        found = re.match(
+            r"ray::(engine|explorer|buffer|trainer|coordinator|aux)", " ".join(process.cmdline())
+        )
     except psutil.Error:
         return ""
     return found[1] if found else ""

@@ -1,7 +1,9 @@
-"""A whole run in simulated time: the real explorer, buffer, synchronizer, gate and trainer loop; only models and optimizer are scripts.
+"""A whole run in simulated time: the real explorer, buffer, synchronizer, gate and trainer loop;
+only models and optimizer are scripts.
 
-`VirtualLoop` never waits: when nothing can go on it jumps to the next timer, and where there is none it says that all wait for each
-other.  What others give to a thread runs at once.  So a run of hours takes a fraction of a second and is the same every time.
+`VirtualLoop` never waits: when nothing can go on it jumps to the next timer, and where there is
+none it says that all wait for each other.  What others give to a thread runs at once.  So a run of
+hours takes a fraction of a second and is the same every time.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:  # type: ignore[override]
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -90,7 +94,9 @@ def now() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What happens in a run.  Times are drawn from the lists, in seconds; `fails` = share of runs that fail."""
+    """What happens in a run.  Times are drawn from the lists, in seconds; `fails` = share of runs
+    that fail.
+    """
 
     schedule: Schedule = field(default_factory=Schedule)
     steps: int = 10  # train steps
@@ -116,12 +122,18 @@ class World:
 
     def __post_init__(self) -> None:
         """The schedule counts in groups."""
-        object.__setattr__(self, "schedule", replace(self.schedule, batch_units=self.groups, step_units=self.step_groups))
+        object.__setattr__(
+            self,
+            "schedule",
+            replace(self.schedule, batch_units=self.groups, step_units=self.step_groups),
+        )
 
 
 @dataclass
 class Run:
-    """What happened.  Rows: (step, staleness in steps of the oldest token, of the newest); `versions` of each explore batch's start."""
+    """What happened.  Rows: (step, staleness in steps of the oldest token, of the newest);
+    `versions` of each explore batch's start.
+    """
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
     steps: list[tuple[int, float, float]] = field(default_factory=list)  # number, begin, end
@@ -145,8 +157,12 @@ class Engine(ScriptedEngine):
     """Each answer takes its time after its first token, so that weights may move under it."""
 
     def __init__(self, world: World, found: Run) -> None:
-        super().__init__(answer=self._say, settings=EngineSettings(engine_type="scripted", name="scripted-0"))
-        self._world, self._found, self._random = world, found, random.Random(world.seed)
+        super().__init__(
+            answer=self._say, settings=EngineSettings(engine_type="scripted", name="scripted-0")
+        )
+        self._world = world
+        self._found = found
+        self._random = random.Random(world.seed)
         self._number = 0
         self._hold_after = 1
 
@@ -187,7 +203,10 @@ class Ranks:
     async def remember(self) -> None: ...
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
+        return [
+            logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key)
+            for r in rows
+        ]
 
 
 class Transport:
@@ -202,13 +221,17 @@ class SimTrainer(Trainer):
 
     async def _train(self, lease: Lease) -> Any:
         with self._timed("train"):
-            begin, rows = now(), decode(lease.frame)
+            begin = now()
+            rows = decode(lease.frame)
             if self.world.trainer_dies_at == lease.step:
                 raise RftError("the trainer dies")
             for x in rows:
                 assert x.oldest_version is not None and x.newest_version is not None
                 age, least = (lease.step - 1 - v.step for v in (x.oldest_version, x.newest_version))
-                assert self.world.schedule.max_staleness is None or age <= self.world.schedule.max_staleness
+                assert (
+                    self.world.schedule.max_staleness is None
+                    or age <= self.world.schedule.max_staleness
+                )
                 self.found.rows.append((lease.step, age, least))
             self._window.rows(rows)
             await asyncio.sleep(self.world.train_s[lease.step % len(self.world.train_s)])
@@ -227,15 +250,21 @@ class SimTrainer(Trainer):
 class Gate:
     """The synchronizer as the explorer sees it, watched."""
 
-    def __init__(self, sync: Synchronizer, room: Callable[[int], Awaitable[None]], world: World, found: Run) -> None:
-        self._sync, self._world, self._found = sync, world, found
+    def __init__(
+        self, sync: Synchronizer, room: Callable[[int], Awaitable[None]], world: World, found: Run
+    ) -> None:
+        self._sync = sync
+        self._world = world
+        self._found = found
         assignments = Assignments(0, None, world.max_inflight)
         self._assigner = BatchAssigner(assignments, room, self.may_explore, Waits(3600.0))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sync, name)
 
-    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
+    async def next_batch(
+        self, *, lag: int | None, fingerprint: str, total: int | None
+    ) -> Assignment | str:
         self._assigner.assignments.total = total
         return await self._assigner.next("explorer", lag)
 
@@ -268,7 +297,8 @@ class Observer:
     """Coordinator and sink."""
 
     def __init__(self, sync: Synchronizer, found: Run) -> None:
-        self._sync, self._found = sync, found
+        self._sync = sync
+        self._found = found
 
     async def log(self, record: MetricRecord) -> None:
         self._found.records.append(record)
@@ -293,7 +323,9 @@ def play(world: World, folder: Path) -> Run:
 
 async def _play(world: World, folder: Path, found: Run) -> None:
     rows = folder / "sums.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(i)}) + "\n" for i in range(8)))
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(i)}) + "\n" for i in range(8))
+    )
     schedule = world.schedule
     settings = SyncSettings(
         style=schedule.style,
@@ -304,13 +336,20 @@ async def _play(world: World, folder: Path, found: Run) -> None:
         batch_units=world.groups,
         step_units=world.step_groups,
     )
-    buffer = Buffer(BufferSettings(folder=folder / "buffer", on_short_batch=world.on_short_batch, capacity=world.capacity))
+    buffer = Buffer(
+        BufferSettings(
+            folder=folder / "buffer", on_short_batch=world.on_short_batch, capacity=world.capacity
+        )
+    )
     await buffer.open()
     await buffer.start_lineage(None, None)
-    engine, ranks = Engine(world, found), Ranks()
+    engine = Engine(world, found)
+    ranks = Ranks()
     sync = Synchronizer(settings, [engine], ranks, schedule, PROMPTS, Version(1, 0))
     observer = Observer(sync, found)
-    taskset = TasksetSettings(name="sums", path=str(rows), workflow="simple_workflow", reward="exact_answer", num_runs=2)
+    taskset = TasksetSettings(
+        name="sums", path=str(rows), workflow="simple_workflow", reward="exact_answer", num_runs=2
+    )
     trainer = SimTrainer(
         TrainerSettings(
             total_steps=world.steps,
@@ -332,11 +371,14 @@ async def _play(world: World, folder: Path, found: Run) -> None:
         first_after=schedule.first_after,
         on_demand=schedule.on_demand,
     )
-    trainer.world, trainer.found = world, found
+    trainer.world = world
+    trainer.found = found
     explorer = Explorer(
         ExplorerSettings(
             tasksets=(taskset,),
-            eval_tasksets=(replace(taskset, name="eval", is_eval=True, num_runs=1),) if world.eval_interval else (),
+            eval_tasksets=(replace(taskset, name="eval", is_eval=True, num_runs=1),)
+            if world.eval_interval
+            else (),
             eval_interval=world.eval_interval,
             eval_on_startup=bool(world.eval_interval),
             eval_at_end=bool(world.eval_interval),
@@ -358,7 +400,14 @@ async def _play(world: World, folder: Path, found: Run) -> None:
         lineage=1,
     )
     try:
-        await drive.work(trainer.run(), explorer.run(), (trainer, explorer), observer, lambda record: None, Signals())
+        await drive.work(
+            trainer.run(),
+            explorer.run(),
+            (trainer, explorer),
+            observer,
+            lambda record: None,
+            Signals(),
+        )
     finally:
         found.end = now()
         found.audit = await buffer.audit()

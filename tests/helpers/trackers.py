@@ -36,7 +36,10 @@ def wandb_values(folder: Path) -> tuple[Values, Any]:
     axes = {m.name: m.step_metric for r in records if (m := r.metric).name and m.step_metric}
     values: Values = {}
     for record in records:
-        row = {"/".join(i.nested_key) if i.nested_key else i.key: json.loads(i.value_json) for i in record.history.item}
+        row = {
+            "/".join(i.nested_key) if i.nested_key else i.key: json.loads(i.value_json)
+            for i in record.history.item
+        }
         for name, value in row.items():
             if name in axes and isinstance(value, int | float):
                 axis = axes[name]
@@ -46,8 +49,11 @@ def wandb_values(folder: Path) -> tuple[Values, Any]:
 
 
 def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log: blocks of 32 KiB of chunks: crc (4), length (2), type (1 whole, 2-4 first, middle, last)."""
-    at, whole = 7, b""  # after wandb's own header
+    """The records of a LevelDB log: blocks of 32 KiB of chunks: crc (4), length (2), type (1 whole,
+    2-4 first, middle, last).
+    """
+    at = 7  # after wandb's own header
+    whole = b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left

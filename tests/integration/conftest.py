@@ -1,5 +1,6 @@
-"""Whole runs that several test files look at, each made once: on Ray with every plugin door, planted secrets, two trackers and
-busy ports; and one on Ray that fails."""
+"""Whole runs that several test files look at, each made once: on Ray with every plugin door,
+planted secrets, two trackers and busy ports; and one on Ray that fails.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +31,20 @@ ENVIRONMENT = {  # planted secrets; nothing may print or store them
     "OPENAI_API_KEY": "sk-c4a7envb-proj-0123456789",
     "HF_TOKEN": "c4a7envc-no-known-form",
 }
-WRITTEN = {"wandb": "c4a7cfga" * 5, "workflow": "c4a7cfgb-token", "database": "c4a7cfgc-password", "override": "c4a7cfgd-token"}
+WRITTEN = {
+    "wandb": "c4a7cfga" * 5,
+    "workflow": "c4a7cfgb-token",
+    "database": "c4a7cfgc-password",
+    "override": "c4a7cfgd-token",
+}
 CANARIES = (*ENVIRONMENT.values(), *WRITTEN.values())
 
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[pytest.MonkeyPatch]:
-    """Variables are inherited by vLLM's processes and given back afterwards, also those that vLLM sets itself."""
+    """Variables are inherited by vLLM's processes and given back afterwards, also those that vLLM
+    sets itself.
+    """
     before = dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         yield patch
@@ -47,7 +55,9 @@ def environment() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture
 def launch() -> Iterator[Callable[..., Any]]:
-    """Starts `rft` in a process of its own: `launch("run", ...)` gives a `runs.Run`; one that a failed test forgot is killed."""
+    """Starts `rft` in a process of its own: `launch("run", ...)` gives a `runs.Run`; one that a
+    failed test forgot is killed.
+    """
     started: list[Any] = []
 
     def start(*arguments: str, **environment: str) -> Any:
@@ -78,7 +88,9 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class Doors:
-    """A workflow and a reward behind each door; `tasksets` name them, `path` goes on sys.path, `plugins` is a plugin folder."""
+    """A workflow and a reward behind each door; `tasksets` name them, `path` goes on sys.path,
+    `plugins` is a plugin folder.
+    """
 
     tasksets: list[dict[str, Any]]
     path: Path
@@ -120,8 +132,13 @@ def plugin(door: str, value: float, *, marked: bool) -> str:
 def doors(tmp_path_factory: pytest.TempPathFactory) -> Doors:
     root = tmp_path_factory.mktemp("doors")
     rows = root / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i}", "response": f"{i}"}) + "\n" for i in range(8)))
-    secrets = {"api_token": WRITTEN["workflow"], "database": f"postgresql://me:{WRITTEN['database']}@db.example/prod"}
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{i}", "response": f"{i}"}) + "\n" for i in range(8))
+    )
+    secrets = {
+        "api_token": WRITTEN["workflow"],
+        "database": f"postgresql://me:{WRITTEN['database']}@db.example/prod",
+    }
 
     plugins = root / "plugins"
     plugins.mkdir()
@@ -144,13 +161,26 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Doors:
     (root / "shipped_door.py").write_text("def grade(task, transcript):\n    return 5.5\n")
 
     def taskset(name: str, workflow: str, reward: str, **more: Any) -> dict[str, Any]:
-        return {"name": name, "path": str(rows), "default_workflow_type": workflow, "default_reward_fn_type": reward, **more}
+        return {
+            "name": name,
+            "path": str(rows),
+            "default_workflow_type": workflow,
+            "default_reward_fn_type": reward,
+            **more,
+        }
 
     return Doors(
         [
             taskset("folder", "folder_flow", "folder_reward", workflow_args=secrets),
-            taskset("module", "module_door.inner:Flow", "module_door.inner:grade", workflow_args=secrets),
-            taskset("file", f"{root}/file_door.py:Flow", f"{root}/file_door.py:grade", workflow_args=secrets),
+            taskset(
+                "module", "module_door.inner:Flow", "module_door.inner:grade", workflow_args=secrets
+            ),
+            taskset(
+                "file",
+                f"{root}/file_door.py:Flow",
+                f"{root}/file_door.py:grade",
+                workflow_args=secrets,
+            ),
             taskset("entry", "entry_flow", "entry_reward", workflow_args=secrets),
             taskset("shipped", "math_workflow", f"{root}/shipped_door.py:grade"),
         ],
@@ -167,7 +197,9 @@ def door_config(doors: Doors, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = values["buffer"]["explorer_input"]
     del given["taskset"]
     given["tasksets"] = doors.tasksets
-    given["eval_tasksets"] = [{"name": "copy_eval", "path": "rft.testing.tiny:copy_tasks", "split": "eval", "max_rows": 3}]
+    given["eval_tasksets"] = [
+        {"name": "copy_eval", "path": "rft.testing.tiny:copy_tasks", "split": "eval", "max_rows": 3}
+    ]
     values["buffer"]["batch_size"] = 10
     values["model"]["max_prompt_tokens"] = 400  # the shipped workflow explains itself at length
     values["algorithm"]["advantage_fn"] = "folder_advantage"
@@ -182,30 +214,51 @@ def door_config(doors: Doors, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(config: Path, doors: Doors, model: Path, root: Path, *more: str) -> list[str]:
     return [
-        "run", "-c", str(config), f"model.model_path={model}", f"checkpoint_root_dir={root}", "--plugin-dir", str(doors.plugins),
-        f"buffer.explorer_input.tasksets.1.workflow_args.api_token={WRITTEN['override']}", *more,
-    ]  # fmt: skip
+        "run",
+        "-c",
+        str(config),
+        f"model.model_path={model}",
+        f"checkpoint_root_dir={root}",
+        "--plugin-dir",
+        str(doors.plugins),
+        f"buffer.explorer_input.tasksets.1.workflow_args.api_token={WRITTEN['override']}",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="session")
-def ray_run(doors: Doors, door_config: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def ray_run(
+    doors: Doors, door_config: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Finished:
     """A run on Ray through every door, while the ports that Ray likes are taken."""
     root = tmp_path_factory.mktemp("ray_run")
     before = leftovers.snapshot()
     with taken(PORTS):
-        run = runs.Run(*arguments(door_config, doors, tiny_model, root), env={**ENVIRONMENT, "PYTHONPATH": str(doors.path)})
+        run = runs.Run(
+            *arguments(door_config, doors, tiny_model, root),
+            env={**ENVIRONMENT, "PYTHONPATH": str(doors.path)},
+        )
         code = run.end()
     return Finished(code, run.output, root / "project" / "group" / "name", tuple(runs.left(before)))
 
 
 @pytest.fixture(scope="session")
-def failed_ray_run(doors: Doors, door_config: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def failed_ray_run(
+    doors: Doors, door_config: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Finished:
     """A run on Ray whose first workflow raises every time, with its secrets in the message."""
     root = tmp_path_factory.mktemp("failed_ray_run")
     before = leftovers.snapshot()
     fail = [f"buffer.explorer_input.tasksets.{i}.workflow_args.fail=true" for i in range(4)]
     run = runs.Run(
-        *arguments(door_config, doors, tiny_model, root, *fail, "buffer.explorer_input.tasksets.4.max_rows=1"),
+        *arguments(
+            door_config,
+            doors,
+            tiny_model,
+            root,
+            *fail,
+            "buffer.explorer_input.tasksets.4.max_rows=1",
+        ),
         env={**ENVIRONMENT, "PYTHONPATH": str(doors.path)},
     )
     code = run.end()

@@ -1,6 +1,8 @@
-"""The critic on two processes gives one process's gradient; its checkpoint goes on at another world size.
+"""The critic on two processes gives one process's gradient; its checkpoint goes on at another world
+size.
 
-Run as a script it is one rank: `test_critic_ranks.py RANK WORLD RENDEZVOUS MODEL FOLDER DTYPE [FROM]`.
+Run as a script it is one rank: `test_critic_ranks.py RANK WORLD RENDEZVOUS MODEL FOLDER DTYPE
+[FROM]`.
 """
 
 from __future__ import annotations
@@ -49,10 +51,23 @@ def rows() -> list[TrainRow]:
 def share(rank: int, world: int, step: int, tokens: int) -> RankBatch:
     given = rows()
     micro = tuple(tuple(given[i] for i in m) for m in plan(given, world, Budget(tokens))[rank])
-    return RankBatch(step=step, micro_batches=micro, tokens=float(sum(r.loss_mask.sum() for r in given)), rows=float(len(given)))
+    return RankBatch(
+        step=step,
+        micro_batches=micro,
+        tokens=float(sum(r.loss_mask.sum() for r in given)),
+        rows=float(len(given)),
+    )
 
 
-def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, dtype: str, source: Path | None) -> None:
+def one_rank(
+    rank: int,
+    world: int,
+    rendezvous: str,
+    model: str,
+    folder: Path,
+    dtype: str,
+    source: Path | None,
+) -> None:
     settings = LearnerSettings(
         model_path=model,
         cpu_threads=1,
@@ -64,7 +79,8 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, d
     )
     learner = Learner(settings, rank, rendezvous)
     assert learner.critic is not None
-    losses, first = [], 1
+    losses = []
+    first = 1
     if source is None:
         learner.step(share(rank, world, 1, 40), share(rank, world, 1, 50))
         learner.save(str(folder / "1"), 1)
@@ -77,11 +93,15 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, d
         losses.append(result.sums["vf_loss"])
     assert {p.dtype for p in learner.critic.model.parameters()} == {torch.float32}
     (scored,) = learner.score([rows()], ("values",))
-    (folder / f"said{rank}.json").write_text(json.dumps({"losses": losses, "values": [s["values"].tolist() for s in scored]}))
+    (folder / f"said{rank}.json").write_text(
+        json.dumps({"losses": losses, "values": [s["values"].tolist() for s in scored]})
+    )
     learner.close()
 
 
-def run(world: int, model: Path, folder: Path, dtype: str = "float32", source: Path | None = None) -> Path:
+def run(
+    world: int, model: Path, folder: Path, dtype: str = "float32", source: Path | None = None
+) -> Path:
     folder.mkdir()
     ranks.run(__file__, world, folder, model, folder, dtype, *([source] if source else []))
     return folder
@@ -104,28 +124,43 @@ def test_two_ranks_have_one_ranks_gradient(worlds: tuple[Path, Path]) -> None:
     one, two = (shards.find(folder / "1", "critic_optimizer") for folder in worlds)
     assert set(one) == set(two)
     for name in one:  # AdamW's average after a step is a tenth of the gradient
-        a, b = one.read(name), two.read(name)
+        a = one.read(name)
+        b = two.read(name)
         assert float((a - b).abs().max()) <= 1e-5 * max(1e-3, float(a.abs().max())), name
     assert any(float(one.read(n).abs().max()) > 1e-3 for n in one if "value_head" in n)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "world"), [(0, 2), (1, 1)])
-def test_another_world_size_goes_on(source: int, world: int, worlds: tuple[Path, Path], tiny_model: Path, tmp_path: Path) -> None:
+def test_another_world_size_goes_on(
+    source: int, world: int, worlds: tuple[Path, Path], tiny_model: Path, tmp_path: Path
+) -> None:
     again = said(run(world, tiny_model, tmp_path / "again", source=worlds[source] / "1"))
     before = said(worlds[source])
     assert np.abs(again[0] - before[0]).max() < 1e-4 * np.abs(before[0]).max()
 
 
 @pytest.mark.slow
-def test_bfloat16_keeps_its_head_exact(tiny_model: Path, tmp_path: Path, worlds: tuple[Path, Path]) -> None:
+def test_bfloat16_keeps_its_head_exact(
+    tiny_model: Path, tmp_path: Path, worlds: tuple[Path, Path]
+) -> None:
     low = said(run(1, tiny_model, tmp_path / "low", "bfloat16"))
     exact = said(worlds[0])
     assert np.abs(low[0] - exact[0]).max() < 0.05 * np.abs(exact[0]).max()
     as_bfloat16 = torch.tensor(low[1], dtype=torch.float32).bfloat16().float().numpy()
-    assert not np.array_equal(as_bfloat16, low[1].astype(np.float32)), "values have more digits than bfloat16"
+    assert not np.array_equal(as_bfloat16, low[1].astype(np.float32)), (
+        "values have more digits than bfloat16"
+    )
 
 
 if __name__ == "__main__":
     rank, world, rendezvous, model, folder, dtype, *rest = sys.argv[1:]
-    one_rank(int(rank), int(world), rendezvous, model, Path(folder), dtype, Path(rest[0]) if rest else None)
+    one_rank(
+        int(rank),
+        int(world),
+        rendezvous,
+        model,
+        Path(folder),
+        dtype,
+        Path(rest[0]) if rest else None,
+    )

@@ -1,4 +1,5 @@
-"""Mixtures of experts on several ranks (FSDP2 over gloo), and on ranks that share a sequence: one rank's gradient, whatever the routers do.
+"""Mixtures of experts on several ranks (FSDP2 over gloo), and on ranks that share a sequence: one
+rank's gradient, whatever the routers do.
 
 Run as a script it is one rank: `test_expert_ranks.py RANK WORLD RENDEZVOUS FOLDER`.
 """
@@ -23,18 +24,30 @@ from rft.trainer.step_result import StepResult, combined
 from tests.helpers import families, ranks
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
-REPLAY, BALANCE = {"router_replay": True}, {"router_aux_loss_coef": 0.5}
-ROUTERS: dict[str, dict[str, Any]] = {"free": {}, "replay": REPLAY, "balance": BALANCE, "both": {**REPLAY, **BALANCE}}
+REPLAY = {"router_replay": True}
+BALANCE = {"router_aux_loss_coef": 0.5}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "replay": REPLAY,
+    "balance": BALANCE,
+    "both": {**REPLAY, **BALANCE},
+}
 SPREAD: dict[str, dict[str, Any]] = {  # with two ranks
     "ranks": {},
     "sequence": {"sequence_parallel": 2},
-    "packed sequence": {"sequence_parallel": 2, "row_layout": "packed", "gradient_checkpointing": True},
+    "packed sequence": {
+        "sequence_parallel": 2,
+        "row_layout": "packed",
+        "gradient_checkpointing": True,
+    },
     "padded ranks": {"row_layout": "padded"},
 }
 
 
 def rows(layers: int) -> list[TrainRow]:
-    """Three groups of uneven length: two ranks get different amounts.  In `layers` their experts are others than routers would choose."""
+    """Three groups of uneven length: two ranks get different amounts.  In `layers` their experts
+    are others than routers would choose.
+    """
     draw = np.random.default_rng(3)
     made = []
     for group in range(3):
@@ -42,8 +55,12 @@ def rows(layers: int) -> list[TrainRow]:
         for run in range(3):
             answer = draw.integers(3, families.VOCABULARY, 3 + 2 * run + group).tolist()
             mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
-            chosen = np.stack([np.random.default_rng(group).permutation(4)[:2] for _ in range(2 * len(mask))]).astype(np.uint8)
-            chosen[2 * len(prompt) :] = np.stack([draw.permutation(4)[:2] for _ in range(2 * len(answer))])
+            chosen = np.stack(
+                [np.random.default_rng(group).permutation(4)[:2] for _ in range(2 * len(mask))]
+            ).astype(np.uint8)
+            chosen[2 * len(prompt) :] = np.stack(
+                [draw.permutation(4)[:2] for _ in range(2 * len(answer))]
+            )
             made.append(
                 TrainRow(
                     tokens=np.array(prompt + answer, np.int32),
@@ -58,10 +75,14 @@ def rows(layers: int) -> list[TrainRow]:
     return made
 
 
-def learn(learner: Learner, given: list[TrainRow], rank: int) -> tuple[StepResult, list[int], dict[str, np.ndarray]]:
+def learn(
+    learner: Learner, given: list[TrainRow], rank: int
+) -> tuple[StepResult, list[int], dict[str, np.ndarray]]:
     """The step over all ranks, which rows its log-probs are of, and the whole gradient."""
     s = learner.settings
-    cut = plan(given, s.world_size // s.sequence_parallel, Budget(40 * s.sequence_parallel, s.row_layout))
+    cut = plan(
+        given, s.world_size // s.sequence_parallel, Budget(40 * s.sequence_parallel, s.row_layout)
+    )
     batch = RankBatch(
         step=1,
         micro_batches=tuple(tuple(given[i] for i in m) for m in cut[rank // s.sequence_parallel]),
@@ -73,7 +94,11 @@ def learn(learner: Learner, given: list[TrainRow], rank: int) -> tuple[StepResul
 
     def keep(lr: float) -> float:
         gradient.update(
-            {n: tensors.full(p.grad).numpy().copy() for n, p in learner.policy.trainable().items() if p.grad is not None}
+            {
+                n: tensors.full(p.grad).numpy().copy()
+                for n, p in learner.policy.trainable().items()
+                if p.grad is not None
+            }
         )
         return 1.0
 
@@ -101,12 +126,27 @@ def one_rank(rank: int, world: int, rendezvous: str, folder: Path) -> None:
                     **how,
                 )
                 learner = Learner(settings, rank, f"{rendezvous}.{name}")
-                layers = learner.policy.routers.layers if learner.policy.routers is not None and "router_replay" in what else 0
+                layers = (
+                    learner.policy.routers.layers
+                    if learner.policy.routers is not None and "router_replay" in what
+                    else 0
+                )
                 report, order, gradient = learn(learner, rows(layers), rank)
                 if rank == 0:
-                    kept = {f"row{i}": values for i, values in zip(order, report.logprobs, strict=True)}
-                    numbers = {n: np.float64(v) for n, v in (report.sums | report.maxima).items() if n.startswith("router_")}
-                    np.savez(folder / f"{name}.npz", **{f"d {n}": g for n, g in gradient.items()}, **kept, **numbers)
+                    kept = {
+                        f"row{i}": values for i, values in zip(order, report.logprobs, strict=True)
+                    }
+                    numbers = {
+                        n: np.float64(v)
+                        for n, v in (report.sums | report.maxima).items()
+                        if n.startswith("router_")
+                    }
+                    np.savez(
+                        folder / f"{name}.npz",
+                        **{f"d {n}": g for n, g in gradient.items()},
+                        **kept,
+                        **numbers,
+                    )
                 learner.close()
 
 
@@ -134,7 +174,8 @@ def norm(values: Iterator[np.ndarray]) -> float:
 @pytest.mark.parametrize("routers", ROUTERS)
 @pytest.mark.parametrize("spread", SPREAD)
 def test_it_is_one_ranks_gradient(family: str, routers: str, spread: str, worlds: Path) -> None:
-    one, two = read(worlds / "1" / f"{family}-{routers}-one.npz"), read(worlds / "2" / f"{family}-{routers}-{spread}.npz")
+    one = read(worlds / "1" / f"{family}-{routers}-one.npz")
+    two = read(worlds / "2" / f"{family}-{routers}-{spread}.npz")
     assert one.keys() == two.keys() and sum(n.startswith("row") for n in one) == 9
     names = [n for n in one if n.startswith("d ")]
     assert any("experts" in n for n in names)
@@ -147,7 +188,9 @@ def test_it_is_one_ranks_gradient(family: str, routers: str, spread: str, worlds
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_routers_do_makes_a_difference(family: str, worlds: Path) -> None:
-    free, replay, balance = (read(worlds / "1" / f"{family}-{name}-one.npz") for name in ("free", "replay", "balance"))
+    free, replay, balance = (
+        read(worlds / "1" / f"{family}-{name}-one.npz") for name in ("free", "replay", "balance")
+    )
     assert max(float(np.abs(free[f"row{i}"] - replay[f"row{i}"]).max()) for i in range(9)) > 0.01
     assert np.array_equal(free["row0"], balance["row0"])
     assert norm(free[n] - balance[n] for n in free if n.startswith("d ")) > 1e-3

@@ -1,4 +1,6 @@
-"""An expert's rows beside the policy's own in every train batch: which rows, what is learnt of them, and after a resume."""
+"""An expert's rows beside the policy's own in every train batch: which rows, what is learnt of
+them, and after a resume.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,17 @@ def metric(run: Path, name: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("kind", ["mix", "mix_chord"])
-def test_each_batch_has_its_share_of_an_experts_rows(tmp_path: Path, tiny_model: Path, kind: str) -> None:
+def test_each_batch_has_its_share_of_an_experts_rows(
+    tmp_path: Path, tiny_model: Path, kind: str
+) -> None:
     file = config(tmp_path, tiny_model, kind)
     run = execute(file, [], in_process=True).run_dir
-    assert metric(run, "experience/rows") == {1: 20.0, 2: 20.0}, "16 of the policy and a fifth of all of the expert"
-    assert metric(run, "experience/response_tokens") == {1: 24.0, 2: 24.0}, "16 of one token, 4 of a digit and its end"
+    assert metric(run, "experience/rows") == {1: 20.0, 2: 20.0}, (
+        "16 of the policy and a fifth of all of the expert"
+    )
+    assert metric(run, "experience/response_tokens") == {1: 24.0, 2: 24.0}, (
+        "16 of one token, 4 of a digit and its end"
+    )
     losses = metric(run, "actor/expert/sft_loss")
     assert len(losses) == 2 and min(losses.values()) > 0
     if kind == "mix":
@@ -76,7 +84,9 @@ def test_check_asks_for_the_data_set(tmp_path: Path, tiny_model: Path) -> None:
 def test_check_looks_at_the_experts_rows(tmp_path: Path, tiny_model: Path) -> None:
     key = "buffer.trainer_input.auxiliary_buffers.sft_dataset"
     file = config(tmp_path, tiny_model)
-    (tmp_path / "two.jsonl").write_text("".join((tmp_path / "answers.jsonl").read_text().splitlines(keepends=True)[:2]))
+    (tmp_path / "two.jsonl").write_text(
+        "".join((tmp_path / "answers.jsonl").read_text().splitlines(keepends=True)[:2])
+    )
     for wrong, where, why in (
         ("format.response_key=answer", f"{key}.format.response_key", "the row has no key 'answer'"),
         (f"path={tmp_path}/none.jsonl", f"{key}.path", "does not exist"),

@@ -1,4 +1,6 @@
-"""Training on a data set, end to end in one process: what is learnt, what the losses are, and that a resumed run is the same run."""
+"""Training on a data set, end to end in one process: what is learnt, what the losses are, and that
+a resumed run is the same run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ INPUT = "buffer.trainer_input.experience_buffer"
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
     def write(kind: str, path: str = "rft.testing.tiny:copy_tasks", **more: Any) -> Path:
-        source = {"storage_type": "file", "path": path, "data_selector": {"selector_type": "shuffle"}, **more.pop("source", {})}
+        source = {
+            "storage_type": "file",
+            "path": path,
+            "data_selector": {"selector_type": "shuffle"},
+            **more.pop("source", {}),
+        }
         values = {
             "mode": "train",
             "name": "given",
@@ -68,18 +75,31 @@ def logprobs(model: Path, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def learn(config: Callable[..., Path], kind: str, seed: int, path: str, tmp_path: Path) -> Path:
     model = tiny.make(tmp_path / "model", seed=seed)
-    more = {"source": {"eval_split": "eval"}, "trainer": {"total_steps": 40, "eval_interval": 20}, "model": model, "seed": seed}
-    return execute(config(kind, path, **more), ["buffer.train_batch_size=32"], in_process=True).run_dir
+    more = {
+        "source": {"eval_split": "eval"},
+        "trainer": {"total_steps": 40, "eval_interval": 20},
+        "model": model,
+        "seed": seed,
+    }
+    return execute(
+        config(kind, path, **more), ["buffer.train_batch_size=32"], in_process=True
+    ).run_dir
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_sft_lowers_the_held_out_loss(config: Callable[..., Path], tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_sft_lowers_the_held_out_loss(
+    config: Callable[..., Path], tmp_path: Path, seed: int
+) -> None:
     run = learn(config, "sft", seed, "rft.testing.tiny:copy_tasks", tmp_path)
     loss = metric(run, "eval/given_eval/loss")
     assert list(loss) == [0, 20, 40] and loss[40] < 0.7 * loss[0], loss
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_dpo_tells_pairs_apart(config: Callable[..., Path], tmp_path: Path, seed: int) -> None:
     run = learn(config, "dpo", seed, "rft.testing.tiny:copy_pairs", tmp_path)
     accuracy = metric(run, "eval/given_eval/accuracy_mean")
@@ -89,7 +109,9 @@ def test_dpo_tells_pairs_apart(config: Callable[..., Path], tmp_path: Path, seed
 
 
 @pytest.mark.parametrize("kind", ["sft", "cpt"])
-def test_the_first_loss_is_the_formula_on_the_rows_of_the_step(config: Callable[..., Path], tiny_model: Path, kind: str) -> None:
+def test_the_first_loss_is_the_formula_on_the_rows_of_the_step(
+    config: Callable[..., Path], tiny_model: Path, kind: str
+) -> None:
     file = config(kind)
     run = execute(file, [], in_process=True).run_dir
     plan = check(file).plan
@@ -97,12 +119,20 @@ def test_the_first_loss_is_the_formula_on_the_rows_of_the_step(config: Callable[
     data = open_offline_data(plan.trainer.offline_data)
     rows = [sides(data.records[at])[0] for at in data.batch(1, 8, plan.seed)]
     each = np.concatenate([logprobs(tiny_model, *row) for row in rows])
-    assert len(each) == metric(run, "experience/response_tokens")[1] == (16 if kind == "sft" else 8 * 3)
+    assert (
+        len(each)
+        == metric(run, "experience/response_tokens")[1]
+        == (16 if kind == "sft" else 8 * 3)
+    )
     assert metric(run, "actor/loss")[1] == pytest.approx(-each.mean(), rel=1e-5)
-    assert exported(run, 2).is_dir() and not (run / "buffer").exists(), "nothing was explored or stored"
+    assert exported(run, 2).is_dir() and not (run / "buffer").exists(), (
+        "nothing was explored or stored"
+    )
 
 
-def test_the_loss_of_pairs_is_the_formula(config: Callable[..., Path], tmp_path: Path, tiny_model: Path) -> None:
+def test_the_loss_of_pairs_is_the_formula(
+    config: Callable[..., Path], tmp_path: Path, tiny_model: Path
+) -> None:
     folder = tmp_path / "pairs"
     folder.mkdir()
     for split, count in (("train", 64), ("eval", 10)):
@@ -110,16 +140,23 @@ def test_the_loss_of_pairs_is_the_formula(config: Callable[..., Path], tmp_path:
         (folder / f"{split}.jsonl").write_text("".join(lines))
     file = config("dpo", str(folder), source={"eval_split": "eval"})
     run = execute(file, [], in_process=True).run_dir
-    assert metric(run, "actor/dpo_loss")[1] == pytest.approx(math.log(2)), "policy and reference are the same"
+    assert metric(run, "actor/dpo_loss")[1] == pytest.approx(math.log(2)), (
+        "policy and reference are the same"
+    )
     plan = check(file).plan
     assert plan is not None and plan.trainer.held_out is not None
-    margins, chosen = [], []
+    margins = []
+    chosen = []
     for record in open_offline_data(plan.trainer.held_out).records:
-        now, base = ([logprobs(m, *side).sum() for side in sides(record)] for m in (exported(run, 2), tiny_model))
+        now, base = (
+            [logprobs(m, *side).sum() for side in sides(record)]
+            for m in (exported(run, 2), tiny_model)
+        )
         margins.append(0.1 * ((now[0] - base[0]) - (now[1] - base[1])))
         chosen.append(now[0])
     found = {
-        name: metric(run, f"eval/given_eval/{name}")[2] for name in ("loss", "reward_margin", "accuracy_mean", "chosen_logps")
+        name: metric(run, f"eval/given_eval/{name}")[2]
+        for name in ("loss", "reward_margin", "accuracy_mean", "chosen_logps")
     }
     assert found["loss"] == pytest.approx(np.mean(np.log1p(np.exp(-np.array(margins)))), rel=1e-5)
     assert found["reward_margin"] == pytest.approx(np.mean(margins), rel=1e-3)
@@ -139,7 +176,11 @@ def test_a_resumed_run_is_the_same_run(config: Callable[..., Path], kind: str) -
     whole = execute(file, [at, "name=whole", "trainer.total_steps=5"], in_process=True)
     execute(file, [at, "name=halves", "trainer.total_steps=2"], in_process=True)
     halves = execute(file, [at, "name=halves", "trainer.total_steps=5"], in_process=True)
-    assert halves.resumed_from is not None and halves.resumed_from.step == 2 and halves.version.lineage == 2
+    assert (
+        halves.resumed_from is not None
+        and halves.resumed_from.step == 2
+        and halves.version.lineage == 2
+    )
     one, two = (load_file(exported(o.run_dir, 5) / "model.safetensors") for o in (whole, halves))
     assert all(one[name].tobytes() == two[name].tobytes() for name in one)
     for name in ("actor/loss", "actor/grad_norm"):
@@ -151,12 +192,16 @@ def test_a_resumed_run_is_the_same_run(config: Callable[..., Path], kind: str) -
         execute(file, [at, "name=halves", "trainer.total_steps=6"], in_process=True)
 
 
-def test_other_rows_that_are_held_out_are_told_where_a_run_goes_on(config: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_rows_that_are_held_out_are_told_where_a_run_goes_on(
+    config: Callable[..., Path], tmp_path: Path
+) -> None:
     rows = [{"prompt": f"ab{i}", "response": str(i)} for i in range(8)]
 
     def notes(steps: int, held_out: list[dict[str, str]]) -> list[str]:
         for split, written in (("train", rows), ("test", held_out)):
-            (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+            (tmp_path / f"{split}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in written)
+            )
         given = config("sft", str(tmp_path), source={"eval_split": "test"})
         run = execute(given, [f"trainer.total_steps={steps}"], in_process=True).run_dir
         return [note for r in read(run / "metrics.jsonl") if r.role == "eval" for note in r.notes]
@@ -170,10 +215,18 @@ def test_other_rows_that_are_held_out_are_told_where_a_run_goes_on(config: Calla
 def test_it_begins_with_the_checkpoint_of_another_run(config: Callable[..., Path]) -> None:
     file = config("sft")
     first = execute(file, ["name=first"], in_process=True)
-    second = execute(file, ["name=second", f"resume_from_path={first.run_dir}", "trainer.total_steps=3"], in_process=True)
+    second = execute(
+        file,
+        ["name=second", f"resume_from_path={first.run_dir}", "trainer.total_steps=3"],
+        in_process=True,
+    )
     assert second.version.step == 3 and list(metric(second.run_dir, "actor/loss")) == [3]
     shutil.rmtree(first.run_dir)  # it has a checkpoint of its own now
-    longer = execute(file, ["name=second", f"resume_from_path={first.run_dir}", "trainer.total_steps=4"], in_process=True)
+    longer = execute(
+        file,
+        ["name=second", f"resume_from_path={first.run_dir}", "trainer.total_steps=4"],
+        in_process=True,
+    )
     assert longer.version.step == 4 and longer.resumed_from == second.version
 
 
@@ -182,12 +235,23 @@ def test_pairs_that_begin_with_another_run_are_told_what_they_are_compared_with(
 ) -> None:
     file = config("dpo", "rft.testing.tiny:copy_pairs")
     found = [check(file, given).warnings for given in ([f"resume_from_path={tmp_path}"], [])]
-    assert [sum("the reference model is still model.model_path" in w for w in warnings) for warnings in found] == [1, 0], found
+    assert [
+        sum("the reference model is still model.model_path" in w for w in warnings)
+        for warnings in found
+    ] == [1, 0], found
 
 
 def test_sft_then_grpo_in_one_file(tmp_path: Path, tiny_model: Path) -> None:
-    tasks = {"name": "copy", "path": "rft.testing.tiny:copy_tasks", "default_reward_fn_type": "exact_answer"}
-    source = {"storage_type": "file", "path": "rft.testing.tiny:copy_tasks", "data_selector": {"selector_type": "shuffle"}}
+    tasks = {
+        "name": "copy",
+        "path": "rft.testing.tiny:copy_tasks",
+        "default_reward_fn_type": "exact_answer",
+    }
+    source = {
+        "storage_type": "file",
+        "path": "rft.testing.tiny:copy_tasks",
+        "data_selector": {"selector_type": "shuffle"},
+    }
     stages = [
         {
             "stage_name": "sft",
@@ -199,7 +263,12 @@ def test_sft_then_grpo_in_one_file(tmp_path: Path, tiny_model: Path) -> None:
         {
             "stage_name": "rl",
             "algorithm": {"algorithm_type": "grpo", "repeat_times": 4, "optimizer": {"lr": 1e-4}},
-            "buffer": {"batch_size": 8, "explorer_input": {"taskset": {**tasks, "default_workflow_type": "simple_workflow"}}},
+            "buffer": {
+                "batch_size": 8,
+                "explorer_input": {
+                    "taskset": {**tasks, "default_workflow_type": "simple_workflow"}
+                },
+            },
             "trainer": {"total_steps": 2, "cpu_threads": 1},
             "explorer": {"rollout_model": {"engine_type": "transformers", "cpu_threads": 1}},
         },
@@ -214,7 +283,9 @@ def test_sft_then_grpo_in_one_file(tmp_path: Path, tiny_model: Path) -> None:
     file.write_text(yaml.safe_dump(values))
     run = execute(file, [], in_process=True).run_dir
     assert run.name == "rl" and exported(run.parent / "sft", 40).is_dir()
-    assert metric(run, "experience/reward/mean")[1] > 0.5, "it begins with what was imitated; untrained it is 0.004"
+    assert metric(run, "experience/reward/mean")[1] > 0.5, (
+        "it begins with what was imitated; untrained it is 0.004"
+    )
 
 
 def test_raft_imitates_the_best_of_its_own_answers(tmp_path: Path, tiny_model: Path) -> None:
@@ -240,7 +311,9 @@ def test_raft_imitates_the_best_of_its_own_answers(tmp_path: Path, tiny_model: P
     file.write_text(yaml.safe_dump(values))
     run = execute(file, [], in_process=True).run_dir
     assert metric(run, "experience/rows") == {1: 16.0, 2: 16.0}, "what was leased"
-    assert metric(run, "experience/response_tokens") == {1: 4.0, 2: 4.0}, "the best of each group of four, of one token"
+    assert metric(run, "experience/response_tokens") == {1: 4.0, 2: 4.0}, (
+        "the best of each group of four, of one token"
+    )
     shutil.rmtree(run)
 
 
@@ -269,7 +342,9 @@ def test_raft_imitates_the_best_of_its_own_answers(tmp_path: Path, tiny_model: P
         ("sft", ["buffer.train_batch_size=5000", "trainer.total_steps=null"], "buffer.batch_size"),
     ],
 )
-def test_check_refuses(config: Callable[..., Path], kind: str, overrides: list[str], key: str) -> None:
+def test_check_refuses(
+    config: Callable[..., Path], kind: str, overrides: list[str], key: str
+) -> None:
     report = check(config(kind), overrides)
     assert key in [e.key for e in report.errors], [str(e) for e in report.errors]
 
@@ -295,6 +370,11 @@ def test_check_warns_of_answers_after_which_an_engine_goes_on(
 ) -> None:
     """As with ChatML on a base model, whose end token is another one."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role + m.content + '!' }}{% endfor %}")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role + m.content + '!' }}{% endfor %}"
+    )
     found = [check(config("sft", model=folder)).warnings for folder in (model, tiny_model)]
-    assert [sum("end without an end token" in w for w in warnings) for warnings in found] == [1, 0], found
+    assert [sum("end without an end token" in w for w in warnings) for warnings in found] == [
+        1,
+        0,
+    ], found

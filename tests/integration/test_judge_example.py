@@ -1,4 +1,6 @@
-"""The example with its own workflow and judge trains by its configuration alone: a judge behind a server, with a cap on its cost."""
+"""The example with its own workflow and judge trains by its configuration alone: a judge behind a
+server, with a cap on its cost.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,24 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-key-of-the-example")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(judge_metrics, "_BY_NAME", {})  # of this process, where other tests have judges of the same name
+    # of this process, where other tests have judges of the same name
+    monkeypatch.setattr(judge_metrics, "_BY_NAME", {})
     with JudgeServer(FakeJudge(variety), usage=(200, 20)) as made:
         monkeypatch.setenv("OPENAI_BASE_URL", made.url)
         yield made
 
 
 def changes(model: Path, root: Path, *more: str) -> list[str]:
-    small = ["model.max_prompt_tokens=64", "model.max_response_tokens=120", "algorithm.repeat_times=4", "trainer.total_steps=3"]
-    engine = ["explorer.rollout_model.engine_type=transformers", "buffer.explorer_input.taskset.rollout_args.max_tokens=8"]
+    small = [
+        "model.max_prompt_tokens=64",
+        "model.max_response_tokens=120",
+        "algorithm.repeat_times=4",
+        "trainer.total_steps=3",
+    ]
+    engine = [
+        "explorer.rollout_model.engine_type=transformers",
+        "buffer.explorer_input.taskset.rollout_args.max_tokens=8",
+    ]
     return [f"model.model_path={model}", f"checkpoint_root_dir={root}", *small, *engine, *more]
 
 
@@ -58,7 +69,17 @@ def told(folder: Path) -> dict[str, float]:
 
 def reported(run: Path) -> dict[str, Any]:
     """`rft judge report` of a run, with a rule as the label."""
-    arguments = ["judge", "report", "-c", str(CONFIG), "--run", str(run), "--gold", "format_reward", "--json"]
+    arguments = [
+        "judge",
+        "report",
+        "-c",
+        str(CONFIG),
+        "--run",
+        str(run),
+        "--gold",
+        "format_reward",
+        "--json",
+    ]
     result = CliRunner().invoke(make("judge"), arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
@@ -72,18 +93,29 @@ def test_it_trains_by_its_configuration_alone(
     values = told(done.run_dir)
     calls = values["judge/child_judge/calls"]
     assert done.version.step == 3 and calls == len(server.asked) and 40 <= calls <= 48
-    cost, answered = values["judge/child_judge/cost_usd"], calls * (200 * 0.0002 + 20 * 0.0008) / 1000
-    broken = caplog.text.count("; asked again")  # such a call was sent, and is paid, again: by what it may have cost
+    cost = values["judge/child_judge/cost_usd"]
+    answered = calls * (200 * 0.0002 + 20 * 0.0008) / 1000
+    # such a call was sent, and is paid, again: by what it may have cost
+    broken = caplog.text.count("; asked again")
     assert cost > answered if broken else cost == pytest.approx(answered)
     assert values["judge/child_judge/unscored"] == 0 and values["judge/child_judge/latency"] > 0
     assert (done.run_dir / "judge_cache.db").is_file()
     told_later = reported(done.run_dir)
-    assert told_later["answers"] == 48 and [d["step"] for d in told_later["drift"]] == [0, 1, 2] and told_later["asked"] == {}
+    assert (
+        told_later["answers"] == 48
+        and [d["step"] for d in told_later["drift"]] == [0, 1, 2]
+        and told_later["asked"] == {}
+    )
     assert told_later["labelled"] == 48 and sum(d["answers"] for d in told_later["drift"]) == 48
-    with open_run(done.run_dir) as questions, questions.ask("SELECT DISTINCT reward FROM v_experiences") as answer:
+    with (
+        open_run(done.run_dir) as questions,
+        questions.ask("SELECT DISTINCT reward FROM v_experiences") as answer,
+    ):
         assert {r[0] for r in answer.rows} <= {0.2, 0.4, 0.6, 0.8, 1.0, None}
     files = [
-        p.read_bytes() for p in done.run_dir.rglob("*") if p.is_file() and p.suffix in (".yaml", ".json", ".jsonl", ".db", ".log")
+        p.read_bytes()
+        for p in done.run_dir.rglob("*")
+        if p.is_file() and p.suffix in (".yaml", ".json", ".jsonl", ".db", ".log")
     ]
     assert not any(b"sk-key-of-the-example" in f for f in files)
 
@@ -100,12 +132,22 @@ def test_a_cap_on_the_cost_stops_the_run_which_goes_on_with_a_higher_one(
     assert done.version.step == 3 and len(server.asked) > paid
 
 
-def test_over_the_cap_answers_stay_unscored_if_one_says_so(server: JudgeServer, tiny_model: Path, tmp_path: Path) -> None:
+def test_over_the_cap_answers_stay_unscored_if_one_says_so(
+    server: JudgeServer, tiny_model: Path, tmp_path: Path
+) -> None:
     args = "buffer.explorer_input.taskset.reward_fn_args"
-    limits = [f"{args}.max_cost_usd=0.0022", f"{args}.over_budget=unscored", "buffer.on_short_batch=train", "buffer.max_refill=0"]
+    limits = [
+        f"{args}.max_cost_usd=0.0022",
+        f"{args}.over_budget=unscored",
+        "buffer.on_short_batch=train",
+        "buffer.max_refill=0",
+    ]
     with suppress(ShortBatch):  # where no group at all is left for a step
         execute(CONFIG, changes(tiny_model, tmp_path, *limits), in_process=True)
     question = "SELECT count(*), count(reward), min(reward) FROM v_experiences"
-    with open_run(tmp_path / "rft" / "examples" / "judge") as questions, questions.ask(question) as answer:
+    with (
+        open_run(tmp_path / "rft" / "examples" / "judge") as questions,
+        questions.ask(question) as answer,
+    ):
         ((rows, scored, least),) = answer.rows
     assert 0 < len(server.asked) <= scored < rows and least >= 0.2, "none of them is a zero"

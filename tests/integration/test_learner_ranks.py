@@ -1,4 +1,5 @@
-"""FSDP2 over gloo for real: two processes give one process's gradient, weights travel between world sizes.
+"""FSDP2 over gloo for real: two processes give one process's gradient, weights travel between world
+sizes.
 
 Run as a script it is one rank: `test_learner_ranks.py RANK WORLD RENDEZVOUS MODEL FOLDER [FROM]`.
 """
@@ -57,7 +58,9 @@ def share(rank: int, world: int, step: int, scorer: Learner | None = None) -> Ra
     given = rows()
     if scorer is not None:
         (scored,) = scorer.score([given], ("ref",))
-        given = [msgspec.structs.replace(row, ref=s["ref"]) for row, s in zip(given, scored, strict=True)]
+        given = [
+            msgspec.structs.replace(row, ref=s["ref"]) for row, s in zip(given, scored, strict=True)
+        ]
     cut = plan(given, world, Budget(tokens=40 if scorer is None else 30))
     assert scorer is None or any(not m for mine in cut for m in mine)
     return RankBatch(
@@ -70,7 +73,8 @@ def share(rank: int, world: int, step: int, scorer: Learner | None = None) -> Ra
 
 
 CRITIC = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo")
-VARIANTS: dict[str, dict[str, Any]] = {  # other ways to spread the same step; each must give its gradient
+# other ways to spread the same step; each must give its gradient
+VARIANTS: dict[str, dict[str, Any]] = {
     "sequence": {"sequence_parallel": 2},
     "copies": {"fsdp_size": 1, "forward_prefetch": True},
     "host": {"offload_policy": True, "ref_offload": True, "gradient_checkpointing": True},
@@ -78,7 +82,9 @@ VARIANTS: dict[str, dict[str, Any]] = {  # other ways to spread the same step; e
 }
 
 
-def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, source: Path | None) -> None:
+def one_rank(
+    rank: int, world: int, rendezvous: str, model: str, folder: Path, source: Path | None
+) -> None:
     """Load (maybe), train two steps, saving after each; stage and score, and three steps more."""
     settings = LearnerSettings(
         model_path=model,
@@ -86,7 +92,9 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, s
         world_size=world,
         total_steps=4,
         optim=OptimSettings(lr=1e-3, clip_grad=0.5),
-        algorithm=AlgorithmSettings(loss_agg_mode="seq-mean-token-mean", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.01}),
+        algorithm=AlgorithmSettings(
+            loss_agg_mode="seq-mean-token-mean", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.01}
+        ),
     )
     learner = Learner(settings, rank, rendezvous)
     if source is not None:
@@ -116,17 +124,32 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, s
     learner.stage(Version(1, 2), None)
     (scored,) = learner.score([rows()])
     np.savez(folder / f"scores{rank}.npz", *[s["old"] for s in scored])
-    nothing = RankBatch(step=4, micro_batches=(), tokens=1.0, rows=1.0)  # every group was left out, right after a canary
+    # every group was left out, right after a canary
+    nothing = RankBatch(step=4, micro_batches=(), tokens=1.0, rows=1.0)
     assert learner.step(nothing).grad_norm == 0.0
     learner.load(str(folder / "2"))
     go_on(learner, rank, world, folder)
-    vary(settings, "critic", {"algorithm": CRITIC, "sequence_parallel": world}, rank, rendezvous, folder)
+    vary(
+        settings,
+        "critic",
+        {"algorithm": CRITIC, "sequence_parallel": world},
+        rank,
+        rendezvous,
+        folder,
+    )
     if world == 2:
         for name, changes in VARIANTS.items():
             vary(settings, name, changes, rank, rendezvous, folder)
 
 
-def vary(settings: LearnerSettings, name: str, changes: dict[str, Any], rank: int, rendezvous: str, folder: Path) -> None:
+def vary(
+    settings: LearnerSettings,
+    name: str,
+    changes: dict[str, Any],
+    rank: int,
+    rendezvous: str,
+    folder: Path,
+) -> None:
     """Save what the first step makes of it with `changes`."""
     own = replace(settings, **changes)
     each = own.sequence_parallel
@@ -149,7 +172,9 @@ def load_big(rank: int, world: int, rendezvous: str, model: str, folder: Path, w
     from rft.trainer import policy as policies
     from rft.trainer import sharding
 
-    settings = LearnerSettings(model_path=model, cpu_threads=1, world_size=world, row_layout="padded")
+    settings = LearnerSettings(
+        model_path=model, cpu_threads=1, world_size=world, row_layout="padded"
+    )
     sharding.join(settings, rank, rendezvous)
     policies.load(replace(settings, model_path=str(warm)))
     gc.collect()
@@ -167,9 +192,19 @@ def resident(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def run(world: int, model: Path, folder: Path, source: Path | None = None, warm: Path | None = None) -> Path:
+def run(
+    world: int, model: Path, folder: Path, source: Path | None = None, warm: Path | None = None
+) -> Path:
     folder.mkdir()
-    ranks.run(__file__, world, folder, model, folder, *([source] if source else []), *(["memory", warm] if warm else []))
+    ranks.run(
+        __file__,
+        world,
+        folder,
+        model,
+        folder,
+        *([source] if source else []),
+        *(["memory", warm] if warm else []),
+    )
     return folder
 
 
@@ -180,19 +215,24 @@ def whole(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 def close(a: Path, b: Path, kind: str, limit: float) -> None:
-    x, y = whole(a, kind), whole(b, kind)
+    x = whole(a, kind)
+    y = whole(b, kind)
     assert x.keys() == y.keys()
     worst = max((float((x[n] - y[n]).abs().max()), n) for n in x)
     assert worst[0] <= limit, worst
 
 
 def apart(a: Path, b: Path, kind: str = "optimizer") -> float:
-    """How far the first step's gradients are apart, relative to their norm: AdamW's average after it is a tenth of the gradient."""
-    x, y = whole(a, kind), whole(b, kind)
+    """How far the first step's gradients are apart, relative to their norm: AdamW's average after
+    it is a tenth of the gradient.
+    """
+    x = whole(a, kind)
+    y = whole(b, kind)
     names = [n for n in x if n.startswith("exp_avg.")]
     assert len(names) > 10
     difference, size = (
-        math.sqrt(sum(float(f(n).double().square().sum()) for n in names)) for f in (lambda n: x[n] - y[n], x.__getitem__)
+        math.sqrt(sum(float(f(n).double().square().sum()) for n in names))
+        for f in (lambda n: x[n] - y[n], x.__getitem__)
     )
     assert size > 1e-3
     return difference / size
@@ -208,10 +248,13 @@ def test_two_ranks_have_one_ranks_gradient(worlds: tuple[Path, Path]) -> None:
     one, two = worlds
     assert apart(one / "1", two / "1") <= 1e-5
     close(one / "2", two / "2", "optimizer", 1e-5)  # with a KL term
-    scores = [np.load(folder / f"scores{rank}.npz") for folder, rank in ((one, 0), (two, 0), (two, 1))]
+    scores = [
+        np.load(folder / f"scores{rank}.npz") for folder, rank in ((one, 0), (two, 0), (two, 1))
+    ]
     for name in scores[0].files:
         assert np.array_equal(scores[1][name], scores[2][name])
-        assert np.abs(scores[0][name] - scores[1][name]).max() < 2e-2  # AdamW's first steps divide by near-zero averages
+        # AdamW's first steps divide by near-zero averages
+        assert np.abs(scores[0][name] - scores[1][name]).max() < 2e-2
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(worlds: tuple[Path, Path]) -> None:
@@ -226,16 +269,22 @@ def losses(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("source", "world"), [(0, 2), (1, 1)])
-def test_another_world_size_goes_on(worlds: tuple[Path, Path], source: int, world: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_another_world_size_goes_on(
+    worlds: tuple[Path, Path], source: int, world: int, tiny_model: Path, tmp_path: Path
+) -> None:
     saved = worlds[source] / "2"
     again = run(world, tiny_model, tmp_path / "again", saved)
     for kind in ("model", "optimizer"):
         close(saved, again / "again", kind, 0.0)
-    assert np.abs(losses(again) - losses(worlds[source])).max() <= 1e-5 * np.abs(losses(again)).max()
+    assert (
+        np.abs(losses(again) - losses(worlds[source])).max() <= 1e-5 * np.abs(losses(again)).max()
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_however_it_is_spread_the_gradient_is_the_same(name: str, worlds: tuple[Path, Path]) -> None:
+def test_however_it_is_spread_the_gradient_is_the_same(
+    name: str, worlds: tuple[Path, Path]
+) -> None:
     one, two = worlds
     assert apart(one / "1", two / name) <= 1e-5
     files = sorted(p.name for p in (two / name).glob("model-*"))
@@ -248,7 +297,10 @@ def test_ranks_that_share_a_sequence_teach_the_critic_the_same(worlds: tuple[Pat
         assert apart(one / "critic", two / "critic", kind) <= 1e-5
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process cannot be reset here")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="the peak of a process cannot be reset here",
+)
 def test_loading_takes_a_ranks_part_and_one_unit(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,6 @@
-"""What algorithms have to reach on tiny models, over three seeds: see scripts/learning.py, which writes docs/measured/learning.md."""
+"""What algorithms have to reach on tiny models, over three seeds: see scripts/learning.py, which
+writes docs/measured/learning.md.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,13 @@ def test_goal(name: str, seed: int, tmp_path: Path) -> None:
 
 
 def test_a_part_is_written_anew_and_the_rest_stays() -> None:
-    tiny, real = learning.GOALS["ppo"], learning.REAL["judge"]
+    tiny = learning.GOALS["ppo"]
+    real = learning.REAL["judge"]
 
     def row(name: str, number: str, after: float, seed: int = 1) -> str:
-        return str(learning.line(name, number, "+0.1", seed, learning.Learnt(0.1, after, 5), 60.0, True))
+        return str(
+            learning.line(name, number, "+0.1", seed, learning.Learnt(0.1, after, 5), 60.0, True)
+        )
 
     algorithms, families, engines = learning.PARTS
     page = learning.PAGE.read_text(encoding="utf-8").partition(f"\n{engines.title}")[0]
@@ -37,8 +42,17 @@ def test_a_part_is_written_anew_and_the_rest_stays() -> None:
     again = learning.written(both, algorithms, "today", [row("ppo", tiny.number, 0.9)])
     hybrid = row("hybrid", "held-out accuracy", 0.97)
     third = learning.written(again, families, "tomorrow", [hybrid])
-    assert hybrid in third and third.index("| ppo |") < third.index(hybrid) < third.index(lake) and third.count("tomorrow") == 1
-    assert lake in again and "| grpo |" in again and again.count("| ppo |") == 3 and "| 1 | 0.100 | 0.900 |" in again
+    assert (
+        hybrid in third
+        and third.index("| ppo |") < third.index(hybrid) < third.index(lake)
+        and third.count("tomorrow") == 1
+    )
+    assert (
+        lake in again
+        and "| grpo |" in again
+        and again.count("| ppo |") == 3
+        and "| 1 | 0.100 | 0.900 |" in again
+    )
 
 
 def test_a_real_engine_needs_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +63,8 @@ def test_a_real_engine_needs_the_model(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_page_has_every_goal() -> None:
     text = learning.PAGE.read_text(encoding="utf-8")
-    assert {name: text.count(f"| {name} | {goal.number} |") for name, goal in learning.GOALS.items()} == dict.fromkeys(
-        learning.GOALS, 3
-    )
+    assert {
+        name: text.count(f"| {name} | {goal.number} |") for name, goal in learning.GOALS.items()
+    } == dict.fromkeys(learning.GOALS, 3)
     assert "| no |" not in text.partition(learning.PARTS[-1].title)[0]
     assert all(part.introduction in text for part in learning.PARTS if part.title in text)

@@ -1,4 +1,6 @@
-"""A run that trains an adapter, end to end in one process: engines sample with it, and a resumed run goes on with it."""
+"""A run that trains an adapter, end to end in one process: engines sample with it, and a resumed
+run goes on with it.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,20 @@ def numbers(run_dir: Path, name: str) -> dict[int, float]:
 
 def test_alone_or_merged_is_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
     """The same versions, proven the same way; only what travels differs."""
-    common = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", "algorithm.optimizer.lr=0.01"]
+    common = [
+        f"model.model_path={tiny_model}",
+        f"checkpoint_root_dir={tmp_path}",
+        "algorithm.optimizer.lr=0.01",
+    ]
     runs = {
         merge: execute(
-            TINY, [*common, f"name=run-{merge}", f"model.lora_configs=[{{lora_rank: 4, merge: {merge}}}]"], in_process=True
+            TINY,
+            [
+                *common,
+                f"name=run-{merge}",
+                f"model.lora_configs=[{{lora_rank: 4, merge: {merge}}}]",
+            ],
+            in_process=True,
         )
         for merge in ("false", "true")
     }
@@ -41,12 +53,23 @@ def test_alone_or_merged_is_the_same_run(tiny_model: Path, tmp_path: Path) -> No
         )
 
 
-def test_a_rejected_adapter_leaves_the_one_before(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third load and both tries of the fourth do nothing: the canary sees it, the way back is proven, the run ends resumable."""
-    given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", "algorithm.optimizer.lr=0.01"]
+def test_a_rejected_adapter_leaves_the_one_before(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third load and both tries of the fourth do nothing: the canary sees it, the way back is
+    proven, the run ends resumable.
+    """
+    given = [
+        f"model.model_path={tiny_model}",
+        f"checkpoint_root_dir={tmp_path}",
+        "algorithm.optimizer.lr=0.01",
+    ]
     given += ["model.lora_configs=[{lora_rank: 4}]"]
     monkeypatch.setenv("RFT_FAULT", "sync.stale_head:3-")
-    with pytest.raises(WeightSyncFailed, match=r"computes with other weights than published.* serve 1:1 again, verified"):
+    with pytest.raises(
+        WeightSyncFailed,
+        match=r"computes with other weights than published.* serve 1:1 again, verified",
+    ):
         execute(TINY, given, in_process=True)
     monkeypatch.delenv("RFT_FAULT")
     assert execute(TINY, given, in_process=True).version.step == 2
@@ -56,14 +79,17 @@ def test_an_adapter_is_learnt_published_saved_and_resumed(tiny_model: Path, tmp_
     given = [
         f"model.model_path={tiny_model}",
         f"checkpoint_root_dir={tmp_path}",
-        "model.lora_configs=[{name: small, lora_rank: 4, target_modules: [q_proj, o_proj, down_proj]}]",
+        "model.lora_configs=[{name: small, lora_rank: 4, target_modules: [q_proj, o_proj, "
+        "down_proj]}]",
         "algorithm.kl_loss_fn=k2",
         "algorithm.optimizer.lr=0.01",
         "trainer.checkpoint.save_contents=[model, optimizer, extra]",
     ]
     first = execute(TINY, given, in_process=True)
     again = execute(TINY, [*given, "trainer.total_steps=3"], in_process=True)
-    assert again.resumed_from is not None and again.resumed_from.step == 2 and again.version.step == 3
+    assert (
+        again.resumed_from is not None and again.resumed_from.step == 2 and again.version.step == 3
+    )
     metrics = read(first.run_dir / "metrics.jsonl")
     canary = dict(series(metrics, "sync/canary_max_abs"))
     assert set(canary) == {0, 1, 2, 3} and max(canary.values()) < 1e-5, (
@@ -78,7 +104,8 @@ def test_an_adapter_is_learnt_published_saved_and_resumed(tiny_model: Path, tmp_
     adapter = copy_model(first.run_dir, tmp_path / "adapter", None, adapter=True)
     form, _, _ = adapterfiles.read(adapter)
     assert len(form.modules) == 6 and form.base_name == str(tiny_model)
-    parts, base = load_file(adapter / adapterfiles.WEIGHTS), load_file(tiny_model / "model.safetensors")
+    parts = load_file(adapter / adapterfiles.WEIGHTS)
+    base = load_file(tiny_model / "model.safetensors")
     merged = load_file(copy_model(first.run_dir, tmp_path / "model", None) / "model.safetensors")
     for name, weight in base.items():
         module = name.removesuffix(".weight")

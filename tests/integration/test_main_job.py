@@ -1,4 +1,6 @@
-"""The main job with everything real: vLLM, Ray, FSDP2 on two ranks, the buffer, weights synchronised and proven after every step."""
+"""The main job with everything real: vLLM, Ray, FSDP2 on two ranks, the buffer, weights
+synchronised and proven after every step.
+"""
 
 import psutil
 import pytest
@@ -20,13 +22,22 @@ def job(tiny_model, tmp_path_factory):
         *runs.arguments(
             tiny_model,
             root,
-            *("explorer.rollout_model.engine_type=vllm", "trainer.world_size=2", "explorer.eval_on_startup=true"),
+            *(
+                "explorer.rollout_model.engine_type=vllm",
+                "trainer.world_size=2",
+                "explorer.eval_on_startup=true",
+            ),
             *("trainer.save_interval=30", "trainer.checkpoint.async_save=true"),
         )
     )
     run.wait_for("step 2/")
     family = runs.parts(runs.state(root)["run_id"])
-    listening = [c.laddr for p in family for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr
+        for p in family
+        for c in p.net_connections(kind="inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
     code = run.end()
     return root, run, code, listening, runs.left(before)
 
@@ -36,8 +47,8 @@ def test_it_ends_well_and_learns(job):
     root, run, code, _, _ = job
     assert code == 0, run.output
     accuracy = series(read(runs.folder(root) / "metrics.jsonl"), ACCURACY)
-    # Answers of vLLM are not seeded here, and a random model meets its first rewards by chance: 80 steps ended at 0.78 to 0.99.
-    # test_learning.py asks for 0.9 where the seed decides.
+    # Answers of vLLM are not seeded here, and a random model meets its first rewards by chance: 80
+    # steps ended at 0.78 to 0.99. test_learning.py asks for 0.9 where the seed decides.
     assert accuracy[0][0] == 0 and accuracy[0][1] < 0.3
     assert accuracy[-1][0] == 80 and accuracy[-1][1] > 0.5, accuracy
 
@@ -83,9 +94,12 @@ def test_the_account_balances_from_files_alone(job):
 def test_every_rank_writes_its_part_of_a_checkpoint_while_steps_go_on(job):
     root, *_ = job
     for step in (30, 60, 80):
-        found = manifests.read(runs.folder(root) / "checkpoints" / f"global_step_{step}")  # raises where a file is not whole
+        # raises where a file is not whole
+        found = manifests.read(runs.folder(root) / "checkpoints" / f"global_step_{step}")
         for kind in ("model", "optimizer"):
-            assert {f"trainer/{kind}-0000{rank}-of-00002.safetensors" for rank in (1, 2)} <= set(found.files)
+            assert {f"trainer/{kind}-0000{rank}-of-00002.safetensors" for rank in (1, 2)} <= set(
+                found.files
+            )
     waited = dict(series(read(runs.folder(root) / "metrics.jsonl"), "time/checkpoint_s"))
     assert {30, 60} <= set(waited)
 
@@ -96,7 +110,10 @@ def test_the_exported_model_loads_and_knows_the_task(job):
 
     root, *_ = job
     folder = runs.folder(root) / "checkpoints" / "global_step_80" / "huggingface"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "zq7"}], add_generation_prompt=True, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "zq7"}], add_generation_prompt=True, return_tensors="pt"
+    )
     answer = model.generate(ids["input_ids"], max_new_tokens=1, do_sample=False)
     assert tokenizer.decode(answer[0, -1]) == "7"

@@ -1,4 +1,6 @@
-"""Several explorers of one run in simulated time; processes are events, everything else but models and optimizer is real."""
+"""Several explorers of one run in simulated time; processes are events, everything else but models
+and optimizer is real.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ STYLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Player:
-    """One explorer process; killed while it plays batch `dies_at`, or after `dies_after` seconds, and back `again` seconds later."""
+    """One explorer process; killed while it plays batch `dies_at`, or after `dies_after` seconds,
+    and back `again` seconds later.
+    """
 
     name: str
     joins_at: float = 0.0
@@ -134,15 +138,26 @@ class Watched(ExplorerClient):
 
 
 async def process(
-    player: Player, coordinator: Coordinator, buffer: Buffer, world: Any, found: Found, tasks: ExplorerSettings
+    player: Player,
+    coordinator: Coordinator,
+    buffer: Buffer,
+    world: Any,
+    found: Found,
+    tasks: ExplorerSettings,
 ) -> None:
     """One `rft run` with mode: explore."""
     await asyncio.sleep(player.joins_at)
-    engine, own = Engine(replace(world, explore_s=(player.explore_s,)), found), Process()
+    engine = Engine(replace(world, explore_s=(player.explore_s,)), found)
+    own = Process()
     engine.ended = own.ended
-    joined = await coordinator.join(player.name, ["here"], [engine], own, SyncSettings(backend=player.backend))
+    joined = await coordinator.join(
+        player.name, ["here"], [engine], own, SyncSettings(backend=player.backend)
+    )
     client = Watched(coordinator, player.name, joined)
-    client.player, client.found, client.process, client.world = player, found, own, world
+    client.player = player
+    client.found = found
+    client.process = own
+    client.world = world
     explorer = Explorer(
         replace(tasks, name=player.name, max_inflight=None),
         model=EnginePool([engine], revive=client.revive),
@@ -152,7 +167,8 @@ async def process(
         lineage=1,
         cursor=joined.start.cursor,
     )
-    playing, end = asyncio.ensure_future(explorer.run()), asyncio.ensure_future(own.ended.wait())
+    playing = asyncio.ensure_future(explorer.run())
+    end = asyncio.ensure_future(own.ended.wait())
     await asyncio.wait({playing, end}, return_when=asyncio.FIRST_COMPLETED)
     if not end.done():
         await playing
@@ -166,7 +182,9 @@ async def process(
     found.outcomes[player.name] = "killed"
     if player.again is not None:
         await asyncio.sleep(player.again)
-        await process(replace(player, dies_at=None, joins_at=0.0), coordinator, buffer, world, found, tasks)
+        await process(
+            replace(player, dies_at=None, joins_at=0.0), coordinator, buffer, world, found, tasks
+        )
 
 
 def play(world: Any, players: list[Player], plan: Any, folder: Path, **sync: Any) -> Found:
@@ -176,18 +194,33 @@ def play(world: Any, players: list[Player], plan: Any, folder: Path, **sync: Any
     return found
 
 
-async def _play(world: Any, players: list[Player], plan: Any, folder: Path, found: Found, sync: dict[str, Any]) -> None:
+async def _play(
+    world: Any, players: list[Player], plan: Any, folder: Path, found: Found, sync: dict[str, Any]
+) -> None:
     rows = folder / "sums.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(i)}) + "\n" for i in range(8)))
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(i)}) + "\n" for i in range(8))
+    )
     s = world.schedule
     settings = SyncSettings(
-        style=s.style, interval=s.interval, offset=s.offset, max_staleness=s.max_staleness, threshold=s.threshold,
-        partial_rollout=world.partial_rollout, batch_units=world.groups, step_units=world.step_groups, **sync,
-    )  # fmt: skip
-    taskset = TasksetSettings(name="sums", path=str(rows), workflow="simple_workflow", reward="exact_answer", num_runs=2)
+        style=s.style,
+        interval=s.interval,
+        offset=s.offset,
+        max_staleness=s.max_staleness,
+        threshold=s.threshold,
+        partial_rollout=world.partial_rollout,
+        batch_units=world.groups,
+        step_units=world.step_groups,
+        **sync,
+    )
+    taskset = TasksetSettings(
+        name="sums", path=str(rows), workflow="simple_workflow", reward="exact_answer", num_runs=2
+    )
     tasks = ExplorerSettings(
         tasksets=(taskset,),
-        eval_tasksets=(replace(taskset, name="eval", is_eval=True, num_runs=1),) if world.eval_interval else (),
+        eval_tasksets=(replace(taskset, name="eval", is_eval=True, num_runs=1),)
+        if world.eval_interval
+        else (),
         eval_interval=world.eval_interval,
         eval_on_startup=bool(world.eval_interval),
         eval_at_end=bool(world.eval_interval),
@@ -199,21 +232,41 @@ async def _play(world: Any, players: list[Player], plan: Any, folder: Path, foun
         max_inflight=world.max_inflight,
     )
     plan = replace(plan, sync=settings, explorer=tasks, run_dir=folder)
-    buffer = Buffer(BufferSettings(folder=folder / "buffer", on_short_batch=world.on_short_batch, capacity=world.capacity))
+    buffer = Buffer(
+        BufferSettings(
+            folder=folder / "buffer", on_short_batch=world.on_short_batch, capacity=world.capacity
+        )
+    )
     await buffer.open()
     await buffer.start_lineage(None, None)
     ranks = simulated.Ranks()
     coordinator = Coordinator(plan, ranks, buffer.writer(1), Start(1), "here")
     trainer = simulated.SimTrainer(
         TrainerSettings(
-            total_steps=world.steps, batch_groups=world.step_groups, batch_rows=None, checkpoint_dir=folder / "checkpoints",
-            max_staleness=s.max_staleness, require_batches=world.require_batches,
+            total_steps=world.steps,
+            batch_groups=world.step_groups,
+            batch_rows=None,
+            checkpoint_dir=folder / "checkpoints",
+            max_staleness=s.max_staleness,
+            require_batches=world.require_batches,
         ),
-        ranks, buffer.reader(1), coordinator, coordinator, transport=simulated.Transport(), lineage=1, start_step=0, parent=None,
-        must_publish=s.must_publish, first_after=s.first_after, on_demand=s.on_demand,
-    )  # fmt: skip
-    trainer.world, trainer.found = world, found
-    others = [asyncio.ensure_future(process(p, coordinator, buffer, world, found, tasks)) for p in players]
+        ranks,
+        buffer.reader(1),
+        coordinator,
+        coordinator,
+        transport=simulated.Transport(),
+        lineage=1,
+        start_step=0,
+        parent=None,
+        must_publish=s.must_publish,
+        first_after=s.first_after,
+        on_demand=s.on_demand,
+    )
+    trainer.world = world
+    trainer.found = found
+    others = [
+        asyncio.ensure_future(process(p, coordinator, buffer, world, found, tasks)) for p in players
+    ]
     try:
         await drive.work(
             trainer.run(),
@@ -244,7 +297,12 @@ def _no_error_is_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def plan(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("many")
     config = Path(__file__).parent / "tiny_config.yaml"
-    given = (f"model.model_path={tiny_model}", f"checkpoint_root_dir={root}", "mode=train", "cluster.ray_address=here:1")
+    given = (
+        f"model.model_path={tiny_model}",
+        f"checkpoint_root_dir={root}",
+        "mode=train",
+        "cluster.ray_address=here:1",
+    )
     return load_plan(config, given)[1]
 
 
@@ -263,7 +321,12 @@ def check(world: Any, found: Found) -> None:
 @pytest.mark.parametrize("partial", (True, False))
 def test_two_explorers_share_one_order(schedule, partial, plan, tmp_path):
     world = simulated.World(schedule=schedule, steps=12, train_s=(0.3,), partial_rollout=partial)
-    found = play(world, [Player(name="a", explore_s=1.0), Player(name="b", joins_at=2.5, explore_s=1.7)], plan, tmp_path)
+    found = play(
+        world,
+        [Player(name="a", explore_s=1.0), Player(name="b", joins_at=2.5, explore_s=1.7)],
+        plan,
+        tmp_path,
+    )
     check(world, found)
     assert found.outcomes == {"a": "done", "b": "done"}
     if schedule.staleness_bound:
@@ -272,7 +335,9 @@ def test_two_explorers_share_one_order(schedule, partial, plan, tmp_path):
 
 @pytest.mark.parametrize("schedule", STYLES, ids=lambda s: f"{s.style}-{s.interval}-{s.offset}")
 @pytest.mark.parametrize("dies_at", (0, 3, 11))
-def test_the_batches_of_an_explorer_that_is_killed_are_played_by_another(schedule, dies_at, plan, tmp_path):
+def test_the_batches_of_an_explorer_that_is_killed_are_played_by_another(
+    schedule, dies_at, plan, tmp_path
+):
     world = simulated.World(schedule=schedule, steps=12, train_s=(0.3,))
     players = [Player(name="a", dies_at=dies_at), Player(name="b", joins_at=0.5, explore_s=1.3)]
     found = play(world, players, plan, tmp_path)
@@ -298,10 +363,17 @@ def test_a_batch_costs_the_same_however_many_explorers_there_are(plan, tmp_path)
 
     def lines(explorers: int, steps: int) -> int:
         world = simulated.World(
-            schedule=Schedule(style="fully_async", interval=100, max_staleness=100), steps=steps, train_s=(0.1,)
+            schedule=Schedule(style="fully_async", interval=100, max_staleness=100),
+            steps=steps,
+            train_s=(0.1,),
         )
         with Counted() as counted:
-            found = play(world, [Player(name=f"e{i}") for i in range(explorers)], plan, tmp_path / f"{explorers}-{steps}")
+            found = play(
+                world,
+                [Player(name=f"e{i}") for i in range(explorers)],
+                plan,
+                tmp_path / f"{explorers}-{steps}",
+            )
         assert len({name for name, *_ in found.assigned}) == explorers
         return counted.lines
 
@@ -311,14 +383,26 @@ def test_a_batch_costs_the_same_however_many_explorers_there_are(plan, tmp_path)
 
 
 def test_max_inflight_holds_over_all_explorers(plan, tmp_path):
-    world = simulated.World(schedule=Schedule(style="fully_async", max_staleness=9), steps=10, max_inflight=2, train_s=(0.1,))
+    world = simulated.World(
+        schedule=Schedule(style="fully_async", max_staleness=9),
+        steps=10,
+        max_inflight=2,
+        train_s=(0.1,),
+    )
     players = [Player(name=n, explore_s=s) for n, s in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
     check(world, play(world, players, plan, tmp_path))
 
 
 def test_a_full_buffer_does_not_hold_back_the_batch_that_the_trainer_needs(plan, tmp_path):
-    """The killed one had the first open batch; the other has begun later ones that have no room until it is played."""
-    world = simulated.World(schedule=Schedule(style="trainer_driven", max_staleness=20), steps=10, capacity=3, train_s=(0.1,))
+    """The killed one had the first open batch; the other has begun later ones that have no room
+    until it is played.
+    """
+    world = simulated.World(
+        schedule=Schedule(style="trainer_driven", max_staleness=20),
+        steps=10,
+        capacity=3,
+        train_s=(0.1,),
+    )
     players = [Player(name="a", dies_at=2, explore_s=5.0), Player(name="b", explore_s=0.2)]
     check(world, play(world, players, plan, tmp_path))
 
@@ -328,25 +412,45 @@ def test_each_evaluation_is_played_once(plan, tmp_path):
     found = play(world, [Player(name="b"), Player(name="a", joins_at=0.2)], plan, tmp_path)
     check(world, found)
     steps = [r.step for r in found.records if "eval/eval/tasks" in r.values]
-    assert [r.step for r in found.records if "eval/eval/due" in r.values] == steps[:-1], "the last one is of the end"
+    assert [r.step for r in found.records if "eval/eval/due" in r.values] == steps[:-1], (
+        "the last one is of the end"
+    )
     assert len(steps) == 4 and steps[0] == 0 and steps[-1] == 9
 
 
-def test_an_evaluation_that_was_under_way_is_given_to_the_first_that_joins_a_run_that_goes_on(plan, tmp_path):
+def test_an_evaluation_that_was_under_way_is_given_to_the_first_that_joins_a_run_that_goes_on(
+    plan, tmp_path
+):
     """The one of step 4 had; that of step 6 comes again by itself, as its batch is explored again."""
     lines = [(2, "due"), (2, "score"), (4, "due"), (2, "time"), (6, "due")]
-    written = [{"role": "eval", "step": s, "time": 0.0, "values": {f"eval/x/{name}": 1.0}} for s, name in lines]
+    written = [
+        {"role": "eval", "step": s, "time": 0.0, "values": {f"eval/x/{name}": 1.0}}
+        for s, name in lines
+    ]
     plan = replace(plan, run_dir=tmp_path, monitor=replace(plan.monitor, folder=tmp_path))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
 
     async def joined(step: int) -> list[bool]:
-        coordinator = Coordinator(plan, simulated.Ranks(), SimpleNamespace(room=None), Start(2, step, Version(1, step)), "here")
+        coordinator = Coordinator(
+            plan,
+            simulated.Ranks(),
+            SimpleNamespace(room=None),
+            Start(2, step, Version(1, step)),
+            "here",
+        )
         try:
-            return [(await coordinator.join(name, ["here"], [], None, SyncSettings())).evaluates for name in ("a", "b")]
+            return [
+                (await coordinator.join(name, ["here"], [], None, SyncSettings())).evaluates
+                for name in ("a", "b")
+            ]
         finally:
             await coordinator.close()
 
-    assert [asyncio.run(joined(step)) for step in (3, 5, 6)] == [[False, False], [True, False], [True, False]]
+    assert [asyncio.run(joined(step)) for step in (3, 5, 6)] == [
+        [False, False],
+        [True, False],
+        [True, False],
+    ]
 
 
 def test_no_explorer_comes(plan, tmp_path):

@@ -1,4 +1,6 @@
-"""The memory estimate against real processes: a trainer of its own kind, and whole runs of the quickstart."""
+"""The memory estimate against real processes: a trainer of its own kind, and whole runs of the
+quickstart.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ for step in (1, 2):  # from the second on the moments are there
 lines = Path("/proc/self/status").read_text().splitlines()
 print(next(int(l.split()[1]) * 1024 for l in lines if l.startswith("VmHWM:")))
 """
-STEP = ("model.max_prompt_tokens=40", "model.max_response_tokens=24", "buffer.batch_size=8", "algorithm.repeat_times=8")
+STEP = (
+    "model.max_prompt_tokens=40",
+    "model.max_response_tokens=24",
+    "buffer.batch_size=8",
+    "algorithm.repeat_times=8",
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,23 +84,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(library(ALLOCATOR) is None, reason=f"{ALLOCATOR} is not installed; without it peaks are higher")
+@pytest.mark.skipif(
+    library(ALLOCATOR) is None, reason=f"{ALLOCATOR} is not installed; without it peaks are higher"
+)
 @pytest.mark.parametrize(
     "given",
     [
         (),
         ("trainer.enable_gradient_checkpointing=true",),
         pytest.param(("trainer.max_token_len_per_gpu=512",), marks=pytest.mark.slow),
-        pytest.param(("trainer.share_prompts=false", "trainer.max_token_len_per_gpu=1024"), marks=pytest.mark.slow),
+        pytest.param(
+            ("trainer.share_prompts=false", "trainer.max_token_len_per_gpu=1024"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["as it is", "checkpointing", "small budget", "padded"],
 )
 def test_trainer(model: Path, given: tuple[str, ...]) -> None:
-    overrides = [f"model.model_path={model}", f"buffer.explorer_input.taskset.path={ROWS}", *STEP, *given]
+    overrides = [
+        f"model.model_path={model}",
+        f"buffer.explorer_input.taskset.path={ROWS}",
+        *STEP,
+        *given,
+    ]
     report = check(GOOD, overrides, facts=Facts(cpus=2, gpus=0), schema_only=True)
     (estimate,) = [r.nbytes for r in report.memory if r.role == "trainer-0"]
     command = [sys.executable, "-c", TRAIN, str(GOOD), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=_environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=_environment()
+    )
     assert done.returncode == 0, done.stderr
     assert estimate == pytest.approx(int(done.stdout.split()[-1]), rel=0.15)
 

@@ -1,4 +1,6 @@
-"""An engine of one's own, named in the configuration: its arguments are checked, it passes the contract, a run trains with it."""
+"""An engine of one's own, named in the configuration: its arguments are checked, it passes the
+contract, a run trains with it.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +66,14 @@ def config(tmp_path: Path, tiny_model: Path) -> Path:
 
 class TestOwnEngine(EngineContract):
     @pytest.fixture
-    async def subject(self, config: Path, tiny_model: Path, tmp_path: Path) -> AsyncIterator[Subject]:
+    async def subject(
+        self, config: Path, tiny_model: Path, tmp_path: Path
+    ) -> AsyncIterator[Subject]:
         from safetensors.numpy import load_file
 
-        _, plan = await asyncio.to_thread(load_plan, config, ["model.max_prompt_tokens=500", "model.max_response_tokens=1"])
+        _, plan = await asyncio.to_thread(
+            load_plan, config, ["model.max_prompt_tokens=500", "model.max_response_tokens=1"]
+        )
         engine = await make(plan.engines[0])
         assert type(engine).__name__ == "Mine" and vars(engine)["greeting"] == "hi"
         aliases = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -1,4 +1,6 @@
-"""Placement on a real Ray with fake GPUs: every actor sits on its planned node and sees its own devices only."""
+"""Placement on a real Ray with fake GPUs: every actor sits on its planned node and sees its own
+devices only.
+"""
 
 import subprocess
 import sys
@@ -8,7 +10,13 @@ import pytest
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -63,7 +71,11 @@ print("placed")
 
 
 def on_fake_nodes(gpus, body):
-    return run(FAKE_NODES.replace("GIVEN", repr(gpus)).replace("BODY", textwrap.indent(textwrap.dedent(body), "    ").strip()))
+    return run(
+        FAKE_NODES.replace("GIVEN", repr(gpus)).replace(
+            "BODY", textwrap.indent(textwrap.dedent(body), "    ").strip()
+        )
+    )
 
 
 def test_eight_fake_gpus_on_one_node():
@@ -92,7 +104,9 @@ print("placed")
     [([4, 4], 2, 2, 4), ([8, 8, 8], 8, 1, 16), ([4, 8, 8, 8], 2, 4, 16)],
 )
 def test_every_actor_sits_on_its_planned_node(gpus, engines, tp, ranks):
-    """U6: the plan's nodes are those of Ray, so `rft check`'s picture is what happens, and neighbouring ranks share a node."""
+    """U6: the plan's nodes are those of Ray, so `rft check`'s picture is what happens, and
+    neighbouring ranks share a node.
+    """
     out = on_fake_nodes(
         gpus,
         f"""
@@ -112,7 +126,9 @@ def test_every_actor_sits_on_its_planned_node(gpus, engines, tp, ranks):
 
 
 def test_gpus_of_another_job_are_passed_over():
-    """A second process on the same Ray, an explorer for example, takes what is free, and waits for what is not."""
+    """A second process on the same Ray, an explorer for example, takes what is free, and waits for
+    what is not.
+    """
     out = on_fake_nodes(
         [4, 4],
         """

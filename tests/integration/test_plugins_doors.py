@@ -1,4 +1,6 @@
-"""Every door through which a plugin comes, opened by a real run: tasks → explorer → the durable buffer."""
+"""Every door through which a plugin comes, opened by a real run: tasks → explorer → the durable
+buffer.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ class OpenGate:
 
     async def next_batch(self, *, lag, fingerprint, total):
         self._next += 1
-        return Assignment(batch=self._next - 1, version=Version(1, 0)) if self._next <= total else "all are explored"
+        return (
+            Assignment(batch=self._next - 1, version=Version(1, 0))
+            if self._next <= total
+            else "all are explored"
+        )
 
     async def evaluates(self):
         return True
@@ -81,13 +87,26 @@ async def explore(tmp_path, workflow, reward, *, plugin_dirs=()):
     await buffer.open()
     try:
         lineage = (await buffer.start_lineage(None, None)).lineage
-        taskset = TasksetSettings(name="t", path=str(tasks), workflow=workflow, reward=reward, num_runs=2)
-        settings = ExplorerSettings(tasksets=(taskset,), batch_size=2, total_batches=1, plugin_dirs=plugin_dirs)
+        taskset = TasksetSettings(
+            name="t", path=str(tasks), workflow=workflow, reward=reward, num_runs=2
+        )
+        settings = ExplorerSettings(
+            tasksets=(taskset,), batch_size=2, total_batches=1, plugin_dirs=plugin_dirs
+        )
         engine, sink = ScriptedEngine(answer=lambda m: "x"), Sink()
-        explorer = Explorer(settings, model=engine, buffer=buffer.writer(lineage), gate=OpenGate(), sink=sink, lineage=lineage)
+        explorer = Explorer(
+            settings,
+            model=engine,
+            buffer=buffer.writer(lineage),
+            gate=OpenGate(),
+            sink=sink,
+            lineage=lineage,
+        )
         async with asyncio.timeout(60):
             await explorer.run()
-            lease = await buffer.reader(lineage).lease(1, groups=2, rows=None, deadline_s=30, max_staleness=None)
+            lease = await buffer.reader(lineage).lease(
+                1, groups=2, rows=None, deadline_s=30, max_staleness=None
+            )
         return decode(lease.frame)
     finally:
         await buffer.close()
@@ -153,15 +172,25 @@ async def test_a_plugin_plays_and_scores_through_its_door(tmp_path, monkeypatch,
 BROKEN = "import json\n\ndef helper():\n    raise RuntimeError('broken on import')\n\nhelper()\n"
 
 
-async def test_a_plugin_that_does_not_import_stops_the_run_with_its_traceback(tmp_path, monkeypatch):
+async def test_a_plugin_that_does_not_import_stops_the_run_with_its_traceback(
+    tmp_path, monkeypatch
+):
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / "bad.py").write_text(BROKEN)
-    with pytest.raises(PluginError, match=r"(?s)bad\.py failed to import.*line 4, in helper.*RuntimeError: broken on import"):
-        await explore(tmp_path, "simple_workflow", "exact_answer", plugin_dirs=(str(tmp_path / "dir"),))
+    with pytest.raises(
+        PluginError,
+        match=r"(?s)bad\.py failed to import.*line 4, in helper.*RuntimeError: broken on import",
+    ):
+        await explore(
+            tmp_path, "simple_workflow", "exact_answer", plugin_dirs=(str(tmp_path / "dir"),)
+        )
     with pytest.raises(PluginError, match="broken on import"):
         await explore(tmp_path, f"{tmp_path}/dir/bad.py:Flow", "exact_answer")
     distribution(tmp_path, monkeypatch, "door_bad_dist", "raise SystemExit(0)\n")
-    with pytest.raises(PluginError, match=r"(?s)entry point door_bad_dist = door_bad_dist failed to import.*SystemExit"):
+    with pytest.raises(
+        PluginError,
+        match=r"(?s)entry point door_bad_dist = door_bad_dist failed to import.*SystemExit",
+    ):
         await explore(tmp_path, "simple_workflow", "exact_answer")
 
 
@@ -169,7 +198,10 @@ def test_two_plugins_of_one_name_are_refused(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "flow.py").write_text(plugin("door_twice", 1.0))
-    with pytest.raises(PluginError, match=r"workflow 'door_twice' is defined twice: in .*/one/flow\.py and in .*/two/flow\.py"):
+    with pytest.raises(
+        PluginError,
+        match=r"workflow 'door_twice' is defined twice: in .*/one/flow\.py and in .*/two/flow\.py",
+    ):
         load_all([tmp_path / "one", tmp_path / "two"])
 
 
@@ -197,5 +229,7 @@ def test_refused_doors(tmp_path):
         REGISTRY.get("workflow", f"{tmp_path}/flow.py:Flaw")
     with pytest.raises(PluginError, match="is a reward"):
         REGISTRY.get("workflow", f"{tmp_path}/flow.py:grade")
-    with pytest.raises(PluginError, match=r"unknown workflow 'door_kimd'\.  Known: .*  Did you mean door_kind"):
+    with pytest.raises(
+        PluginError, match=r"unknown workflow 'door_kimd'\.  Known: .*  Did you mean door_kind"
+    ):
         REGISTRY.get("workflow", "door_kimd")

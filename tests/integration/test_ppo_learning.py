@@ -1,4 +1,6 @@
-"""PPO with a critic, four updates for each batch: a random model learns the tiny task, whatever the seed."""
+"""PPO with a critic, four updates for each batch: a random model learns the tiny task, whatever the
+seed.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,18 @@ from tests.helpers import runs
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps", "gain"), [(0, 22, 0.25), *(pytest.param(seed, 36, 0.3, marks=pytest.mark.slow) for seed in range(3))]
+    ("seed", "steps", "gain"),
+    [(0, 22, 0.25), *(pytest.param(seed, 36, 0.3, marks=pytest.mark.slow) for seed in range(3))],
 )
 def test_it_learns_with_a_critic(tmp_path, seed, steps, gain):
     model = tiny.make(tmp_path / "model", seed=seed)
     overrides = (
-        *(f"seed={seed}", "algorithm.algorithm_type=ppo", "trainer.ppo_epochs=4", "trainer.critic.optimizer.lr=1e-3"),
+        *(
+            f"seed={seed}",
+            "algorithm.algorithm_type=ppo",
+            "trainer.ppo_epochs=4",
+            "trainer.critic.optimizer.lr=1e-3",
+        ),
         *(
             f"trainer.total_steps={steps}",
             "explorer.eval_interval=1000",

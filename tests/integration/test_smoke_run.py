@@ -1,6 +1,8 @@
-"""One run with everything real, in the fast set: vLLM, Ray, two ranks; killed in the middle, and the same command goes on.
+"""One run with everything real, in the fast set: vLLM, Ray, two ranks; killed in the middle, and
+the same command goes on.
 
-The long forms of what is looked at here are test_main_job.py, test_run_kill.py and test_learner_ranks.py.
+The long forms of what is looked at here are test_main_job.py, test_run_kill.py and
+test_learner_ranks.py.
 """
 
 from __future__ import annotations
@@ -54,37 +56,70 @@ def smoke(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     run.wait_for(f"step {STEPS - 1}/")
     state = runs.state(root)
     family = [*runs.parts(state["run_id"]), psutil.Process(run.process.pid)]
-    listening = [c.laddr.ip for p in family for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
-    sockets = {Path(c.laddr) for p in family for c in p.net_connections(kind="unix") if str(c.laddr).startswith("/")}
+    listening = [
+        c.laddr.ip
+        for p in family
+        for c in p.net_connections(kind="inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
+    sockets = {
+        Path(c.laddr)
+        for p in family
+        for c in p.net_connections(kind="unix")
+        if str(c.laddr).startswith("/")
+    }
     assert sockets, "Ray has some"
-    of_all = [path for path in sockets if all(folder.stat().st_mode & 0o077 for folder in path.parents)]
+    of_all = [
+        path for path in sockets if all(folder.stat().st_mode & 0o077 for folder in path.parents)
+    ]
     runs.kill(family)
     killed = run.end()
     again = runs.Run(*arguments)
     code = again.end()
-    return Smoke(runs.folder(root), sorted(state["parts"]), listening, of_all, killed, code, again.output, runs.left(before))
+    return Smoke(
+        runs.folder(root),
+        sorted(state["parts"]),
+        listening,
+        of_all,
+        killed,
+        code,
+        again.output,
+        runs.left(before),
+    )
 
 
 def test_every_part_is_there_and_listens_on_loopback_alone(smoke: Smoke) -> None:
-    assert smoke.parts == ["buffer", "coordinator", "engine-0", "explorer", "trainer-0", "trainer-1"]
+    assert smoke.parts == [
+        "buffer",
+        "coordinator",
+        "engine-0",
+        "explorer",
+        "trainer-0",
+        "trainer-1",
+    ]
     assert smoke.listening, "a live run has listeners; none seen means the scan looked at nothing"
     assert {address.removeprefix("::ffff:") for address in smoke.listening} <= {"127.0.0.1", "::1"}
     assert not smoke.open_sockets, "other accounts of the machine get to them"
 
 
 def test_the_same_command_goes_on_after_kill_nine(smoke: Smoke) -> None:
-    assert smoke.killed != 0 and smoke.code == 0 and f"step {STEPS}/{STEPS}" in smoke.output, smoke.output
+    assert smoke.killed != 0 and smoke.code == 0 and f"step {STEPS}/{STEPS}" in smoke.output, (
+        smoke.output
+    )
     ok, found = runs.audit(smoke.folder)
     assert ok and found["balanced"] and found["used_twice"] == 0, found
     assert found["used"] == STEPS * 4 * 4, found
-    manifests.read(smoke.folder / "checkpoints" / f"global_step_{STEPS}")  # raises where a file is not whole
+    # raises where a file is not whole
+    manifests.read(smoke.folder / "checkpoints" / f"global_step_{STEPS}")
     assert smoke.left == []
 
 
 def test_every_version_is_proven(smoke: Smoke) -> None:
     records = read(smoke.folder / "metrics.jsonl")
     errors = series(records, "sync/canary_max_abs")
-    assert {step for step, _ in errors} == set(range(STEPS + 1)) and max(error for _, error in errors) <= 1e-4
+    assert {step for step, _ in errors} == set(range(STEPS + 1)) and max(
+        error for _, error in errors
+    ) <= 1e-4
     assert {step for step, _ in series(records, "actor/lr")} == set(range(1, STEPS + 1))
 
 
@@ -94,6 +129,8 @@ def test_engine_and_trainer_agree_on_every_token(smoke: Smoke) -> None:
     with open_run(smoke.folder) as questions:
         with questions.ask(kept) as answer:
             ((tokens, told, apart, values),) = answer.rows
-        with questions.ask("SELECT sum(num_response_tokens) FROM v_experiences WHERE state = 'used'") as answer:
+        with questions.ask(
+            "SELECT sum(num_response_tokens) FROM v_experiences WHERE state = 'used'"
+        ) as answer:
             ((used,),) = answer.rows
     assert tokens == told >= used > 0 and apart <= 1e-4 and values > 10, "on policy, row by row"

@@ -1,4 +1,6 @@
-"""Programs of several stages: each begins with the model that the one before exported, and what is done is not done again."""
+"""Programs of several stages: each begins with the model that the one before exported, and what is
+done is not done again.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ INPUT = {"default_workflow_type": "simple_workflow", "default_reward_fn_type": "
 def taskset(name: str, **more: Any) -> dict[str, Any]:
     return {
         "batch_size": 4,
-        "explorer_input": {**INPUT, "taskset": {"name": name, "path": "rft.testing.tiny:copy_tasks", **more}},
+        "explorer_input": {
+            **INPUT,
+            "taskset": {"name": name, "path": "rft.testing.tiny:copy_tasks", **more},
+        },
     }
 
 
@@ -33,9 +38,19 @@ def algorithm(lr: float) -> dict[str, Any]:
 
 
 STAGES: list[dict[str, Any]] = [
-    {"stage_name": "one", "buffer": taskset("copy"), "algorithm": algorithm(1e-2), "trainer": {"total_steps": 2}},
+    {
+        "stage_name": "one",
+        "buffer": taskset("copy"),
+        "algorithm": algorithm(1e-2),
+        "trainer": {"total_steps": 2},
+    },
     # too small a rate to change a float32: what comes out is what went in
-    {"stage_name": "two", "buffer": taskset("few", max_rows=8), "algorithm": algorithm(1e-30), "trainer": {"total_steps": 1}},
+    {
+        "stage_name": "two",
+        "buffer": taskset("few", max_rows=8),
+        "algorithm": algorithm(1e-30),
+        "trainer": {"total_steps": 1},
+    },
 ]
 
 
@@ -43,8 +58,18 @@ STAGES: list[dict[str, Any]] = [
 def program(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
     def write(stages: list[dict[str, Any]] | None = STAGES, **more: Any) -> Path:
         file = tmp_path / "program.yaml"
-        values = {"extends": str(TINY), "name": "program", "checkpoint_root_dir": str(tmp_path / "runs"), **more}
-        file.write_text(yaml.safe_dump({**values, "model": {"model_path": str(tiny_model)}, "stages": stages}, sort_keys=False))
+        values = {
+            "extends": str(TINY),
+            "name": "program",
+            "checkpoint_root_dir": str(tmp_path / "runs"),
+            **more,
+        }
+        file.write_text(
+            yaml.safe_dump(
+                {**values, "model": {"model_path": str(tiny_model)}, "stages": stages},
+                sort_keys=False,
+            )
+        )
         return file
 
     return write
@@ -63,11 +88,15 @@ def exported(run: Path, step: int) -> Path:
 
 
 def test_the_second_stage_begins_with_what_the_first_exported(
-    program: Callable[..., Path], tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    program: Callable[..., Path],
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     outcome = execute(program(), [], in_process=True)
     root = folder(tmp_path)
-    one, two = exported(root / "one", 2), exported(root / "two", 1)
+    one = exported(root / "one", 2)
+    two = exported(root / "two", 1)
     assert outcome.run_dir == root / "two" and outcome.version.step == 1
     assert weights(two) == weights(one), "the second stage began with other weights"
     assert weights(one) != weights(tiny_model), "the first stage learnt nothing"
@@ -89,19 +118,34 @@ def test_the_second_stage_begins_with_what_the_first_exported(
     capsys.readouterr()
     resumed = execute(program(), [], in_process=True)
     said = capsys.readouterr().out
-    assert resumed.version == outcome.version and "stage one is done at step 2" in said and "begins" not in said
+    assert (
+        resumed.version == outcome.version
+        and "stage one is done at step 2" in said
+        and "begins" not in said
+    )
 
     execute(program([{**STAGES[0], "algorithm": algorithm(1e-3)}, STAGES[1]]), [], in_process=True)
     said = capsys.readouterr().out
-    assert "stage one is done; that algorithm.optimizer.lr is 0.001 now (was 0.01) has no effect on it" in said
+    assert (
+        "stage one is done; that algorithm.optimizer.lr is 0.001 now (was 0.01) has no effect on it"
+        in said
+    )
     _changed(program, root)
 
 
 def _changed(program: Callable[..., Path], root: Path) -> None:
     """What may not change under a program that is done, or half done."""
     with pytest.raises(ConfigErrors, match=r"algorithm\.repeat_times: was 2"):
-        execute(program([{**STAGES[0], "algorithm": {**algorithm(1e-2), "repeat_times": 4}}, STAGES[1]]), [], in_process=True)
-    with pytest.raises(ConfigError, match="stage one is done at step 2 and the next one began with its model"):
+        execute(
+            program(
+                [{**STAGES[0], "algorithm": {**algorithm(1e-2), "repeat_times": 4}}, STAGES[1]]
+            ),
+            [],
+            in_process=True,
+        )
+    with pytest.raises(
+        ConfigError, match="stage one is done at step 2 and the next one began with its model"
+    ):
         execute(program(), ["stages.0.trainer.total_steps=3"], in_process=True)
     with pytest.raises(ConfigError, match="begin with one, two"):
         execute(program(STAGES[1:]), [], in_process=True)
@@ -119,15 +163,23 @@ def _changed(program: Callable[..., Path], root: Path) -> None:
     assert not (root / "three").exists()
 
 
-def test_a_step_of_a_later_stage_is_trained_again_from_its_own_model(program: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "spread.py").write_text("def spread(task, transcript):\n    return sum(transcript.answer.encode()) / 1000\n")
+def test_a_step_of_a_later_stage_is_trained_again_from_its_own_model(
+    program: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "spread.py").write_text(
+        "def spread(task, transcript):\n    return sum(transcript.answer.encode()) / 1000\n"
+    )
     given = taskset("copy", default_reward_fn_type=f"{tmp_path}/spread.py:spread")
     execute(program([{**s, "buffer": given} for s in STAGES]), [], in_process=True)
     rows = again(folder(tmp_path) / "two", 1).rows
-    assert any(r.loss for r in rows) and max(abs(r.apart) for r in rows) < 1e-4, "not what the first stage exported"
+    assert any(r.loss for r in rows) and max(abs(r.apart) for r in rows) < 1e-4, (
+        "not what the first stage exported"
+    )
 
 
-def test_a_killed_program_skips_what_is_done(program: Callable[..., Path], tmp_path: Path, launch: Callable[..., Any]) -> None:
+def test_a_killed_program_skips_what_is_done(
+    program: Callable[..., Path], tmp_path: Path, launch: Callable[..., Any]
+) -> None:
     arguments = ("run", "-c", str(program()), "--in-process")
     first = launch(*arguments)
     first.wait_for("stage two begins")
@@ -138,24 +190,44 @@ def test_a_killed_program_skips_what_is_done(program: Callable[..., Path], tmp_p
     folder(tmp_path).rename(moved)
     second = launch(*arguments, "--name", "moved")
     assert second.end() == 0, second.output
-    assert "stage one is done at step 2" in second.output and "stage one begins" not in second.output
+    assert (
+        "stage one is done at step 2" in second.output and "stage one begins" not in second.output
+    )
     assert weights(exported(moved / "two", 1)) == weights(exported(moved / "one", 2))
 
 
-def test_a_stage_that_fails_stops_the_program(program: Callable[..., Path], tmp_path: Path, launch: Callable[..., Any]) -> None:
-    (tmp_path / "bad.py").write_text("def grade(task, transcript):\n    raise ArithmeticError('cannot judge')\n")
-    broken = {**STAGES[1], "buffer": taskset("few", default_reward_fn_type=f"{tmp_path}/bad.py:grade")}
+def test_a_stage_that_fails_stops_the_program(
+    program: Callable[..., Path], tmp_path: Path, launch: Callable[..., Any]
+) -> None:
+    (tmp_path / "bad.py").write_text(
+        "def grade(task, transcript):\n    raise ArithmeticError('cannot judge')\n"
+    )
+    broken = {
+        **STAGES[1],
+        "buffer": taskset("few", default_reward_fn_type=f"{tmp_path}/bad.py:grade"),
+    }
     stages = [STAGES[0], broken, {**STAGES[1], "stage_name": "three"}]
     run = launch("run", "-c", str(program(stages)), "--in-process")
     assert run.end() == 4 and "cannot judge" in run.output, run.output
     facts = collect(folder(tmp_path))
-    assert facts["phase"] == "failed" and [s["phase"] for s in facts["stages"]] == ["done", "failed", "not begun"]
+    assert facts["phase"] == "failed" and [s["phase"] for s in facts["stages"]] == [
+        "done",
+        "failed",
+        "not begun",
+    ]
     assert not (folder(tmp_path) / "three").exists()
-    assert copy_model(folder(tmp_path), tmp_path / "out", None).is_dir(), "what the first stage exported"
+    assert copy_model(folder(tmp_path), tmp_path / "out", None).is_dir(), (
+        "what the first stage exported"
+    )
 
 
-def test_a_mistake_in_a_later_stage_is_told_before_anything_starts(program: Callable[..., Path], tmp_path: Path) -> None:
-    stages = [STAGES[0], {**STAGES[1], "buffer": taskset("few", path=str(tmp_path / "missing.jsonl"))}]
+def test_a_mistake_in_a_later_stage_is_told_before_anything_starts(
+    program: Callable[..., Path], tmp_path: Path
+) -> None:
+    stages = [
+        STAGES[0],
+        {**STAGES[1], "buffer": taskset("few", path=str(tmp_path / "missing.jsonl"))},
+    ]
     with pytest.raises(ConfigErrors, match=r"stages\[1\]\.buffer.*\(stage two\)"):
         execute(program(stages), [], in_process=True)
     assert not folder(tmp_path).exists()
@@ -176,22 +248,54 @@ def test_the_folder_of_a_run_is_not_taken(program: Callable[..., Path], tmp_path
         execute(program(), [], in_process=True)
 
 
-def test_the_last_stage_may_go_on(program: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No other stage has begun with its model; `nothing to do` says that trainer.total_steps continues it."""
+def test_the_last_stage_may_go_on(
+    program: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No other stage has begun with its model; `nothing to do` says that trainer.total_steps
+    continues it.
+    """
     execute(program(STAGES[:1]), [], in_process=True, plugin_dirs=[str(tmp_path)])
-    outcome = execute(program(STAGES[:1]), ["stages.0.trainer.total_steps=3"], in_process=True, plugin_dirs=[str(tmp_path)])
-    assert outcome.version.step == 3 and outcome.resumed_from is not None and outcome.resumed_from.step == 2
+    outcome = execute(
+        program(STAGES[:1]),
+        ["stages.0.trainer.total_steps=3"],
+        in_process=True,
+        plugin_dirs=[str(tmp_path)],
+    )
+    assert (
+        outcome.version.step == 3
+        and outcome.resumed_from is not None
+        and outcome.resumed_from.step == 2
+    )
     assert collect(folder(tmp_path))["stages"][0]["version"] == str(outcome.version)
-    tasks = [{**STAGES[0], "trainer": {"total_steps": None}, "buffer": {**taskset("copy"), "total_tasks": 4}}]
+    tasks = [
+        {
+            **STAGES[0],
+            "trainer": {"total_steps": None},
+            "buffer": {**taskset("copy"), "total_tasks": 4},
+        }
+    ]
     assert execute(program(tasks, name="tasks"), [], in_process=True).version.step == 1
-    outcome = execute(program(tasks, name="tasks"), ["stages.0.buffer.total_tasks=8"], in_process=True)
+    outcome = execute(
+        program(tasks, name="tasks"), ["stages.0.buffer.total_tasks=8"], in_process=True
+    )
     assert outcome.version.step == 2 and "has no effect" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["bench", "explore"])
-def test_a_stage_that_has_no_model_to_hand_on_is_refused(mode: str, program: Callable[..., Path], tmp_path: Path) -> None:
-    evals = {**INPUT, "eval_tasksets": [{"name": "copied", "path": "rft.testing.tiny:copy_tasks", "split": "eval"}]}
+def test_a_stage_that_has_no_model_to_hand_on_is_refused(
+    mode: str, program: Callable[..., Path], tmp_path: Path
+) -> None:
+    evals = {
+        **INPUT,
+        "eval_tasksets": [
+            {"name": "copied", "path": "rft.testing.tiny:copy_tasks", "split": "eval"}
+        ],
+    }
     given = {"batch_size": 4, "explorer_input": {**taskset("copy")["explorer_input"], **evals}}
     with pytest.raises(ConfigErrors, match=r"mode: is for a run of its own.*stage score"):
-        execute(program([STAGES[0], {"stage_name": "score", "mode": mode, "buffer": given}]), [], in_process=True)
+        execute(
+            program([STAGES[0], {"stage_name": "score", "mode": mode, "buffer": given}]),
+            [],
+            in_process=True,
+        )
     assert not folder(tmp_path).exists()

@@ -1,4 +1,6 @@
-"""What a Ray of our own is told, starts and writes: cluster.ray_init.num_cpus and monitor.enable_ray_timeline."""
+"""What a Ray of our own is told, starts and writes: cluster.ray_init.num_cpus and
+monitor.enable_ray_timeline.
+"""
 
 import json
 import subprocess
@@ -40,7 +42,9 @@ def test_what_a_ray_of_our_own_is_told_starts_and_writes(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-4000:]
     logs = set(done.stdout.split())
     assert {"gcs_server", "raylet", "dashboard_agent"} <= logs
-    assert not logs & {"dashboard", "monitor", "log_monitor"}, "each takes processor time, and nothing uses it"
+    assert not logs & {"dashboard", "monitor", "log_monitor"}, (
+        "each takes processor time, and nothing uses it"
+    )
     events = json.loads(path.read_text())
     assert any("work" in str(e.get("name")) for e in events), events
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

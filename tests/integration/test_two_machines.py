@@ -1,6 +1,8 @@
-"""A run over two machines: two hosts with a network between them, each with disks and memory of its own, on one Ray.
+"""A run over two machines: two hosts with a network between them, each with disks and memory of its
+own, on one Ray.
 
-The hosts are namespaces of Linux (network, mounts, host name), which takes root; elsewhere these tests are skipped.
+The hosts are namespaces of Linux (network, mounts, host name), which takes root; elsewhere these
+tests are skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ START_S = 400
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, NEEDED)), reason=f"needs root and {', '.join(NEEDED)}"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, NEEDED)),
+        reason=f"needs root and {', '.join(NEEDED)}",
+    ),
 ]
 
 
@@ -34,7 +39,9 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """Host `rft-<number>` with address 192.0.2.<number> (RFC 5737); what is in `disks` is empty there, and stays there."""
+    """Host `rft-<number>` with address 192.0.2.<number> (RFC 5737); what is in `disks` is empty
+    there, and stays there.
+    """
 
     def __init__(self, number: int, disks: list[Path], opened: ExitStack) -> None:
         self.address = f"192.0.2.{number}"
@@ -78,7 +85,20 @@ class Machine:
 
 def connect(first: Machine, second: Machine) -> None:
     ends = [f"v{os.getpid()}-{number}" for number in (1, 2)]
-    ip("link", "add", ends[0], "netns", first.namespace, "type", "veth", "peer", "name", ends[1], "netns", second.namespace)
+    ip(
+        "link",
+        "add",
+        ends[0],
+        "netns",
+        first.namespace,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        ends[1],
+        "netns",
+        second.namespace,
+    )
     for machine, end in zip((first, second), ends, strict=True):
         ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", end)
         ip("-n", machine.namespace, "link", "set", end, "up")
@@ -93,9 +113,16 @@ class Machines:
         self.machines = [Machine(number, [here, self.root], opened) for number in (1, 2)]
         first, second = self.machines
         connect(first, second)
-        self._address, self._environment = f"{first.address}:6379", runs.ray_environment()
+        self._address = f"{first.address}:6379"
+        self._environment = runs.ray_environment()
         memory = "--object-store-memory=100000000"
-        head = ("--head", "--port=6379", f"--node-ip-address={first.address}", "--include-dashboard=false", f"--temp-dir={here}")
+        head = (
+            "--head",
+            "--port=6379",
+            f"--node-ip-address={first.address}",
+            "--include-dashboard=false",
+            f"--temp-dir={here}",
+        )
         opened.callback(runs.Ray(*head, memory, env=self._environment, within=first.within).end)
         joins = (f"--address={self._address}", f"--node-ip-address={second.address}")
         opened.callback(runs.Ray(*joins, memory, env=self._environment, within=second.within).end)
@@ -112,7 +139,15 @@ class Machines:
             "explorer.eval_interval=4",
         )
         within = self.machines[number - 1].within
-        return runs.Run("run", "-c", str(EXAMPLE / file), *given, *overrides, env=self._environment, within=within)
+        return runs.Run(
+            "run",
+            "-c",
+            str(EXAMPLE / file),
+            *given,
+            *overrides,
+            env=self._environment,
+            within=within,
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -129,25 +164,42 @@ def machines() -> Iterator[Machines]:
         yield Machines(opened)
 
 
-def test_weights_are_broadcast_to_a_machine_that_shares_no_disk(machines: Machines, tiny_model: Path) -> None:
+def test_weights_are_broadcast_to_a_machine_that_shares_no_disk(
+    machines: Machines, tiny_model: Path
+) -> None:
     way = "synchronizer.sync_method=nccl"
-    explorer, trainer = machines.run(2, "explore.yaml", tiny_model, way), machines.run(1, "train.yaml", tiny_model, way)
+    explorer = machines.run(2, "explore.yaml", tiny_model, way)
+    trainer = machines.run(1, "train.yaml", tiny_model, way)
     codes = [x.end(START_S) for x in (trainer, explorer)]
     assert codes == [0, 0], f"{trainer.output}\n{explorer.output}"
-    here, there = machines.folder(1), machines.folder(2)
+    here = machines.folder(1)
+    there = machines.folder(2)
     assert "explorer first on rft-2 has joined" in (here / "logs" / "coordinator.log").read_text()
     assert (here / "checkpoints").is_dir() and (here / "logs" / "trainer-0.log").is_file()
-    assert {p.name for p in there.iterdir()} == {"explorers"}, "what the trainer's command owns lies on its machine"
+    assert {p.name for p in there.iterdir()} == {"explorers"}, (
+        "what the trainer's command owns lies on its machine"
+    )
     assert (there / "explorers" / "first" / "logs" / "engine-0.log").is_file()
-    audit = [*machines.machines[0].within, sys.executable, str(runs.ROOT / "scripts" / "audit.py"), str(machines.run_dir)]
+    audit = [
+        *machines.machines[0].within,
+        sys.executable,
+        str(runs.ROOT / "scripts" / "audit.py"),
+        str(machines.run_dir),
+    ]
     done = subprocess.run(audit, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "acked 512 = used 512" in done.stdout, done.stdout + done.stderr
 
 
-def test_memory_is_refused_to_an_explorer_of_another_machine(machines: Machines, tiny_model: Path) -> None:
-    trainer, explorer = machines.run(1, "train.yaml", tiny_model), machines.run(2, "explore.yaml", tiny_model)
+def test_memory_is_refused_to_an_explorer_of_another_machine(
+    machines: Machines, tiny_model: Path
+) -> None:
+    trainer = machines.run(1, "train.yaml", tiny_model)
+    explorer = machines.run(2, "explore.yaml", tiny_model)
     assert explorer.end(START_S) == 3, explorer.output
-    assert "memory works inside one machine" in explorer.output and "are on rft-2" not in trainer.output
+    assert (
+        "memory works inside one machine" in explorer.output
+        and "are on rft-2" not in trainer.output
+    )
     trainer.interrupt()
     assert trainer.end(START_S) == 130, trainer.output
 
@@ -179,11 +231,32 @@ def test_ranks_on_two_machines_meet_where_both_see_the_run_folder(tmp_path: Path
         connect(first, second)
         (tmp_path / "meeting").touch()
         ranks = [
-            subprocess.Popen([*machine.within, sys.executable, "-c", RANK, str(rank), str(tmp_path / "meeting"), machine.address])
+            subprocess.Popen(
+                [
+                    *machine.within,
+                    sys.executable,
+                    "-c",
+                    RANK,
+                    str(rank),
+                    str(tmp_path / "meeting"),
+                    machine.address,
+                ]
+            )
             for rank, machine in enumerate((first, second))
         ]
         assert [rank.wait(START_S) for rank in ranks] == [0, 0]
         first.path(apart / "meeting").touch()
-        alone = [*second.within, sys.executable, "-c", RANK, "1", str(apart / "meeting"), second.address]
+        alone = [
+            *second.within,
+            sys.executable,
+            "-c",
+            RANK,
+            "1",
+            str(apart / "meeting"),
+            second.address,
+        ]
         done = subprocess.run(alone, capture_output=True, text=True, check=False)
-        assert "trainer rank 1 on rft-2 does not see" in done.stderr and "checkpoint_root_dir" in done.stderr
+        assert (
+            "trainer rank 1 on rft-2 does not see" in done.stderr
+            and "checkpoint_root_dir" in done.stderr
+        )

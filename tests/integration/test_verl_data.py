@@ -1,4 +1,6 @@
-"""veRL's data as it is: parquet files train from end to end, scored by their data source and by a function with veRL's signature."""
+"""veRL's data as it is: parquet files train from end to end, scored by their data source and by a
+function with veRL's signature.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,23 @@ def verl_row(source: str, index: int, split: str, question: str, answer: str) ->
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two folders of train.parquet and test.parquet, as veRL's preprocessing writes them, and the function."""
+    """Two folders of train.parquet and test.parquet, as veRL's preprocessing writes them, and the
+    function.
+    """
     root = tmp_path_factory.mktemp("verl_data")
     for folder, source in (("gsm8k", "openai/gsm8k"), ("copy", "my/copy")):
         (root / folder).mkdir()
         for split, first in (("train", 0), ("test", 1000)):
-            rows = [verl_row(source, i, split, f"{first + i}x{i % 10}", str(i % 10)) for i in range(24)]
+            rows = [
+                verl_row(source, i, split, f"{first + i}x{i % 10}", str(i % 10)) for i in range(24)
+            ]
             pq.write_table(pa.Table.from_pylist(rows), root / folder / f"{split}.parquet")
     long = [verl_row("openai/gsm8k", i, "long", "x" * (20 + 4 * i), "1") for i in range(20)]
     pq.write_table(pa.Table.from_pylist(long), root / "long.parquet")
-    mixed = [verl_row("openai/gsm8k" if i < 19 else "nobody/knows", i, "train", "x", "1") for i in range(20)]
+    mixed = [
+        verl_row("openai/gsm8k" if i < 19 else "nobody/knows", i, "train", "x", "1")
+        for i in range(20)
+    ]
     pq.write_table(pa.Table.from_pylist(mixed), root / "mixed.parquet")
     (root / "custom.py").write_text(CUSTOM)
     return root
@@ -72,12 +81,21 @@ def config(data: Path, tiny_model: Path, tmp_path: Path) -> Path:
             "explorer_input": {
                 "default_workflow_type": "simple_workflow",
                 "tasksets": [
-                    {"name": "gsm8k", "path": f"{data}/gsm8k", "split": "train", "format": {"preset": "verl"}},
+                    {
+                        "name": "gsm8k",
+                        "path": f"{data}/gsm8k",
+                        "split": "train",
+                        "format": {"preset": "verl"},
+                    },
                     {
                         "name": "copy",
                         "path": f"{data}/copy",
                         "split": "train",
-                        "format": {"preset": "verl", "prompt_key": "prompt", "reward_fn_key": "data_source"},
+                        "format": {
+                            "preset": "verl",
+                            "prompt_key": "prompt",
+                            "reward_fn_key": "data_source",
+                        },
                         "default_reward_fn_type": f"{data}/custom.py:compute_score",
                         "reward_fn_args": {"bonus": 0.0},
                         "data_selector": {"selector_type": "shuffle"},
@@ -94,7 +112,13 @@ def config(data: Path, tiny_model: Path, tmp_path: Path) -> Path:
                     }
                     for name, more in (
                         ("gsm8k", {}),
-                        ("copy", {"default_reward_fn_type": f"{data}/custom.py:compute_score", "max_samples": 5}),
+                        (
+                            "copy",
+                            {
+                                "default_reward_fn_type": f"{data}/custom.py:compute_score",
+                                "max_samples": 5,
+                            },
+                        ),
                     )
                 ],
             },
@@ -127,11 +151,18 @@ def test_check_shows_rows_and_the_gold_reward(config: Path) -> None:
     assert done.code == 0, done.output
     report = json.loads(done.output)
     gsm8k, copy, gsm8k_eval, copy_eval = report["tasksets"]
-    assert [r["prompt"] for r in gsm8k["rows"]] == [f"<|im_start|>u{i}x{i}<|im_end|><|im_start|>a" for i in (0, 1)]
+    assert [r["prompt"] for r in gsm8k["rows"]] == [
+        f"<|im_start|>u{i}x{i}<|im_end|><|im_start|>a" for i in (0, 1)
+    ]
     assert [r["truth"] for r in gsm8k["rows"]] == ["0", "1"]
     for taskset in report["tasksets"]:
         assert [r["gold_reward"] for r in taskset["rows"]] == [1.0, 1.0]
-    assert (gsm8k["num_rows"], copy["num_rows"], gsm8k_eval["num_rows"], copy_eval["num_rows"]) == (24, 24, 24, 5)
+    assert (gsm8k["num_rows"], copy["num_rows"], gsm8k_eval["num_rows"], copy_eval["num_rows"]) == (
+        24,
+        24,
+        24,
+        5,
+    )
     assert report["plan"]["explorer"]["eval_tasksets"][0]["sampling"]["temperature"] == 0
     shown = rft("check", "--config", str(config))
     assert "gsm8k[0] of 24" in shown.output and "scores 1" in shown.output
@@ -139,7 +170,10 @@ def test_check_shows_rows_and_the_gold_reward(config: Path) -> None:
 
 def test_an_unknown_data_source_is_named(config: Path, data: Path) -> None:
     answer = said(config, f"{INPUT}.tasksets.0.path={data}/mixed.parquet")
-    assert f"{INPUT}.tasksets[0].format.reward_fn_key: row 19 of" in answer and "'nobody/knows'" in answer
+    assert (
+        f"{INPUT}.tasksets[0].format.reward_fn_key: row 19 of" in answer
+        and "'nobody/knows'" in answer
+    )
     assert "openai/gsm8k" in answer and "default_reward_fn_type" in answer
     own = f"{INPUT}.tasksets.0.default_reward_fn_type=exact_answer"
     assert said(config, f"{INPUT}.tasksets.0.path={data}/mixed.parquet", own) == ""
@@ -147,22 +181,46 @@ def test_an_unknown_data_source_is_named(config: Path, data: Path) -> None:
 
 def test_a_function_that_raises_or_says_nan_fails_its_runs(config: Path, data: Path) -> None:
     broken = f"{INPUT}.tasksets.1.default_reward_fn_type={data}/custom.py:broken"
-    only = [f"{INPUT}.tasksets.0.weight=0.001", f"{INPUT}.tasksets.1.weight=1", f"{INPUT}.tasksets.1.reward_fn_args={{}}"]
-    with pytest.raises(RunFailed, match=r"nothing to compare with|is nan; it must be a finite number"):
-        execute(config, [broken, *only, "explorer.eval_on_startup=false", "buffer.max_refill=2"], in_process=True)
+    only = [
+        f"{INPUT}.tasksets.0.weight=0.001",
+        f"{INPUT}.tasksets.1.weight=1",
+        f"{INPUT}.tasksets.1.reward_fn_args={{}}",
+    ]
+    with pytest.raises(
+        RunFailed, match=r"nothing to compare with|is nan; it must be a finite number"
+    ):
+        execute(
+            config,
+            [broken, *only, "explorer.eval_on_startup=false", "buffer.max_refill=2"],
+            in_process=True,
+        )
 
 
 def test_long_prompts_are_left_out_before_training(config: Path, data: Path) -> None:
     """Prompts of 25, 29, 33 ... 101 tokens; 60 are allowed, so 9 of 20 rows stay."""
-    overrides = [f"{INPUT}.tasksets.0.path={data}/long.parquet", f"{INPUT}.tasksets.0.filter_overlong_prompts=true"]
+    overrides = [
+        f"{INPUT}.tasksets.0.path={data}/long.parquet",
+        f"{INPUT}.tasksets.0.filter_overlong_prompts=true",
+    ]
     report = check(config, overrides, facts=Facts(cpus=2, gpus=0))
     assert report.ok, report.errors
     assert report.tasksets[0].num_rows == 9
     (note,) = [n for n in report.notes if "left out" in n]
-    assert note.startswith(f"{INPUT}.tasksets[0]: 11 of 20 rows are left out") and "up to 101" in note and "Rows 9, 10" in note
+    assert (
+        note.startswith(f"{INPUT}.tasksets[0]: 11 of 20 rows are left out")
+        and "up to 101" in note
+        and "Rows 9, 10" in note
+    )
     steps = ["buffer.total_epochs=1", "trainer.total_steps=null"]
-    assert check(config, [*overrides, *steps], facts=Facts(cpus=2, gpus=0)).plan.total_steps == (9 + 24) // 4  # type: ignore[union-attr]
-    execute(config, [*overrides, "explorer.eval_on_startup=false", "trainer.total_steps=2"], in_process=True)
+    assert (
+        check(config, [*overrides, *steps], facts=Facts(cpus=2, gpus=0)).plan.total_steps
+        == (9 + 24) // 4
+    )  # type: ignore[union-attr]
+    execute(
+        config,
+        [*overrides, "explorer.eval_on_startup=false", "trainer.total_steps=2"],
+        in_process=True,
+    )
     log = (load_plan(config)[1].run_dir / "logs" / "launcher.log").read_text()
     assert "taskset gsm8k: 11 of 20 rows are left out" in log
 
@@ -174,8 +232,14 @@ def test_long_prompts_are_left_out_before_training(config: Path, data: Path) -> 
         ("format.chosen_key=better", "format.chosen_key"),
     ],
 )
-def test_what_has_no_meaning_is_refused_by_check_and_run(config: Path, override: str, key: str) -> None:
-    overrides = [f"{INPUT}.tasksets.1.{override}", "trainer.total_steps=null", "buffer.total_epochs=1"]
+def test_what_has_no_meaning_is_refused_by_check_and_run(
+    config: Path, override: str, key: str
+) -> None:
+    overrides = [
+        f"{INPUT}.tasksets.1.{override}",
+        "trainer.total_steps=null",
+        "buffer.total_epochs=1",
+    ]
     report = check(config, overrides, facts=Facts(cpus=2, gpus=0))
     assert [e.key for e in report.errors] == [f"{INPUT}.tasksets[1].{key}"]
     with pytest.raises(ConfigError, match="has no meaning here"):

@@ -1,4 +1,6 @@
-"""vLLM for real with an adapter alone, tiny models on CPU: in our layers beside vLLM's, in vLLM's LoRA layers, and cut in two."""
+"""vLLM for real with an adapter alone, tiny models on CPU: in our layers beside vLLM's, in vLLM's
+LoRA layers, and cut in two.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +21,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's imports are full of other people's deprecations
 ]
 FIRST_FAULT = 40  # faults fire at these loads of an engine, after all that the contract does
-FAULTS = ("sync.skip", "sync.stale_head", "sync.corrupt_byte", "sync.missing_tensor", "sync.wrong_version")
+FAULTS = (
+    "sync.skip",
+    "sync.stale_head",
+    "sync.corrupt_byte",
+    "sync.missing_tensor",
+    "sync.wrong_version",
+)
 SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # of merged layers only some parts
 
 
@@ -32,7 +40,9 @@ class Counting(VllmEngine):
 
 
 def faulty(adapted: Adapted, engine: Counting) -> Adapted:
-    """The engine's process has RFT_FAULT from its start: loads without a fault until the one before it."""
+    """The engine's process has RFT_FAULT from its start: loads without a fault until the one before
+    it.
+    """
 
     async def arm(point: str) -> None:
         at = FIRST_FAULT + FAULTS.index(point)
@@ -46,7 +56,12 @@ def faulty(adapted: Adapted, engine: Counting) -> Adapted:
 
 async def started(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> Counting:
     settings = EngineSettings(
-        model_path=str(folder), max_model_len=501, max_num_seqs=64, kv_cache_bytes=1 << 28, max_num_batched_tokens=512, **changes
+        model_path=str(folder),
+        max_model_len=501,
+        max_num_seqs=64,
+        kv_cache_bytes=1 << 28,
+        max_num_batched_tokens=512,
+        **changes,
     )
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
         patch.delenv(name, raising=False)
@@ -57,7 +72,9 @@ async def started(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> Co
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def beside(tiny_model: Path, environment: pytest.MonkeyPatch) -> AsyncIterator[Counting]:
-    environment.setenv("RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS)))
+    environment.setenv(
+        "RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS))
+    )
     engine = await started(tiny_model, environment)
     yield engine
     await engine.close()
@@ -79,13 +96,18 @@ async def check_scores(adapted: Adapted) -> None:
     from rft.testing.engine_contract import ask
 
     (made,) = await adapted.engine.generate(ask(max_tokens=12))
-    row = ScoreRow(tokens=np.concatenate([made.prompt_tokens, made.tokens]), prompt_length=len(made.prompt_tokens))
+    row = ScoreRow(
+        tokens=np.concatenate([made.prompt_tokens, made.tokens]),
+        prompt_length=len(made.prompt_tokens),
+    )
     assert np.abs(await adapted.engine.logprobs(row) - made.logprobs).max() < 1e-4
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def native(tiny_untied: Path, environment: pytest.MonkeyPatch) -> AsyncIterator[Counting]:
-    environment.setenv("RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS)))
+    environment.setenv(
+        "RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS))
+    )
     engine = await started(tiny_untied, environment, lora_rank=RANK, max_cpu_loras=2)
     yield engine
     await engine.close()
@@ -104,8 +126,12 @@ class TestNative(AdapterContract):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{}, {"lora_rank": RANK}, {"lora_rank": RANK, "fully_sharded_loras": True}], ids=str)
-async def test_two_shards(how: dict[str, Any], tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"lora_rank": RANK}, {"lora_rank": RANK, "fully_sharded_loras": True}], ids=str
+)
+async def test_two_shards(
+    how: dict[str, Any], tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Tensor parallel 2: each worker cuts its own part."""
     environment.delenv("RFT_FAULT", raising=False)
     engine = await started(tiny_model, environment, tensor_parallel_size=2, **how)

@@ -1,4 +1,6 @@
-"""vLLM for real, tiny models on CPU: the engine contract, log-probs after every load, and each injected fault made visible."""
+"""vLLM for real, tiny models on CPU: the engine contract, log-probs after every load, and each
+injected fault made visible.
+"""
 
 import asyncio
 import os
@@ -30,7 +32,13 @@ pytestmark = [
 ]
 LENGTH = 501
 FIRST_FAULT = 62  # faults fire at these loads of the tied engine, after all that the contract does
-FAULTS = ("sync.skip", "sync.stale_head", "sync.corrupt_byte", "sync.missing_tensor", "sync.wrong_version")
+FAULTS = (
+    "sync.skip",
+    "sync.stale_head",
+    "sync.corrupt_byte",
+    "sync.missing_tensor",
+    "sync.wrong_version",
+)
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -44,7 +52,13 @@ class Counting(VllmEngine):
 
 
 def settings_for(folder: Path, **changes: Any) -> EngineSettings:
-    return EngineSettings(model_path=str(folder), max_model_len=LENGTH, max_num_seqs=64, kv_cache_bytes=1 << 28, **changes)
+    return EngineSettings(
+        model_path=str(folder),
+        max_model_len=LENGTH,
+        max_num_seqs=64,
+        kv_cache_bytes=1 << 28,
+        **changes,
+    )
 
 
 async def started(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> Counting:
@@ -56,7 +70,9 @@ async def started(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> Co
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def tied_engine(tiny_model: Path, environment: pytest.MonkeyPatch) -> AsyncIterator[Counting]:
-    environment.setenv("RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS)))
+    environment.setenv(
+        "RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS))
+    )
     counted = {"worker_cls": "tests.helpers.counting_worker.CountingWorker"}
     engine = await started(tiny_model, environment, sleep_level=2, extra_engine_args=counted)
     with pytest.raises(EngineFailed, match="no weights were loaded"):
@@ -108,7 +124,9 @@ class TestContract(EngineContract):
 async def test_vllm_sleeps_and_wakes_in_this_order(
     tied_engine: Counting, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own calls, which do nothing on a CPU: the cache comes back after the weights are loaded and labelled."""
+    """vLLM's own calls, which do nothing on a CPU: the cache comes back after the weights are
+    loaded and labelled.
+    """
     said: list[tuple[object, ...]] = []
 
     def told(name: str) -> None:
@@ -120,7 +138,13 @@ async def test_vllm_sleeps_and_wakes_in_this_order(
 
         monkeypatch.setattr(tied_engine._llm, name, call)
 
-    for name in ("pause_generation", "sleep", "wake_up", "update_weight_version", "resume_generation"):
+    for name in (
+        "pause_generation",
+        "sleep",
+        "wake_up",
+        "update_weight_version",
+        "resume_generation",
+    ):
         told(name)
     subject = Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path)
     await tied_engine.pause()
@@ -141,7 +165,9 @@ async def test_vllm_sleeps_and_wakes_in_this_order(
     assert (await tied_engine.generate(ask()))[0].version == version
 
 
-async def check_parity(engine: VllmEngine, folder: Path, tied: dict[str, str], tmp_path: Path) -> None:
+async def check_parity(
+    engine: VllmEngine, folder: Path, tied: dict[str, str], tmp_path: Path
+) -> None:
     for step, temperature in ((1001, 1.0), (1002, 0.7)):
         weights = shaken(weights_of(folder), step)
         subject = Subject(engine, weights, tied, tmp_path)
@@ -161,18 +187,29 @@ async def check_parity(engine: VllmEngine, folder: Path, tied: dict[str, str], t
                 await engine.logprobs(row)
 
 
-async def test_log_probs_after_each_load(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+async def test_log_probs_after_each_load(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path
+) -> None:
     await check_parity(tied_engine, tiny_model, TIED, tmp_path)
 
 
-async def test_log_probs_after_a_broadcast(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+async def test_log_probs_after_a_broadcast(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path
+) -> None:
     import torch
 
-    sending = Sending(tmp_path, settings=SyncSettings(method="nccl", timeout_s=120.0, bucket_bytes=200_000, overlap=True))
+    sending = Sending(
+        tmp_path,
+        settings=SyncSettings(method="nccl", timeout_s=120.0, bucket_bytes=200_000, overlap=True),
+    )
     try:
         for step in (1, 2):
             weights = shaken(weights_of(tiny_model), 70 + step)
-            manifest = sending.stage(Version(1, 2000 + step), ((n, torch.from_numpy(w)) for n, w in weights.items()), TIED)
+            manifest = sending.stage(
+                Version(1, 2000 + step),
+                ((n, torch.from_numpy(w)) for n, w in weights.items()),
+                TIED,
+            )
             await tied_engine.pause()
             report = await sending.load(tied_engine, manifest)
             await tied_engine.resume()
@@ -183,9 +220,14 @@ async def test_log_probs_after_a_broadcast(tied_engine: Counting, tiny_model: Pa
         sending.close()
 
 
-async def test_prefill_is_shared_and_recomputed(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
-    """After a load in the middle of an answer its later tokens have the new model's log-probs, prompt included."""
-    old, new = shaken(weights_of(tiny_model), 5), shaken(weights_of(tiny_model), 6)
+async def test_prefill_is_shared_and_recomputed(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path
+) -> None:
+    """After a load in the middle of an answer its later tokens have the new model's log-probs,
+    prompt included.
+    """
+    old = shaken(weights_of(tiny_model), 5)
+    new = shaken(weights_of(tiny_model), 6)
     subject = Subject(tied_engine, new, TIED, tmp_path)
     await subject.publish(old, Version(2, 1))
     task = asyncio.create_task(tied_engine.generate(ask(max_tokens=400, ignore_eos=True)))
@@ -207,20 +249,28 @@ async def test_prefill_is_shared_and_recomputed(tied_engine: Counting, tiny_mode
     )
     assert difference(reference(tiny_model, new), [later]) < 1e-4
     assert (held.requests, held.aborted) == (1, 0) and held.tokens_per_s > 0
-    assert held.recomputed_tokens == len(made.prompt_tokens) + cut - 1, "the newest token has no keys yet"
+    assert held.recomputed_tokens == len(made.prompt_tokens) + cut - 1, (
+        "the newest token has no keys yet"
+    )
     idle = (await subject.publish(new, Version(2, 3))).held
     assert (idle.requests, idle.recomputed_tokens, idle.tokens_per_s) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("length", [2, 31, 32, 33, 44, 64, 70])
-async def test_a_groups_prompt_is_computed_once(tied_engine: Counting, tiny_model: Path, tmp_path: Path, length: int) -> None:
-    """Around the ends of blocks, of 32 tokens: by answers that begin together, and by some that come while others run."""
+async def test_a_groups_prompt_is_computed_once(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path, length: int
+) -> None:
+    """Around the ends of blocks, of 32 tokens: by answers that begin together, and by some that
+    come while others run.
+    """
     weights = shaken(weights_of(tiny_model), length)
     await Subject(tied_engine, weights, TIED, tmp_path).publish(version=Version(2, 10 + length))
     prompt = tuple(int(t) for t in np.random.default_rng(length).integers(5, 200, length))
 
     def group(tokens: int) -> GenerateRequest:
-        return GenerateRequest(prompt_tokens=prompt, sampling=SamplingArgs(max_tokens=tokens, ignore_eos=True), n=4)
+        return GenerateRequest(
+            prompt_tokens=prompt, sampling=SamplingArgs(max_tokens=tokens, ignore_eos=True), n=4
+        )
 
     async def computed() -> int:
         (tokens,) = await tied_engine._llm.collective_rpc("computed_tokens")
@@ -235,7 +285,9 @@ async def test_a_groups_prompt_is_computed_once(tied_engine: Counting, tiny_mode
     assert difference(reference(tiny_model, weights), made) < 1e-4
 
 
-async def test_each_fault_is_visible(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+async def test_each_fault_is_visible(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path
+) -> None:
     """One load for each fault; what the synchronizer would see of it."""
     assert tied_engine.loads < FIRST_FAULT, "raise FIRST_FAULT"
     good = weights_of(tiny_model)
@@ -244,7 +296,9 @@ async def test_each_fault_is_visible(tied_engine: Counting, tiny_model: Path, tm
         await subject.publish()
 
     async def load(seed: int) -> tuple[LoadReport, Version, float]:
-        """Publish other weights; the report, the version then served, and the error of the log-probs against these weights."""
+        """Publish other weights; the report, the version then served, and the error of the
+        log-probs against these weights.
+        """
         weights = shaken(good, seed)
         report = await subject.publish(weights, Version(3, seed))
         made = await tied_engine.generate(ask(n=2, max_tokens=16))
@@ -266,15 +320,21 @@ async def test_each_fault_is_visible(tied_engine: Counting, tiny_model: Path, tm
     assert clean(report) and served == Version(3, 7) and error < 1e-4
 
 
-async def test_stop_string_seed_and_finish(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
-    await Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path).publish(version=Version(4, 1))
+async def test_stop_string_seed_and_finish(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path
+) -> None:
+    await Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path).publish(
+        version=Version(4, 1)
+    )
     first = await tied_engine.generate(ask(n=2, max_tokens=20, ignore_eos=True, seed=7))
     again = await tied_engine.generate(ask(n=2, max_tokens=20, ignore_eos=True, seed=7))
     assert [c.tokens.tolist() for c in first] == [c.tokens.tolist() for c in again]
     assert first[0].tokens.tolist() != first[1].tokens.tolist()
 
 
-async def test_seeds_where_prompts_are_computed_in_pieces(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+async def test_seeds_where_prompts_are_computed_in_pieces(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path
+) -> None:
     """More prompts at once than a step has room for."""
     subject = Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path)
     await subject.publish(version=Version(4, 2))
@@ -287,17 +347,27 @@ async def test_seeds_where_prompts_are_computed_in_pieces(tied_engine: Counting,
 
 
 @pytest.mark.parametrize("top_k", [-1, 20])
-async def test_draws_follow_the_models_probabilities(tied_engine: Counting, tiny_model: Path, tmp_path: Path, top_k: int) -> None:
+async def test_draws_follow_the_models_probabilities(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path, top_k: int
+) -> None:
     """Of a first token, with seeds and without: chi-square, of tokens that are expected five times."""
     import torch
 
     weights = weights_of(tiny_model)
     await Subject(tied_engine, weights, TIED, tmp_path).publish(version=Version(4, 4 + (top_k > 0)))
-    asked = [ask(n=64, max_tokens=1, temperature=0.5, top_k=top_k, seed=1000 * i if i % 2 else None) for i in range(64)]
-    made = [c for answers in await asyncio.gather(*map(tied_engine.generate, asked)) for c in answers]
+    asked = [
+        ask(n=64, max_tokens=1, temperature=0.5, top_k=top_k, seed=1000 * i if i % 2 else None)
+        for i in range(64)
+    ]
+    made = [
+        c for answers in await asyncio.gather(*map(tied_engine.generate, asked)) for c in answers
+    ]
     with torch.no_grad():
         logits = (
-            reference(tiny_model, weights)(torch.from_numpy(made[0].prompt_tokens.astype(np.int64))[None]).logits[0, -1] / 0.5
+            reference(tiny_model, weights)(
+                torch.from_numpy(made[0].prompt_tokens.astype(np.int64))[None]
+            ).logits[0, -1]
+            / 0.5
         )
     if top_k > 0:
         logits[logits < logits.topk(top_k).values[-1]] = float("-inf")
@@ -337,17 +407,26 @@ async def test_two_shards(
 
 
 @pytest.mark.slow
-async def test_fixed_weights_serve_at_once(tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_fixed_weights_serve_at_once(
+    tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     environment.delenv("RFT_FAULT", raising=False)
     folder = os.environ.get("TMPDIR")
     before = set(os.listdir(tempfile.gettempdir()))
     engine = await started(tiny_model, environment, fixed_weights=True)
     try:
         new = set(os.listdir(tempfile.gettempdir())) - before
-        assert [n for n in new if not n.startswith(f"rft-vllm-{os.getpid()}-")] == [], "whatever vLLM leaves goes with its owner"
+        assert [n for n in new if not n.startswith(f"rft-vllm-{os.getpid()}-")] == [], (
+            "whatever vLLM leaves goes with its owner"
+        )
         assert os.environ.get("TMPDIR") == folder
-        made = await engine.generate(GenerateRequest(prompt_tokens=(3, 4, 5), sampling=SamplingArgs(max_tokens=8)))
-        assert made[0].version == Version(1, 0) and difference(reference(tiny_model, weights_of(tiny_model)), made) < 1e-4
+        made = await engine.generate(
+            GenerateRequest(prompt_tokens=(3, 4, 5), sampling=SamplingArgs(max_tokens=8))
+        )
+        assert (
+            made[0].version == Version(1, 0)
+            and difference(reference(tiny_model, weights_of(tiny_model)), made) < 1e-4
+        )
         with pytest.raises(EngineFailed, match="fixed"):
             await engine.load(stage(tmp_path / "w", weights_of(tiny_model), Version(1, 1), TIED))
     finally:

@@ -1,4 +1,6 @@
-"""Mixtures of experts in a real vLLM: versions reach every expert, a wrong one is seen, and the experts of tokens are told."""
+"""Mixtures of experts in a real vLLM: versions reach every expert, a wrong one is seen, and the
+experts of tokens are told.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,26 @@ FAULTY = 4  # the load that leaves the experts' packed copies behind
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mixtral", "gpt_oss"))],
+    params=[
+        "qwen3_moe",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mixtral", "gpt_oss")),
+    ],
 )
 async def served(
     request: Any, tmp_path_factory: pytest.TempPathFactory, environment: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Subject, Any]]:
     """An engine, and transformers' model of the same folder."""
     sizes = {**families.TINY[request.param], "initializer_range": 0.1}
-    folder = tiny.make(tmp_path_factory.mktemp("experts") / "m", family=request.param, tied=False, **sizes)
+    folder = tiny.make(
+        tmp_path_factory.mktemp("experts") / "m", family=request.param, tied=False, **sizes
+    )
     settings = EngineSettings(
-        model_path=str(folder), max_model_len=200, max_num_seqs=16, kv_cache_bytes=1 << 27, router_replay=True, block_size=32
+        model_path=str(folder),
+        max_model_len=200,
+        max_num_seqs=16,
+        kv_cache_bytes=1 << 27,
+        router_replay=True,
+        block_size=32,
     )
     for name, value in cpu_environment(settings).items():
         environment.setenv(name, value)
@@ -68,7 +80,9 @@ class Trainer:
             ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
             with torch.no_grad():
                 logits = self.model(ids).logits[0, row.prompt_length - 1 : -1] / row.temperature
-            found.append(logits.log_softmax(-1).gather(1, ids[0, row.prompt_length :, None])[:, 0].numpy())
+            found.append(
+                logits.log_softmax(-1).gather(1, ids[0, row.prompt_length :, None])[:, 0].numpy()
+            )
         return found
 
 
@@ -87,9 +101,16 @@ async def test_versions_reach_every_expert(served: tuple[Subject, Any]) -> None:
         verdict = await canary.check([probe], before)
         assert verdict.max_abs < 1e-4
         before = [probe]
-    prompts = [ask("w" * n, n=3, max_tokens=1 + 5 * i, temperature=0.9) for i, n in enumerate((40, 40, 3, 17, 40))]
+    prompts = [
+        ask("w" * n, n=3, max_tokens=1 + 5 * i, temperature=0.9)
+        for i, n in enumerate((40, 40, 3, 17, 40))
+    ]
     for _ in range(2):  # the second time prompts are in the cache
-        made = [c for answers in await asyncio.gather(*map(subject.engine.generate, prompts)) for c in answers]
+        made = [
+            c
+            for answers in await asyncio.gather(*map(subject.engine.generate, prompts))
+            for c in answers
+        ]
         for c in made:
             error, same = experts.compare(model, c)
             assert error < 1e-4 and same.all()

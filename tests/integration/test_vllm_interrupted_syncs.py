@@ -1,4 +1,6 @@
-"""Two hundred interrupted syncs of a real vLLM engine while it answers: every proven token is of wholly one version's weights."""
+"""Two hundred interrupted syncs of a real vLLM engine while it answers: every proven token is of
+wholly one version's weights.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,16 @@ from rft.types.ports import LoadReport, ScoreRow, WeightManifest
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 TRIALS = 200
 NEAR = 1e-3  # nats
-SEEN_LATE = ("score", "sync.skip")  # by the canary, when requests may have gone on under the new label
+# by the canary, when requests may have gone on under the new label
+SEEN_LATE = ("score", "sync.skip")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-BROKEN = ("sync.skip", "sync.stale_head", "sync.corrupt_byte", "sync.missing_tensor", "sync.wrong_version")
+BROKEN = (
+    "sync.skip",
+    "sync.stale_head",
+    "sync.corrupt_byte",
+    "sync.missing_tensor",
+    "sync.wrong_version",
+)
 
 
 class Model:
@@ -68,7 +77,8 @@ class Model:
 
     def error(self, made: Completion) -> float:
         """Largest difference to the weights that each token says it is of."""
-        tokens, begin = [*made.prompt_tokens.tolist(), *made.tokens.tolist()], len(made.prompt_tokens)
+        tokens = [*made.prompt_tokens.tolist(), *made.tokens.tolist()]
+        begin = len(made.prompt_tokens)
         worst = 0.0
         for span in made.version_spans:
             want = self.logprobs(span.version.step, tokens[: begin + span.end], begin + span.start)
@@ -79,12 +89,16 @@ class Model:
 class Faulty(VllmEngine):
     """Its next load fails at the point `breaks`.
 
-    The worker is another process, which fails by the number of a load: of six each is broken in its own way, but for the last.  Loads
-    in between are of damaged weights, which never touch the model.
+    The worker is another process, which fails by the number of a load: of six each is broken in its
+    own way, but for the last.  Loads in between are of damaged weights, which never touch the
+    model.
     """
 
-    breaks, loads = "", 0
-    plan = ",".join(f"{point}:{6 * n + i + 1}" for n in range(1000) for i, point in enumerate(BROKEN))
+    breaks = ""
+    loads = 0
+    plan = ",".join(
+        f"{point}:{6 * n + i + 1}" for n in range(1000) for i, point in enumerate(BROKEN)
+    )
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
         wanted = BROKEN.index(self.breaks) if self.breaks else len(BROKEN)
@@ -106,11 +120,19 @@ class Faulty(VllmEngine):
         self._llm.collective_rpc = counted
 
 
-async def test_two_hundred_interrupted_syncs(tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    settings = EngineSettings(model_path=str(tiny_model), max_model_len=501, max_num_seqs=64, kv_cache_bytes=1 << 28)
+async def test_two_hundred_interrupted_syncs(
+    tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = EngineSettings(
+        model_path=str(tiny_model), max_model_len=501, max_num_seqs=64, kv_cache_bytes=1 << 28
+    )
     for name, value in {**cpu_environment(settings), "RFT_FAULT": Faulty.plan}.items():
         environment.setenv(name, value)
-    engine, transport, model = await Faulty.start(settings), MemoryTransport(tmp_path), Model(tiny_model)
+    engine, transport, model = (
+        await Faulty.start(settings),
+        MemoryTransport(tmp_path),
+        Model(tiny_model),
+    )
     engine.count()
     sync = Synchronizer(
         SyncSettings(timeout_s=120),
@@ -120,9 +142,12 @@ async def test_two_hundred_interrupted_syncs(tiny_model: Path, environment: pyte
         [[5 + i, 6, 7 + i] for i in range(8)],
         Version(1, 0),
     )
-    random_, ended, checked = random.Random(0), {"old": 0, "new": 0}, {"whole": 0, "several": 0, "withheld": 0}
+    random_ = random.Random(0)
+    ended = {"old": 0, "new": 0}
+    checked = {"whole": 0, "several": 0, "withheld": 0}
     try:
-        served, usual = 0, 0.5
+        served = 0
+        usual = 0.5
         await publish(sync, transport, model, 0)
         answering: set[asyncio.Task[list[Completion]]] = set()
         looks: list[asyncio.Task[None]] = []
@@ -132,17 +157,21 @@ async def test_two_hundred_interrupted_syncs(tiny_model: Path, environment: pyte
                 await asyncio.gather(*answering)
                 answering.clear()
             while len(answering) < 4 and how not in SEEN_LATE:
-                answer = asyncio.create_task(engine.generate(ask(max_tokens=random_.randrange(20, 160), ignore_eos=True)))
+                answer = asyncio.create_task(
+                    engine.generate(ask(max_tokens=random_.randrange(20, 160), ignore_eos=True))
+                )
                 answering.add(answer)
                 looks.append(asyncio.create_task(look(sync, model, answer, checked)))
-            model.failing, engine.breaks = how == "score", how if how in BROKEN else ""
+            model.failing = how == "score"
+            engine.breaks = how if how in BROKEN else ""
             began = asyncio.get_running_loop().time()
             task = asyncio.create_task(publish(sync, transport, model, trial, served))
             if how == "cancel":
                 await asyncio.wait({task}, timeout=random_.uniform(0, 1.2 * usual))
                 task.cancel()
             (result,) = await asyncio.gather(task, return_exceptions=True)
-            model.failing, engine.breaks = False, ""
+            model.failing = False
+            engine.breaks = ""
             if isinstance(result, asyncio.CancelledError):
                 ended["old"] += 1
                 model.newest = served
@@ -153,7 +182,11 @@ async def test_two_hundred_interrupted_syncs(tiny_model: Path, environment: pyte
                 served = trial
                 usual = asyncio.get_running_loop().time() - began
             (now,) = await engine.generate(ask(n=1, max_tokens=24, ignore_eos=True))
-            assert [s.version.published for s in now.version_spans] == [Version(1, served)], (trial, how)  # by whichever attempt
+            # by whichever attempt
+            assert [s.version.published for s in now.version_spans] == [Version(1, served)], (
+                trial,
+                how,
+            )
             assert model.error(now) <= NEAR, (trial, how, model.error(now))
             answering = {a for a in answering if not a.done()}
         await publish(sync, transport, model, TRIALS + 1, served)
@@ -162,18 +195,34 @@ async def test_two_hundred_interrupted_syncs(tiny_model: Path, environment: pyte
         await engine.close()
         transport.close()
     print(ended, checked)
-    assert min(ended.values()) >= 20 and min(checked["whole"], checked["several"]) >= 20, (ended, checked)
+    assert min(ended.values()) >= 20 and min(checked["whole"], checked["several"]) >= 20, (
+        ended,
+        checked,
+    )
 
 
-async def publish(sync: Synchronizer, transport: MemoryTransport, model: Model, step: int, served: int | None = None) -> None:
+async def publish(
+    sync: Synchronizer,
+    transport: MemoryTransport,
+    model: Model,
+    step: int,
+    served: int | None = None,
+) -> None:
     model.newest = step
     await sync.publish(transport.stage(Version(1, step), model.weights(step).items(), TIED))
     if served is not None:
         transport.release(Version(1, served))
 
 
-async def look(sync: Synchronizer, model: Model, answer: asyncio.Task[list[Completion]], checked: dict[str, int]) -> None:
-    """An answer that the explorer would append is of the versions that it says; one that it would not is withheld."""
+async def look(
+    sync: Synchronizer,
+    model: Model,
+    answer: asyncio.Task[list[Completion]],
+    checked: dict[str, int],
+) -> None:
+    """An answer that the explorer would append is of the versions that it says; one that it would
+    not is withheld.
+    """
     (made,) = await answer
     try:
         for span in made.version_spans:

@@ -1,4 +1,6 @@
-"""vLLM beside the policy: scores, log-probs of given tokens, parsers; and every key of an engine or of sampling reaches it."""
+"""vLLM beside the policy: scores, log-probs of given tokens, parsers; and every key of an engine or
+of sampling reaches it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ async def started(folder: Path, patch: pytest.MonkeyPatch, **more: Any) -> Any:
 
 
 @pytest.mark.slow  # an engine of its own
-async def test_a_reward_model_gives_the_models_logits(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+async def test_a_reward_model_gives_the_models_logits(
+    tmp_path: Path, environment: pytest.MonkeyPatch
+) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -60,9 +64,15 @@ async def test_a_reward_model_gives_the_models_logits(tmp_path: Path, environmen
             await engine.generate(ask())
     finally:
         await engine.close()
-    ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, return_tensors="pt", return_dict=False)
+    ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        CHAT, return_tensors="pt", return_dict=False
+    )
     with torch.no_grad():
-        want = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)(ids).logits[0].numpy()
+        want = (
+            AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)(ids)
+            .logits[0]
+            .numpy()
+        )
     assert np.abs(np.array(got) - want).max() < 1e-4
 
 
@@ -82,15 +92,26 @@ def parsed(
     tokenizer.add_tokens(["<think>", "</think>"])
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     c = Completion(
-        prompt_tokens=np.array([1], np.int32), tokens=np.array(ids, np.int32), logprobs=np.zeros(len(ids), np.float32), text=text,
-        finish_reason="stop", version_spans=(), sampling=SamplingArgs(), in_thought=opened,
-    )  # fmt: skip
-    return Parsers(settings, tokenizer)(c, GenerateRequest(tools=tools, chat_template_args=template_args or {}))
+        prompt_tokens=np.array([1], np.int32),
+        tokens=np.array(ids, np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        text=text,
+        finish_reason="stop",
+        version_spans=(),
+        sampling=SamplingArgs(),
+        in_thought=opened,
+    )
+    return Parsers(settings, tokenizer)(
+        c, GenerateRequest(tools=tools, chat_template_args=template_args or {})
+    )
 
 
 TOOL = {
     "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
 }
 
 
@@ -100,22 +121,34 @@ def test_tool_calls_are_taken_out(tiny_model: Path) -> None:
     assert c.text == "Let me see."
     (call,) = c.tool_calls
     assert (
-        call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1} and call["type"] == "function"
+        call["function"]["name"] == "add"
+        and json.loads(call["function"]["arguments"]) == {"a": 1}
+        and call["type"] == "function"
     )
     assert c.message == {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
-    assert parsed(tiny_model, text, (TOOL,), tool_call_parser="hermes").tool_calls == c.tool_calls, "equal answers give equal ids"
+    assert (
+        parsed(tiny_model, text, (TOOL,), tool_call_parser="hermes").tool_calls == c.tool_calls
+    ), "equal answers give equal ids"
     assert call["id"].isalnum() and len(call["id"]) == 9, "Mistral's templates take no others"
     plain = parsed(tiny_model, text, (), tool_call_parser="hermes")
     assert plain.text == text and plain.tool_calls == (), "a request without tools is not looked at"
 
 
 def test_half_a_character_in_a_call_can_be_stored(tiny_model: Path) -> None:
-    """A group with such an answer was refused by the buffer, and a client of `rft serve` was told 500."""
+    """A group with such an answer was refused by the buffer, and a client of `rft serve` was told
+    500.
+    """
     c = parsed(
-        tiny_model, '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', (TOOL,), tool_call_parser="hermes"
+        tiny_model,
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+        (TOOL,),
+        tool_call_parser="hermes",
     )
     assert c.tool_calls[0]["function"] == {"name": "add", "arguments": '{"a": "\\ud800"}'}
-    assert unpack_turns(pack_turns([Turn(messages=(), completion=c)]))[0].completion.tool_calls == c.tool_calls
+    assert (
+        unpack_turns(pack_turns([Turn(messages=(), completion=c)]))[0].completion.tool_calls
+        == c.tool_calls
+    )
     (call,) = find(c)
     assert "no JSON" in call.error
 
@@ -132,7 +165,9 @@ def test_reasoning_is_taken_out(name: str, tiny_model: Path) -> None:
 PAY = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
 
 
-@pytest.mark.parametrize("reasoning", [{}, {"reasoning_parser": "deepseek_r1"}, {"reasoning_parser": "qwen3"}])
+@pytest.mark.parametrize(
+    "reasoning", [{}, {"reasoning_parser": "deepseek_r1"}, {"reasoning_parser": "qwen3"}]
+)
 @pytest.mark.parametrize(
     ("text", "opened", "made"),
     [
@@ -154,9 +189,16 @@ def test_parsers_find_no_call_in_a_thought(
 
 def test_a_request_says_whether_it_is_thought_about(tiny_model: Path) -> None:
     """A taskset's `format.enable_thinking` goes before the model's, for what reads the answer too."""
-    plain = parsed(tiny_model, "It is 2.", template_args={"enable_thinking": False}, reasoning_parser="qwen3")
+    plain = parsed(
+        tiny_model, "It is 2.", template_args={"enable_thinking": False}, reasoning_parser="qwen3"
+    )
     assert (plain.reasoning, plain.text) == ("", "It is 2.")
-    c = parsed(tiny_model, "one and one</think>It is 2.", template_args={"enable_thinking": True}, reasoning_parser="deepseek_v3")
+    c = parsed(
+        tiny_model,
+        "one and one</think>It is 2.",
+        template_args={"enable_thinking": True},
+        reasoning_parser="deepseek_v3",
+    )
     assert (c.reasoning, c.text) == ("one and one", "It is 2.")
 
 
@@ -169,7 +211,8 @@ def test_parsers_that_vllm_does_not_have(tiny_model: Path) -> None:
 
 # ---------------------------------------------------------------- keys
 
-KEYS: dict[str, tuple[Any, str, Any]] = {  # key of an engine: (another value, vLLM's argument, what it becomes)
+# key of an engine: (another value, vLLM's argument, what it becomes)
+KEYS: dict[str, tuple[Any, str, Any]] = {
     "tensor_parallel_size": (2, "tensor_parallel_size", 2),
     "pipeline_parallel_size": (2, "pipeline_parallel_size", 2),
     "dtype": ("float16", "dtype", "float16"),
@@ -186,24 +229,41 @@ KEYS: dict[str, tuple[Any, str, Any]] = {  # key of an engine: (another value, v
     "trust_remote_code": (True, "trust_remote_code", True),
     "enable_log_requests": (True, "enable_log_requests", True),
     "disable_log_stats": (False, "disable_log_stats", False),
-    "extra_engine_args": ({"swap_space": 1}, "", "not arguments of vLLM"),  # what this vLLM does not have is named
+    # what this vLLM does not have is named
+    "extra_engine_args": ({"swap_space": 1}, "", "not arguments of vLLM"),
 }
 OTHERWISE = {  # what is not vLLM's to know, and who reads it
     **dict.fromkeys(
-        ("name", "engine_type", "engine_num", "data_parallel_size", "device"), "the launcher: which engines, and where"
+        ("name", "engine_type", "engine_num", "data_parallel_size", "device"),
+        "the launcher: which engines, and where",
     ),
     **dict.fromkeys(
         ("cpu_threads", "start_timeout", "stall_timeout", "step_timeout"),
         "the environment and the clocks of the engine's process",
     ),
     **dict.fromkeys(
-        ("max_prompt_tokens", "enable_prompt_truncation", "chat_template", "enable_thinking", "tokenization_check"), "Chat"
+        (
+            "max_prompt_tokens",
+            "enable_prompt_truncation",
+            "chat_template",
+            "enable_thinking",
+            "tokenization_check",
+        ),
+        "Chat",
     ),
-    **dict.fromkeys(("max_response_tokens", "min_response_tokens", "repetition_penalty", "ignore_eos"), "SamplingArgs"),
-    **dict.fromkeys(("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"), "Parsers, which are vLLM's"),
+    **dict.fromkeys(
+        ("max_response_tokens", "min_response_tokens", "repetition_penalty", "ignore_eos"),
+        "SamplingArgs",
+    ),
+    **dict.fromkeys(
+        ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
+        "Parsers, which are vLLM's",
+    ),
     **dict.fromkeys(("enable_openai_api", "base_port", "api_key"), "the explorer's endpoint"),
     **dict.fromkeys(("enable_history", "use_v1"), "no effect"),
-    **dict.fromkeys(("fully_sharded_loras", "max_cpu_loras"), "not active: adapters come with LoRA"),
+    **dict.fromkeys(
+        ("fully_sharded_loras", "max_cpu_loras"), "not active: adapters come with LoRA"
+    ),
     "external_model_config": "models behind a server",
     "router_replay": "of mixtures of experts: test_vllm_experts.py",
 }
@@ -211,10 +271,15 @@ OTHERWISE = {  # what is not vLLM's to know, and who reads it
 
 def planned(folder: Path, **values: Any) -> EngineSettings:
     config = {
-        "model": {"model_path": str(folder), "max_prompt_tokens": 30, "max_response_tokens": 30}, "cluster": {"gpu_per_node": 8},
-        "buffer": {"batch_size": 4, "total_steps": 1, "explorer_input": {"default_workflow_type": "w", "taskset": {"path": "x.jsonl"}}},
+        "model": {"model_path": str(folder), "max_prompt_tokens": 30, "max_response_tokens": 30},
+        "cluster": {"gpu_per_node": 8},
+        "buffer": {
+            "batch_size": 4,
+            "total_steps": 1,
+            "explorer_input": {"default_workflow_type": "w", "taskset": {"path": "x.jsonl"}},
+        },
         "explorer": {"rollout_model": values},
-    }  # fmt: skip
+    }
     if "max_model_len" in values:
         del config["model"]["max_response_tokens"]  # type: ignore[attr-defined]
     return resolve(from_dict(config), Facts(cpus=2, gpus=8)).engines[0]
@@ -239,9 +304,17 @@ def test_every_key_has_its_place() -> None:
 
 
 def test_a_copy_is_an_engine_of_its_own() -> None:
-    config = {"model": {"model_path": "m", "max_prompt_tokens": 9, "max_response_tokens": 9}, "cluster": {"gpu_per_node": 8}}
+    config = {
+        "model": {"model_path": "m", "max_prompt_tokens": 9, "max_response_tokens": 9},
+        "cluster": {"gpu_per_node": 8},
+    }
     config |= {"explorer": {"rollout_model": {"engine_num": 2, "data_parallel_size": 2}}}
-    config |= {"buffer": {"total_steps": 1, "explorer_input": {"default_workflow_type": "w", "taskset": {"path": "x.jsonl"}}}}
+    config |= {
+        "buffer": {
+            "total_steps": 1,
+            "explorer_input": {"default_workflow_type": "w", "taskset": {"path": "x.jsonl"}},
+        }
+    }
     plan = resolve(from_dict(config), Facts(cpus=2, gpus=8))
     assert len(plan.engines) == 4 and len({e.seed for e in plan.engines}) == 4
     assert (plan.cluster.gpus_per_engine, plan.learner.world_size) == (1, 4)
@@ -249,9 +322,19 @@ def test_a_copy_is_an_engine_of_its_own() -> None:
 
 def test_every_sampling_value_reaches_vllm() -> None:
     others: dict[str, Any] = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
-        "repetition_penalty": 1.2, "max_tokens": 33, "min_tokens": 2, "stop": ("x",), "ignore_eos": True, "seed": 11,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.2,
+        "max_tokens": 33,
+        "min_tokens": 2,
+        "stop": ("x",),
+        "ignore_eos": True,
+        "seed": 11,
+    }
     assert set(others) == set(SamplingArgs.__struct_fields__)
     params = sampling_params(SamplingArgs(**others), 3, 100)
     for name, value in others.items():

@@ -24,7 +24,9 @@ for line in sys.stdin:
 
 
 def child(program: str = ECHO, **more: Any) -> Any:
-    return bench_harness.Child("echo", [sys.executable, "-c", program], **{"ready_s": 60, "answer_s": 60, **more})
+    return bench_harness.Child(
+        "echo", [sys.executable, "-c", program], **{"ready_s": 60, "answer_s": 60, **more}
+    )
 
 
 def test_a_child_answers_until_its_stdin_closes() -> None:
@@ -50,5 +52,8 @@ def test_a_child_that_ends_says_why() -> None:
 
 
 def test_a_child_that_says_nothing_is_told_with_its_log() -> None:
-    with child(answer_s=1) as echo, pytest.raises(TimeoutError, match=r"(?s)echo said nothing for 1 s:.*hm"):
+    with (
+        child(answer_s=1) as echo,
+        pytest.raises(TimeoutError, match=r"(?s)echo said nothing for 1 s:.*hm"),
+    ):
         echo.ask("think")

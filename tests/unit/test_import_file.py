@@ -1,4 +1,6 @@
-"""Files of plugins, imported by several threads at once: by runs of one group, whose environment a path names."""
+"""Files of plugins, imported by several threads at once: by runs of one group, whose environment a
+path names.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,13 @@ ENTERED.set()
 GO.wait(30)
 found = 7
 """
-ENTERED, GO = Event(), Event()
+ENTERED = Event()
+GO = Event()
 
 
-def test_a_file_is_whole_for_whoever_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_whole_for_whoever_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "tests.unit.test_import_file", sys.modules[__name__])
@@ -30,4 +35,6 @@ def test_a_file_is_whole_for_whoever_asks_for_it(tmp_path: Path, monkeypatch: py
         second = pool.submit(lambda: hasattr(import_file(tmp_path / "slow.py"), "found"))
         wait({second}, timeout=0.2)  # as long as it takes where nothing holds it up
         GO.set()
-        assert first.result().found == 7 and second.result(), "not a module that is still being imported"
+        assert first.result().found == 7 and second.result(), (
+            "not a module that is still being imported"
+        )

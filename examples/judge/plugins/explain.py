@@ -6,7 +6,9 @@ class ExplainTwice:
     async def run(self, task, ctx):
         messages = task.chat()
         first = await ctx.chat(messages)
-        await ctx.chat([*messages, first.message, {"role": "user", "content": "Say it again, for a child."}])
+        await ctx.chat(
+            [*messages, first.message, {"role": "user", "content": "Say it again, for a child."}]
+        )
         return ctx.transcript()
 
 

@@ -7,7 +7,8 @@
         async def process(self, rows, group):
             return Result([r for r in rows if r.num_response_tokens <= 100])
 
-An operator knows neither explorer nor ledger.  Invariant: what it may change depends on its stage alone, and the pipeline checks it.
+An operator knows neither explorer nor ledger.  Invariant: what it may change depends on its stage
+alone, and the pipeline checks it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 class GroupView(Struct, frozen=True, kw_only=True):
     """What an operator may know of a group besides the rows it is given.
 
-    `members` are all rows that have a sequence, those that an earlier operator dropped included, in run order.  `rewards`, `mean` and
-    `std` are of what the group compares: its scored runs, or rows with rewards of their own (`rft.types.credit`); the buffer takes the
-    same again when the rows are leased.
+    `members` are all rows that have a sequence, those that an earlier operator dropped included, in
+    run order.  `rewards`, `mean` and `std` are of what the group compares: its scored runs, or rows
+    with rewards of their own (`rft.types.credit`); the buffer takes the same again when the rows
+    are leased.
     """
 
     task: Task
@@ -70,8 +72,11 @@ class GroupView(Struct, frozen=True, kw_only=True):
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation of the rewards; exactly 0 where they are all equal, and for fewer than two."""
-        rewards, mean = self.rewards, self.mean
+        """Unbiased standard deviation of the rewards; exactly 0 where they are all equal, and for
+        fewer than two.
+        """
+        rewards = self.rewards
+        mean = self.mean
         if len(set(rewards)) < 2:
             return 0.0
         return float((sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5)
@@ -80,7 +85,8 @@ class GroupView(Struct, frozen=True, kw_only=True):
 class Result(Struct, frozen=True):
     """What `process` returns: the rows that go on, and numbers for people.
 
-    Names of metrics are put behind `experience_pipeline/`; each says how its values of all groups of a step become one.
+    Names of metrics are put behind `experience_pipeline/`; each says how its values of all groups
+    of a step become one.
     """
 
     rows: Sequence[Experience]
@@ -88,23 +94,29 @@ class Result(Struct, frozen=True):
 
 
 class Operator(Provider):
-    """Subclass it.  `__init__` takes the checked `args` as keyword arguments; one object serves the whole run.
+    """Subclass it.  `__init__` takes the checked `args` as keyword arguments; one object serves the
+    whole run.
 
     `needs` maps libraries to the extra that installs them.
 
-    `process` may be `async`: then groups may overlap.  An ordinary function runs in a thread, one group after the other.
+    `process` may be `async`: then groups may overlap.  An ordinary function runs in a thread, one
+    group after the other.
     """
 
     stage: ClassVar[Stage] = ""  # type: ignore[assignment]  # every operator sets it
     needs: ClassVar[Mapping[str, str]] = {}
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Once, before the first group.  `models` may be asked, by name: "rollout_model", the policy, and the auxiliary models."""
+        """Once, before the first group.  `models` may be asked, by name: "rollout_model", the
+        policy, and the auxiliary models.
+        """
 
     def process(self, rows: Sequence[Experience], group: GroupView) -> Result | Awaitable[Result]:
-        """`rows`: the members of one group that have a sequence and that no operator before has dropped, in run order.
+        """`rows`: the members of one group that have a sequence and that no operator before has
+        dropped, in run order.
 
-        What it raises makes the group fail, with the traceback; rows are read-only, so use `msgspec.structs.replace`.
+        What it raises makes the group fail, with the traceback; rows are read-only, so use
+        `msgspec.structs.replace`.
         """
         raise NotImplementedError
 
@@ -123,23 +135,32 @@ class _Engine:
 
 
 EngineName = Annotated[str, _Engine()]
-"""An argument that names an engine, "rollout_model" or an auxiliary model; the check of the configuration refuses one that is not there."""
+"""An argument that names an engine, "rollout_model" or an auxiliary model; the check of the
+configuration refuses one that is not there.
+"""
 
 
 def engines_named(args: type[BaseModel], given: Mapping[str, object]) -> dict[str, str]:
     """The arguments of `args` that name an engine, and which."""
-    marked = [name for name, field in args.model_fields.items() if any(isinstance(m, _Engine) for m in field.metadata)]
+    marked = [
+        name
+        for name, field in args.model_fields.items()
+        if any(isinstance(m, _Engine) for m in field.metadata)
+    ]
     return {name: str(given[name]) for name in marked}
 
 
 def untrained(row: Experience) -> Experience:
     """The row with no token left to train."""
     none = np.zeros(row.num_tokens, np.bool_)
-    return msgspec.structs.replace(row, loss_mask=none, logprobs=np.zeros(row.num_tokens, np.float32))
+    return msgspec.structs.replace(
+        row, loss_mask=none, logprobs=np.zeros(row.num_tokens, np.float32)
+    )
 
 
 def number_of(row: Experience, name: str) -> float | None:
-    """The number called `name` in the row's `info`, `metrics` or `reward_parts`, in this order.  None = it has none.
+    """The number called `name` in the row's `info`, `metrics` or `reward_parts`, in this order.
+    None = it has none.
 
     Raises ValueError where it is something else than a finite number.
     """

@@ -1,6 +1,8 @@
-"""Operators that leave rows out (by reward, by group, by length, by likeness), give other rewards, or report them.
+"""Operators that leave rows out (by reward, by group, by length, by likeness), give other rewards,
+or report them.
 
-They know only the group they are given.  Rows left out are stored as `explained: filtered` and still count in the group's statistics.
+They know only the group they are given.  Rows left out are stored as `explained: filtered` and
+still count in the group's statistics.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from typing import Any, Literal
 import msgspec
 from pydantic import Field, field_validator
 
-from rft.buffer.operators.base import GroupView, Operator, OperatorArgs, Result, names_of, number_of, operator, untrained
+from rft.buffer.operators.base import (
+    GroupView,
+    Operator,
+    OperatorArgs,
+    Result,
+    names_of,
+    number_of,
+    operator,
+    untrained,
+)
 from rft.plugins import WithArgs
 from rft.types.experience import Experience
 from rft.types.metrics import Metric
@@ -28,7 +39,9 @@ class RewardFilterArgs(OperatorArgs):
 
 @operator("reward_filter", args=RewardFilterArgs)
 class RewardFilter(WithArgs, Operator):
-    """Keeps rows with a reward of at least `threshold`.  Rows that are not scored are left to be explained as unscored."""
+    """Keeps rows with a reward of at least `threshold`.  Rows that are not scored are left to be
+    explained as unscored.
+    """
 
     stage = "drop"
 
@@ -38,12 +51,15 @@ class RewardFilter(WithArgs, Operator):
 
 class StdArgs(OperatorArgs):
     threshold: float = Field(0.0, ge=0)
-    of_runs: bool = False  # a run counts once, with the reward of its last row, also where rows have rewards of their own
+    # a run counts once, with the reward of its last row, also where rows have rewards of their own
+    of_runs: bool = False
 
 
 @operator("reward_std_filter", args=StdArgs)
 class RewardStdFilter(WithArgs, Operator):
-    """Drops groups whose rewards have an unbiased standard deviation of at most `threshold`, and groups of one."""
+    """Drops groups whose rewards have an unbiased standard deviation of at most `threshold`, and
+    groups of one.
+    """
 
     stage = "drop"
 
@@ -56,7 +72,11 @@ class RewardStdFilter(WithArgs, Operator):
         if len(group.rewards) > 1:
             for name, value in (("reward_mean", group.mean), ("reward_std", group.std)):
                 at = f"origin_group_advantages/{name}"
-                metrics += [Metric(f"{at}/mean", value), Metric(f"{at}/max", value, "max"), Metric(f"{at}/min", value, "min")]
+                metrics += [
+                    Metric(f"{at}/mean", value),
+                    Metric(f"{at}/max", value, "max"),
+                    Metric(f"{at}/min", value, "min"),
+                ]
         return Result(kept, metrics)
 
 
@@ -67,11 +87,12 @@ class DapoArgs(OperatorArgs):
 
 @operator("dapo_dynamic_sampling", args=DapoArgs)
 class DapoDynamicSampling(WithArgs, Operator):
-    """Keeps groups in which some scored runs, not all, are correct: `metric_key` above `correct_threshold`.
+    """Keeps groups in which some scored runs, not all, are correct: `metric_key` above
+    `correct_threshold`.
 
-    arXiv:2503.14476, section 3.2.  The key is looked for in the rows' info, metrics and parts of the reward.  Where no row has
-    `accuracy`, the reward stands for it; another key that is missing is an error.  The explorer replaces dropped groups, up to
-    buffer.max_refill of them in a step.
+    arXiv:2503.14476, section 3.2.  The key is looked for in the rows' info, metrics and parts of
+    the reward.  Where no row has `accuracy`, the reward stands for it; another key that is missing
+    is an error.  The explorer replaces dropped groups, up to buffer.max_refill of them in a step.
     """
 
     stage = "drop"
@@ -80,9 +101,18 @@ class DapoDynamicSampling(WithArgs, Operator):
         scores = self._scores(group)
         correct = sum(score > self.args.correct_threshold for score in scores)
         if 0 < correct < len(scores):
-            return Result(rows, [Metric("dropped_all_correct", 0, "sum"), Metric("dropped_all_wrong", 0, "sum")])
+            return Result(
+                rows,
+                [Metric("dropped_all_correct", 0, "sum"), Metric("dropped_all_wrong", 0, "sum")],
+            )
         wrong, right = (len(rows), 0) if correct == 0 else (0, len(rows))
-        return Result([], [Metric("dropped_all_correct", right, "sum"), Metric("dropped_all_wrong", wrong, "sum")])
+        return Result(
+            [],
+            [
+                Metric("dropped_all_correct", right, "sum"),
+                Metric("dropped_all_wrong", wrong, "sum"),
+            ],
+        )
 
     def _scores(self, group: GroupView) -> list[float]:
         """Of every scored run: its reward, or the mean of the key over its rows."""
@@ -94,7 +124,8 @@ class DapoDynamicSampling(WithArgs, Operator):
         for row, value in zip(rows, found, strict=True):
             if value is None:
                 raise ValueError(
-                    f"{row.id} has no {self.args.metric_key!r}; it has {names_of(row)}.  Let the reward or the workflow report it, "
+                    f"{row.id} has no {self.args.metric_key!r}; it has {names_of(row)}.  Let the "
+                    f"reward or the workflow report it, "
                     "or name another metric_key"
                 )
             of[row.id.run].append(value)
@@ -107,7 +138,9 @@ class NoOperatorArgs(OperatorArgs):
 
 @operator("invalid_reward_filter", args=NoOperatorArgs)
 class InvalidRewardFilter(Operator):
-    """Drops rows without a reward.  (A reward that is not a finite number never gets this far: its run has failed.)"""
+    """Drops rows without a reward.  (A reward that is not a finite number never gets this far: its
+    run has failed.)
+    """
 
     stage = "drop"
 
@@ -141,8 +174,9 @@ class DeduplicateRunsArgs(OperatorArgs):
 class DeduplicateRuns(WithArgs, Operator):
     """Keeps the first `max_copies` runs of a group that gave the same answers, row by row.
 
-    `by: tokens` compares the trained tokens; `by: text` the text of the last answer, with `ignore_case` and `ignore_space` without
-    regard to case and to where white space stands and how much of it.
+    `by: tokens` compares the trained tokens; `by: text` the text of the last answer, with
+    `ignore_case` and `ignore_space` without regard to case and to where white space stands and how
+    much of it.
     """
 
     stage = "drop"
@@ -186,16 +220,21 @@ class ShapingArgs(OperatorArgs):
 
 @operator("reward_shaping_mapper", args=ShapingArgs)
 class RewardShapingMapper(WithArgs, Operator):
-    """Changes each scored row's reward by numbers that the row carries, one configuration after the other.
+    """Changes each scored row's reward by numbers that the row carries, one configuration after the
+    other.
 
-    A `stats_key` is looked for in the row's info, metrics and parts of the reward.  One that is missing or no number, a division by
-    zero, and a result that is not finite are errors: the group fails with the reason.  Unscored rows stay unscored.
+    A `stats_key` is looked for in the row's info, metrics and parts of the reward.  One that is
+    missing or no number, a division by zero, and a result that is not finite are errors: the group
+    fails with the reason.  Unscored rows stay unscored.
     """
 
     stage = "reward"
 
     async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
-        shaped = [r if r.reward is None else msgspec.structs.replace(r, reward=self._shaped(r, r.reward)) for r in rows]
+        shaped = [
+            r if r.reward is None else msgspec.structs.replace(r, reward=self._shaped(r, r.reward))
+            for r in rows
+        ]
         moved = [
             new.reward - old.reward
             for old, new in zip(rows, shaped, strict=True)
@@ -208,27 +247,45 @@ class RewardShapingMapper(WithArgs, Operator):
         for step in self.args.reward_shaping_configs:
             stat = number_of(row, step.stats_key)
             if stat is None:
-                raise ValueError(f"{row.id} has no {step.stats_key!r} to shape its reward by; it has {names_of(row)}")
+                raise ValueError(
+                    f"{row.id} has no {step.stats_key!r} to shape its reward by; it has "
+                    f"{names_of(row)}"
+                )
             by = step.weight * stat
             if step.op_type == "DIV" and by == 0:
                 raise ValueError(
-                    f"{row.id}: its reward {reward} cannot be divided by weight {step.weight} x {step.stats_key} {stat}"
+                    f"{row.id}: its reward {reward} cannot be divided by weight {step.weight} x "
+                    f"{step.stats_key} {stat}"
                 )
-            reward = {"ADD": reward + by, "SUB": reward - by, "MUL": reward * by, "DIV": reward / (by or 1.0)}[step.op_type]
+            reward = {
+                "ADD": reward + by,
+                "SUB": reward - by,
+                "MUL": reward * by,
+                "DIV": reward / (by or 1.0),
+            }[step.op_type]
             if not math.isfinite(reward):
-                raise ValueError(f"{row.id}: {step.op_type} {step.weight} x {step.stats_key} {stat} makes its reward {reward}")
+                raise ValueError(
+                    f"{row.id}: {step.op_type} {step.weight} x {step.stats_key} {stat} makes its "
+                    f"reward {reward}"
+                )
         return reward
 
 
 def _spread(name: str, value: float) -> list[Metric]:
-    return [Metric(f"{name}/mean", value), Metric(f"{name}/min", value, "min"), Metric(f"{name}/max", value, "max")]
+    return [
+        Metric(f"{name}/mean", value),
+        Metric(f"{name}/min", value, "min"),
+        Metric(f"{name}/max", value, "max"),
+    ]
 
 
 @operator("pass_rate_calculator", args=NoOperatorArgs)
 class PassRateCalculator(Operator):
-    """Reports which share of the groups has a pass rate (mean reward of its scored runs) that is worth training on.
+    """Reports which share of the groups has a pass rate (mean reward of its scored runs) that is
+    worth training on.
 
-    The pass rates themselves are in the ledger; selectors of tasks learn from there, also without this operator.
+    The pass rates themselves are in the ledger; selectors of tasks learn from there, also without
+    this operator.
     """
 
     stage = "statistics"
@@ -236,7 +293,9 @@ class PassRateCalculator(Operator):
     async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
         if not group.run_rewards:
             return Result(rows)
-        rate, low, high = fmean(group.run_rewards.values()), 1 / 16 + 1e-3, 15 / 16 - 1e-3
+        rate = fmean(group.run_rewards.values())
+        low = 1 / 16 + 1e-3
+        high = 15 / 16 - 1e-3
         shares = {
             "valid_ratio": 0 < rate < 1,
             "strict_valid_ratio": low < rate < high,
@@ -245,4 +304,6 @@ class PassRateCalculator(Operator):
             "<15_16_ratio": rate < high,
             ">1_16_ratio": rate > low,
         }
-        return Result(rows, [Metric(f"selection/{name}", float(yes)) for name, yes in shares.items()])
+        return Result(
+            rows, [Metric(f"selection/{name}", float(yes)) for name, yes in shares.items()]
+        )

@@ -1,9 +1,10 @@
 """Runs operators over one group at a time, between the explorer and the buffer.
 
-    copy of the input ─> reward operators ─> can the group be trained? ─> statistics operators ─> drop operators ─> still a row to train?
+    copy of the input ─> reward operators ─> can the group be trained? ─> statistics operators ─>
+    drop operators ─> still a row to train?
 
-It knows neither tasksets nor the ledger.  Invariant: out come the rows that went in, each once, with the same tokens; what an operator
-left out has its name as `reason` and is never trained.
+It knows neither tasksets nor the ledger.  Invariant: out come the rows that went in, each once,
+with the same tokens; what an operator left out has its name as `reason` and is never trained.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ KEY = "data_processor.experience_pipeline.input_save_path"
 
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs", "routed_experts")
 REFUSED = dict.fromkeys(
-    ("data-juicer", "datajuicer", "DataJuicerOperator"), "write data_juicer, or data_juicer_filter, which drops rows"
+    ("data-juicer", "datajuicer", "DataJuicerOperator"),
+    "write data_juicer, or data_juicer_filter, which drops rows",
 )
 log = logging.getLogger(__name__)
 Judge = Callable[[list[Experience], int, int | None], tuple[bool, str]]
@@ -52,16 +54,19 @@ FILTERED = "filtered"
 
 
 class InputCopy:
-    """A copy of every experience as it was played, as lines of JSON for people and other programs; no part of the accounting.
+    """A copy of every experience as it was played, as lines of JSON for people and other programs;
+    no part of the accounting.
 
-    Lines are made and written in a thread; a group waits for its own lines, so nothing piles up.  A line cut off by a crash is taken away
-    when the file is opened again, and a later lineage adds to it.
+    Lines are made and written in a thread; a group waits for its own lines, so nothing piles up.  A
+    line cut off by a crash is taken away when the file is opened again, and a later lineage adds to
+    it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="experience-copy")  # jobs in order, also when a caller gives up
+        # jobs in order, also when a caller gives up
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="experience-copy")
 
     async def open(self) -> None:
         """Raises RunFailed where the file cannot be written."""
@@ -81,7 +86,10 @@ class InputCopy:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, job)
         except OSError as e:
-            raise RunFailed(f"{self._path} cannot be written: {e}.  Make room, or set {KEY} or save_input: false") from e
+            raise RunFailed(
+                f"{self._path} cannot be written: {e}.  Make room, or set {KEY} or save_input: "
+                f"false"
+            ) from e
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +115,9 @@ def as_line(row: Experience) -> dict[str, Any]:
         if name != "id":
             value = getattr(row, name)
             line[name] = value.tolist() if hasattr(value, "tolist") else value
-    line["version_spans"] = [{"version": str(s.version), "start": s.start, "end": s.end} for s in row.version_spans]
+    line["version_spans"] = [
+        {"version": str(s.version), "start": s.start, "end": s.end} for s in row.version_spans
+    ]
     return line
 
 
@@ -121,19 +131,32 @@ _MAY_CHANGE: dict[Stage, set[str]] = {
 def broken(stage: Stage, before: Sequence[Experience], result: Any) -> str:
     """What is wrong with `result`, as the rest of a sentence about the operator; "" if nothing.
 
-    An operator never makes, copies, renames or rewrites an experience; it only judges those it was given, `before`.
+    An operator never makes, copies, renames or rewrites an experience; it only judges those it was
+    given, `before`.
     """
     if not isinstance(result, Result):
-        return f"returned {type(result).__name__}; it must return Result(rows, metrics) of rft.buffer.operators.base"
+        return (
+            f"returned {type(result).__name__}; it must return Result(rows, metrics) of "
+            f"rft.buffer.operators.base"
+        )
     given = {r.id: r for r in before}
     seen = set()
     for row in _listed(result.rows):
         if not isinstance(row, Experience):
-            return f"returned a {type(row).__name__} among its rows; they must be the experiences it was given"
+            return (
+                f"returned a {type(row).__name__} among its rows; they must be the experiences "
+                f"it was given"
+            )
         if row.id not in given:
-            return f"returned {row.id}, which it was not given in this call; operators neither create nor rename experiences"
+            return (
+                f"returned {row.id}, which it was not given in this call; operators neither "
+                f"create nor rename experiences"
+            )
         if row.id in seen:
-            return f"returned {row.id} twice; rows are never copied (see max_uses for training them more often)"
+            return (
+                f"returned {row.id} twice; rows are never copied (see max_uses for training "
+                f"them more often)"
+            )
         seen.add(row.id)
         if fault := _changed(stage, given[row.id], row) or _invalid(row):
             return fault
@@ -152,29 +175,48 @@ def _changed(stage: Stage, old: Experience, new: Experience) -> str:
         return ""
     may = _MAY_CHANGE[stage]
     for name in old.__struct_fields__:
-        was, now = getattr(old, name), getattr(new, name)
+        was = getattr(old, name)
+        now = getattr(new, name)
         if was is now or name in may:
             continue
-        same = np.array_equal(was, now) if name in _ARRAYS and was is not None and now is not None else was == now
+        same = (
+            np.array_equal(was, now)
+            if name in _ARRAYS and was is not None and now is not None
+            else was == now
+        )
         if not bool(same):
-            return f"changed {name} of {old.id}; an operator of stage {stage} may change {', '.join(sorted(may))}"
+            return (
+                f"changed {name} of {old.id}; an operator of stage {stage} may change "
+                f"{', '.join(sorted(may))}"
+            )
     if bool(np.any(new.loss_mask & ~old.loss_mask)):
-        return f"trains tokens of {old.id} that were not to be trained; a loss_mask may only be cleared"
+        return (
+            f"trains tokens of {old.id} that were not to be trained; a loss_mask may only be "
+            f"cleared"
+        )
     if not np.array_equal(new.logprobs[new.loss_mask], old.logprobs[new.loss_mask]):
         return f"changed log-probs of {old.id}; they are the sampling policy's"
     return ""
 
 
 def _invalid(row: Experience) -> str:
-    """Rows check themselves when they are made; an operator may write into `info` and `metrics` of those that it makes."""
+    """Rows check themselves when they are made; an operator may write into `info` and `metrics` of
+    those that it makes.
+    """
     if not row.info and not row.metrics:
         return ""
     try:
         check(row)
     except (ValueError, TypeError, RecursionError) as e:
         return f"made {row.id} invalid: {e}"
-    wild = [str(n) for n, v in row.metrics.items() if type(v) is bool or not isinstance(v, Real) or not math.isfinite(v)]
-    return f"made {row.id} invalid: metrics {', '.join(wild)} are not finite numbers" if wild else ""
+    wild = [
+        str(n)
+        for n, v in row.metrics.items()
+        if type(v) is bool or not isinstance(v, Real) or not math.isfinite(v)
+    ]
+    return (
+        f"made {row.id} invalid: metrics {', '.join(wild)} are not finite numbers" if wild else ""
+    )
 
 
 def _numbers(result: Result) -> str:
@@ -186,20 +228,28 @@ def _numbers(result: Result) -> str:
             and math.isfinite(m.value)
             and m.reduction in get_args(Reduction)
         ):
-            return f"reported {m!r}; metrics are Metric(name, finite number, {' or '.join(get_args(Reduction))})"
+            return (
+                f"reported {m!r}; metrics are Metric(name, finite number, "
+                f"{' or '.join(get_args(Reduction))})"
+            )
     return ""
 
 
-def build(settings: Sequence[OperatorSettings], engines: Collection[str] | None = None) -> list[Operator]:
-    """The operators, made with their checked arguments.  Plugins must be loaded.  `engines`: those that arguments may name; None = any.
+def build(
+    settings: Sequence[OperatorSettings], engines: Collection[str] | None = None
+) -> list[Operator]:
+    """The operators, made with their checked arguments.  Plugins must be loaded.  `engines`: those
+    that arguments may name; None = any.
 
-    Raises ConfigError for arguments and for an order that differs from STAGES, PluginError for an unknown name.
+    Raises ConfigError for arguments and for an order that differs from STAGES, PluginError for an
+    unknown name.
     """
     made = [_build(s, engines) for s in settings]
     for before, after, where in zip(made, made[1:], settings[1:], strict=False):
         if STAGES.index(before.stage) > STAGES.index(after.stage):
             raise ConfigError(
-                f"{where.name} ({after.stage}) comes after an operator of stage {before.stage}; operators run in the order "
+                f"{where.name} ({after.stage}) comes after an operator of stage {before.stage}; "
+                f"operators run in the order "
                 f"{', '.join(STAGES)}.  Write them so: {', '.join(_sorted(settings, made))}",
                 key=where.key,
                 given=where.name,
@@ -208,7 +258,8 @@ def build(settings: Sequence[OperatorSettings], engines: Collection[str] | None 
 
 
 def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Operator:
-    name, key = settings.name, settings.key
+    name = settings.name
+    key = settings.key
     if name in REFUSED:
         raise ConfigError(REFUSED[name], key=f"{key}.name", given=name)
     try:
@@ -218,7 +269,8 @@ def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Opera
     cls: Any = plugin.obj
     if not inspect.isclass(cls) or not issubclass(cls, Operator) or cls.stage not in STAGES:
         raise ConfigError(
-            f"operator {name!r} must be a class X(Operator) of rft.buffer.operators.base with `stage`, one of {', '.join(STAGES)}",
+            f"operator {name!r} must be a class X(Operator) of rft.buffer.operators.base with "
+            f"`stage`, one of {', '.join(STAGES)}",
             key=f"{key}.name",
             given=name,
         )
@@ -227,12 +279,16 @@ def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Opera
         for argument, engine in engines_named(plugin.args, args).items():
             if engine not in engines:
                 raise ConfigError(
-                    f"no engine has this name; there is {', '.join(engines)} (explorer.auxiliary_models)",
+                    f"no engine has this name; there is {', '.join(engines)} "
+                    f"(explorer.auxiliary_models)",
                     key=f"{key}.args.{argument}",
                     given=engine,
                 )
     try:
-        with blamed(f"operator {name!r} cannot be made", f"{key}.name"), contained(f"operator {name!r}"):
+        with (
+            blamed(f"operator {name!r} cannot be made", f"{key}.name"),
+            contained(f"operator {name!r}"),
+        ):
             made: Operator = cls(**args)
     except ConfigError as e:
         raise ConfigError(e.message, key=e.key or f"{key}.args", given=settings.args) from None
@@ -245,7 +301,9 @@ def _sorted(settings: Sequence[OperatorSettings], made: Sequence[Operator]) -> l
 
 
 class OperatorFailed(Exception):
-    """An operator raised, or passed its deadline; the group cannot be used.  `traceback` is the user's."""
+    """An operator raised, or passed its deadline; the group cannot be used.  `traceback` is the
+    user's.
+    """
 
     def __init__(self, message: str, traceback: str = "") -> None:
         super().__init__(message)
@@ -254,7 +312,9 @@ class OperatorFailed(Exception):
 
 @dataclass
 class Processed:
-    """A group after all operators: every row that went in, in the same order.  `reason` says why it is not accepted."""
+    """A group after all operators: every row that went in, in the same order.  `reason` says why it
+    is not accepted.
+    """
 
     rows: list[Experience]
     accepted: bool
@@ -263,10 +323,14 @@ class Processed:
 
 
 class ExperiencePipeline:
-    """The operators of a run.  `judge(rows, num_runs, needed)` says whether a group can be trained, and if not why."""
+    """The operators of a run.  `judge(rows, num_runs, needed)` says whether a group can be trained,
+    and if not why.
+    """
 
     def __init__(self, settings: PipelineSettings, judge: Judge, deadline_s: float) -> None:
-        """`deadline_s` is how long an operator may take over one group.  Raises ConfigError; plugins must be loaded."""
+        """`deadline_s` is how long an operator may take over one group.  Raises ConfigError;
+        plugins must be loaded.
+        """
         made = zip(settings.operators, build(settings.operators), strict=True)
         self._operators = [_Running(s.name, i, o, deadline_s) for i, (s, o) in enumerate(made)]
         self._copy = InputCopy(settings.input_path) if settings.input_path is not None else None
@@ -279,7 +343,9 @@ class ExperiencePipeline:
         return bool(self._operators) or self._copy is not None
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Raises RunFailed, with the traceback, when an operator cannot get ready or the copy's file cannot be written."""
+        """Raises RunFailed, with the traceback, when an operator cannot get ready or the copy's
+        file cannot be written.
+        """
         if self._copy is not None:
             await self._copy.open()
         for one in self._operators:
@@ -287,7 +353,9 @@ class ExperiencePipeline:
             self._prepared.append(one)
 
     async def close(self) -> None:
-        """Closes what was prepared, last first.  Raises the first RunFailed, after all had their turn; the others are logged."""
+        """Closes what was prepared, last first.  Raises the first RunFailed, after all had their
+        turn; the others are logged.
+        """
         errors: list[RunFailed] = []
         while self._prepared:
             try:
@@ -300,10 +368,14 @@ class ExperiencePipeline:
         if errors:
             raise errors[0]
 
-    async def process(self, task: Task, rows: Sequence[Experience], needed: int | None = None) -> Processed:
-        """The group's rows after all operators.  `needed`: how many of its runs must be trainable; None: as `judge` has it.
+    async def process(
+        self, task: Task, rows: Sequence[Experience], needed: int | None = None
+    ) -> Processed:
+        """The group's rows after all operators.  `needed`: how many of its runs must be trainable;
+        None: as `judge` has it.
 
-        Raises OperatorFailed when one raises or is too slow; RunFailed when one returns what it must not; RftError from an engine.
+        Raises OperatorFailed when one raises or is too slow; RunFailed when one returns what it
+        must not; RftError from an engine.
         """
         began = time.monotonic()
         if self._copy is not None:
@@ -318,13 +390,16 @@ class ExperiencePipeline:
         if accepted:
             await self._run("drop", group)
             if not any(r.trainable for r in group.rows):
-                accepted, reason = False, FILTERED
+                accepted = False
+                reason = FILTERED
         done = Processed(group.rows, accepted, reason, group.metrics)
         done.metrics += [
             Metric("failed_count", 0, "sum"),
             Metric("filtered_count", group.dropped, "sum"),
             Metric("filtered_runs", len(before - trainable_runs(group.rows)), "sum"),
-            Metric("experience_count", sum(r.trainable for r in group.rows) if accepted else 0, "sum"),
+            Metric(
+                "experience_count", sum(r.trainable for r in group.rows) if accepted else 0, "sum"
+            ),
             Metric("time/total", time.monotonic() - began, "sum"),
         ]
         return done
@@ -364,8 +439,11 @@ class _Group:
         return [r for r in self.rows if r.status != "failed" and not r.reason]
 
     def take(self, name: str, before: Sequence[Experience], result: Result) -> None:
-        """Puts what came back in its place; what did not, or has no token left to train, gets the operator's name as reason."""
-        given, back = {r.id for r in before}, {r.id: r for r in result.rows}
+        """Puts what came back in its place; what did not, or has no token left to train, gets the
+        operator's name as reason.
+        """
+        given = {r.id for r in before}
+        back = {r.id: r for r in result.rows}
         for i, row in enumerate(self.rows):
             if row.id not in given:
                 continue
@@ -382,31 +460,39 @@ class _Running:
     """One operator with its name, its place and its turns."""
 
     def __init__(self, name: str, index: int, operator: Operator, deadline_s: float) -> None:
-        self.name, self.index, self.operator = name, index, operator
+        self.name = name
+        self.index = index
+        self.operator = operator
         self._deadline_s = deadline_s
         self._blocking = not inspect.iscoroutinefunction(operator.process)
         self._turn = asyncio.Lock()  # an ordinary function sees one group after the other
 
     async def run(self, group: _Group) -> None:
-        before, view = group.alive, GroupView(task=group.task, members=group.members)
+        before = group.alive
+        view = GroupView(task=group.task, members=group.members)
         began = time.monotonic()
         result = await self._call(before, view)
         if fault := broken(self.operator.stage, before, result):
             raise RunFailed(
-                f"operator {self.name} {fault}.  Its result cannot be trusted, so the run stops; correct the operator"
+                f"operator {self.name} {fault}.  Its result cannot be trusted, so the run stops; "
+                f"correct the operator"
             )
         if self.operator.stage == "reward":
             self._check_shared(result.rows)
         group.take(self.name, before, result)
-        group.metrics.append(Metric(f"time/operator/{self.index}_{self.name}", time.monotonic() - began, "sum"))
+        group.metrics.append(
+            Metric(f"time/operator/{self.index}_{self.name}", time.monotonic() - began, "sum")
+        )
 
     def _check_shared(self, rows: Sequence[Experience]) -> None:
         """Raises OperatorFailed where rows of a run that share its reward were told apart."""
         for run, rewards in parted_runs(scored_members(rows)).items():
             given = ", ".join(f"{r:g}" for r in rewards)
             raise OperatorFailed(
-                f"operator {self.name} gave the rows of run {run} the rewards {given}, but they share the reward of the run.  Change it by "
-                "what is the same for all of them, or let the workflow reward its calls (score_step)"
+                f"operator {self.name} gave the rows of run {run} the rewards {given}, but they "
+                f"share the reward of the run.  Change it by "
+                "what is the same for all of them, or let the workflow reward its calls "
+                "(score_step)"
             )
 
     async def _call(self, rows: list[Experience], view: GroupView) -> Any:
@@ -419,12 +505,18 @@ class _Running:
             async with self._turn:
                 limit = asyncio.timeout(self._deadline_s)
                 async with limit:
-                    return await in_thread(lambda: self.operator.process(list(rows), view), f"operator {self.name}")
+                    return await in_thread(
+                        lambda: self.operator.process(list(rows), view), f"operator {self.name}"
+                    )
         except RftError:
             raise
         except Exception as e:  # user code may raise anything; the group becomes failed records
             late = isinstance(e, TimeoutError) and limit.expired()
-            what = f"took longer than {self._deadline_s:g} s" if late else f"raised {type(e).__name__}: {e}{hint(e)}"
+            what = (
+                f"took longer than {self._deadline_s:g} s"
+                if late
+                else f"raised {type(e).__name__}: {e}{hint(e)}"
+            )
             if isinstance(e, PluginStopped):
                 what = str(e).removeprefix(f"operator {self.name} ")
             raise self._failed(e, what) from e

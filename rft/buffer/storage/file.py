@@ -1,8 +1,9 @@
 """Payload as files: one immutable segment for each block, in folders of at most 1000.
 
-A segment is written under another name, synced when the durability asks for it, and renamed: a name is there with all its bytes,
-or not at all.  It needs neither the ledger nor this program to be read.
-The one invariant: a segment never changes after its rename, and its number is never used again.
+A segment is written under another name, synced when the durability asks for it, and renamed: a name
+is there with all its bytes, or not at all.  It needs neither the ledger nor this program to be
+read. The one invariant: a segment never changes after its rename, and its number is never used
+again.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ class FileStorage(SegmentFolder):
 
     def open(self) -> None:
         super().open()
-        self._part = max((int(p.name) for p in self._folder.iterdir() if p.name.isdecimal()), default=0)
-        for left in (self._folder / f"{self._part:06d}").glob(f"*{_ASIDE}"):  # of a process that was killed
+        self._part = max(
+            (int(p.name) for p in self._folder.iterdir() if p.name.isdecimal()), default=0
+        )
+        # of a process that was killed
+        for left in (self._folder / f"{self._part:06d}").glob(f"*{_ASIDE}"):
             left.unlink()
         self._next_part()
 
@@ -92,7 +96,8 @@ class FileStorage(SegmentFolder):
             raise
 
     def _next_part(self) -> None:
-        self._part, self._count = self._part + 1, 0
+        self._part = self._part + 1
+        self._count = 0
         (self._folder / f"{self._part:06d}").mkdir(exist_ok=True)
         if self._power:
             sync_path(self._folder)

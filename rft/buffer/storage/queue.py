@@ -1,8 +1,9 @@
 """Payload in memory, with write-ahead segments behind it (or, with path "none", without).
 
-A segment is a file of records (see `segment`), begun by one process and appended to by no other.  The ledger refers to a record only
-after it was written, so a torn tail is never read.  Memory is a cache of bounded size over the segments; without segments it is the
-only copy.  The one invariant: the newest segment is never deleted, so its number, and no locator, is used again.
+A segment is a file of records (see `segment`), begun by one process and appended to by no other.
+The ledger refers to a record only after it was written, so a torn tail is never read.  Memory is a
+cache of bounded size over the segments; without segments it is the only copy.  The one invariant:
+the newest segment is never deleted, so its number, and no locator, is used again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class QueueStorage(SegmentFolder):
         self._segment = 0
         self._offset = 0
         self._count = 0
-        self._process = os.urandom(8).hex()  # a block of another process must not be taken for this one's
+        # a block of another process must not be taken for this one's
+        self._process = os.urandom(8).hex()
 
     def open(self) -> None:
         if self.durable:
@@ -59,7 +61,8 @@ class QueueStorage(SegmentFolder):
         if self._offset >= SEGMENT_BYTES:
             self._next_segment()
         assert self._file is not None, "put before open"
-        began, locators = self._offset, []
+        began = self._offset
+        locators = []
         try:
             for block in blocks:
                 locators.append(f"{self._segment}:{self._offset}")
@@ -67,7 +70,8 @@ class QueueStorage(SegmentFolder):
             if self._power:
                 os.fdatasync(self._file)
         except OSError:
-            self._offset = began  # the ledger does not refer to these records, and the disk may be full
+            # the ledger does not refer to these records, and the disk may be full
+            self._offset = began
             os.ftruncate(self._file, began)
             raise
         self._memory.update(zip(locators, blocks, strict=True))
@@ -85,7 +89,9 @@ class QueueStorage(SegmentFolder):
             self.resident_bytes -= len(self._memory.pop(x, b""))
         if self.durable:
             for segment in sorted({int(x.partition(":")[0]) for x in locators} - {self._segment}):
-                if not connection.scalar(select(exists().where(groups.c.locator.like(f"{segment}:%")))):
+                if not connection.scalar(
+                    select(exists().where(groups.c.locator.like(f"{segment}:%")))
+                ):
                     self._path(segment).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -95,7 +101,9 @@ class QueueStorage(SegmentFolder):
     def _read(self, locator: str) -> bytes:
         segment, _, offset = locator.partition(":")
         if segment == "m":
-            raise PayloadDamaged(f"payload {locator} was in memory only and was lost with its process (path: none)")
+            raise PayloadDamaged(
+                f"payload {locator} was in memory only and was lost with its process (path: none)"
+            )
         if not (segment.isdecimal() and offset.isdecimal() and len(locator) < 40):
             raise PayloadDamaged(f"payload {locator[:80]!r} is no place in a segment. {REMEDY}")
         return read(self._path(int(segment)), MAGIC, int(offset))
@@ -110,10 +118,14 @@ class QueueStorage(SegmentFolder):
             self._file = None
 
     def _next_segment(self) -> None:
-        """Every process begins its own segment: what an earlier one may have torn is never appended to."""
+        """Every process begins its own segment: what an earlier one may have torn is never appended
+        to.
+        """
         self._end_segment()
         self._segment += 1
         self._offset = 0
-        self._file = os.open(self._path(self._segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.open(
+            self._path(self._segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
         if self._power:  # the name must survive too
             sync_path(self._folder)

@@ -1,8 +1,10 @@
-"""Payload in files: one record format for all of them, by which a torn, foreign or changed record is detected.
+"""Payload in files: one record format for all of them, by which a torn, foreign or changed record
+is detected.
 
-A record is a magic of 4 bytes, length and xxh3-64 of the block (8 bytes each, little-endian), and the block.  The block is a frame
-of `rft.types.block`, which begins with the headers of its experiences, so a file is read without the ledger.
-The one invariant: `read` gives back what `write` was given, or raises PayloadDamaged with the file's name.
+A record is a magic of 4 bytes, length and xxh3-64 of the block (8 bytes each, little-endian), and
+the block.  The block is a frame of `rft.types.block`, which begins with the headers of its
+experiences, so a file is read without the ledger. The one invariant: `read` gives back what `write`
+was given, or raises PayloadDamaged with the file's name.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class SegmentFolder(Storage):
 
     def __init__(self, settings: BufferSettings) -> None:
         path = settings.storage_path if self.durable else None
-        self._folder = Path(path).expanduser() if path else settings.folder / f"{settings.name}.segments"
+        self._folder = (
+            Path(path).expanduser() if path else settings.folder / f"{settings.name}.segments"
+        )
         self._power = settings.durability == "power"
         self._lock = OwnerLock(self._folder / "segments.lock")
 
@@ -40,7 +44,9 @@ class SegmentFolder(Storage):
 
 
 def write(fd: int, magic: bytes, block: bytes, offset: int = 0) -> int:
-    """Writes a record at `offset`; its size in bytes.  Raises OSError; what stands at `offset` then is not a record."""
+    """Writes a record at `offset`; its size in bytes.  Raises OSError; what stands at `offset` then
+    is not a record.
+    """
     fault("storage.put")
     parts = [HEAD.pack(magic, len(block), xxhash.xxh3_64_intdigest(block)), block]
     size = HEAD.size + len(block)
@@ -61,7 +67,10 @@ def read(path: Path, magic: bytes, offset: int = 0, *, alone: bool = False) -> b
             head = file.read(HEAD.size)
             found, size, digest = HEAD.unpack(head) if len(head) == HEAD.size else (head[:4], 0, 0)
             if found != magic:
-                raise PayloadDamaged(f"{path} holds no rft record at byte {offset}: it begins with {found!r}. {REMEDY}")
+                raise PayloadDamaged(
+                    f"{path} holds no rft record at byte {offset}: it begins with {found!r}. "
+                    f"{REMEDY}"
+                )
             left = os.fstat(file.fileno()).st_size - offset - HEAD.size
             # a changed length must not ask for more memory than the file has bytes
             block = file.read(size) if size <= left else b""

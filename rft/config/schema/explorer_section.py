@@ -21,114 +21,185 @@ _OTHER_ENGINES = {"vllm_async": "vllm", "hf": "transformers", "openai": "externa
 
 
 def _engine(value: str) -> str:
-    """A built-in name in its usual spelling; or the name of a plugin, which is looked up once plugins are loaded."""
+    """A built-in name in its usual spelling; or the name of a plugin, which is looked up once
+    plugins are loaded.
+    """
     known = _OTHER_ENGINES.get(value.strip().lower(), value.strip().lower())
     if ":" in value or known in ENGINE_TYPES:
         return value if ":" in value else known
     if difflib.get_close_matches(known, ENGINE_TYPES, n=1, cutoff=0.85):
-        raise PydanticCustomError("literal_error", "no engine", {"expected": " or ".join(map(repr, ENGINE_TYPES))})
+        raise PydanticCustomError(
+            "literal_error", "no engine", {"expected": " or ".join(map(repr, ENGINE_TYPES))}
+        )
     return value
 
 
-EngineType = Annotated[Literal["vllm", "transformers", "scripted", "external"] | str, AfterValidator(_engine)]
+EngineType = Annotated[
+    Literal["vllm", "transformers", "scripted", "external"] | str, AfterValidator(_engine)
+]
 
 
 class ServedModelConfig(Section):
-    """One or several engines that serve one model.  Null values are chosen for the device or taken from `model`."""
+    """One or several engines that serve one model.  Null values are chosen for the device or taken
+    from `model`.
+    """
 
-    name: Name | None = safe_key(None, "Beginning of the engines' names in logs and metrics.  Null: engine.")
+    name: Name | None = safe_key(
+        None, "Beginning of the engines' names in logs and metrics.  Null: engine."
+    )
     engine_type: EngineType = key(
         EngineSettings.engine_type,
-        "vllm; transformers (slower, runs where vLLM cannot be installed); scripted (answers from a script, for tests); external (a "
-        "model behind an OpenAI-compatible address; auxiliary models only); or your own engine: its name, pkg.module:Name, "
+        "vllm; transformers (slower, runs where vLLM cannot be installed); scripted (answers from "
+        "a script, for tests); external (a "
+        "model behind an OpenAI-compatible address; auxiliary models only); or your own engine: "
+        "its name, pkg.module:Name, "
         "path/file.py:Name.",
     )
     engine_num: int = safe_key(1, "Engines side by side.", unit="engines", ge=1)
-    tensor_parallel_size: units.Gpus = safe_key(EngineSettings.tensor_parallel_size, "GPUs (on CPU: processes) of one engine.")
+    tensor_parallel_size: units.Gpus = safe_key(
+        EngineSettings.tensor_parallel_size, "GPUs (on CPU: processes) of one engine."
+    )
     data_parallel_size: units.Copies = safe_key(
         1,
-        "Copies of the model in one engine.  Each becomes a separate engine, which is loaded, verified and restarted on its own.",
+        "Copies of the model in one engine.  Each becomes a separate engine, which is loaded, "
+        "verified and restarted on its own.",
     )
     pipeline_parallel_size: units.Stages = safe_key(
-        EngineSettings.pipeline_parallel_size, "vllm: stages into which one engine's layers are cut, each on its own GPUs."
+        EngineSettings.pipeline_parallel_size,
+        "vllm: stages into which one engine's layers are cut, each on its own GPUs.",
     )
     device: Device = safe_key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], IgnoreCase] = key(
         "auto", "Type of the weights in the engine; auto: bfloat16 on GPUs, float32 on CPU."
     )
-    seed: units.Seed | None = key(None, "Seed of the first engine; the others count up from it.  Null: the run's seed.")
-    gpu_memory_utilization: float = safe_key(
-        EngineSettings.gpu_memory_utilization, "Fraction of a GPU's memory that an engine takes.", gt=0, le=1
+    seed: units.Seed | None = key(
+        None, "Seed of the first engine; the others count up from it.  Null: the run's seed."
     )
-    enforce_eager: bool | None = safe_key(None, "No CUDA graphs and no compilation.  Null: true on CPU, false on GPUs.")
-    enable_prefix_caching: bool = safe_key(EngineSettings.enable_prefix_caching, "Compute shared prompts once.")
+    gpu_memory_utilization: float = safe_key(
+        EngineSettings.gpu_memory_utilization,
+        "Fraction of a GPU's memory that an engine takes.",
+        gt=0,
+        le=1,
+    )
+    enforce_eager: bool | None = safe_key(
+        None, "No CUDA graphs and no compilation.  Null: true on CPU, false on GPUs."
+    )
+    enable_prefix_caching: bool = safe_key(
+        EngineSettings.enable_prefix_caching, "Compute shared prompts once."
+    )
     enable_chunked_prefill: bool = safe_key(
         EngineSettings.enable_chunked_prefill, "vllm: cut long prompts over several engine steps."
     )
-    max_num_seqs: int = safe_key(EngineSettings.max_num_seqs, "Sequences decoded at the same time.", unit="sequences", ge=1)
-    max_num_batched_tokens: units.Tokens | None = safe_key(None, "Token budget of one engine step.  Null: the engine's own.")
-    block_size: units.Tokens | None = safe_key(None, "Tokens of one KV-cache block.  Null: chosen for the device.")
-    kv_cache_bytes: units.Bytes | None = safe_key(
-        None, "Cache of an engine on CPU for keys, values and states of layers.  Null: 1 GiB with vllm, 2 GiB with transformers."
+    max_num_seqs: int = safe_key(
+        EngineSettings.max_num_seqs, "Sequences decoded at the same time.", unit="sequences", ge=1
     )
-    cpu_threads: units.Threads | None = safe_key(None, "Threads of an engine on CPU.  Null: the machine's cores.")
-    max_model_len: int | None = key(None, "Prompt and response together.  Null: model.max_model_len.", unit="tokens", ge=2)
-    max_prompt_tokens: units.Tokens | None = key(None, "Longest prompt.  Null: model.max_prompt_tokens.")
-    max_response_tokens: units.Tokens | None = key(None, "Longest response.  Null: model.max_response_tokens.")
-    min_response_tokens: units.TokensOr0 | None = key(None, "No end before this many tokens.  Null: model.min_response_tokens.")
+    max_num_batched_tokens: units.Tokens | None = safe_key(
+        None, "Token budget of one engine step.  Null: the engine's own."
+    )
+    block_size: units.Tokens | None = safe_key(
+        None, "Tokens of one KV-cache block.  Null: chosen for the device."
+    )
+    kv_cache_bytes: units.Bytes | None = safe_key(
+        None,
+        "Cache of an engine on CPU for keys, values and states of layers.  Null: 1 GiB with vllm, "
+        "2 GiB with transformers.",
+    )
+    cpu_threads: units.Threads | None = safe_key(
+        None, "Threads of an engine on CPU.  Null: the machine's cores."
+    )
+    max_model_len: int | None = key(
+        None, "Prompt and response together.  Null: model.max_model_len.", unit="tokens", ge=2
+    )
+    max_prompt_tokens: units.Tokens | None = key(
+        None, "Longest prompt.  Null: model.max_prompt_tokens."
+    )
+    max_response_tokens: units.Tokens | None = key(
+        None, "Longest response.  Null: model.max_response_tokens."
+    )
+    min_response_tokens: units.TokensOr0 | None = key(
+        None, "No end before this many tokens.  Null: model.min_response_tokens."
+    )
     enable_prompt_truncation: bool | None = key(
         None, "What happens to a prompt that is too long.  Null: model.enable_prompt_truncation."
     )
     repetition_penalty: float | None = key(
         None, "Penalty on tokens already seen; 1 = off.  Null: model.repetition_penalty.", gt=0
     )
-    ignore_eos: bool = key(False, "Keep generating after the end token, up to max_tokens; for measuring speed.")
-    chat_template: str | None = key(None, "Chat template (Jinja text).  Null: model.custom_chat_template.")
-    enable_thinking: bool | None = key(
-        None, "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking."
+    ignore_eos: bool = key(
+        False, "Keep generating after the end token, up to max_tokens; for measuring speed."
     )
-    trust_remote_code: bool | None = safe_key(None, "Run Python code that comes with the model.  Null: model.trust_remote_code.")
+    chat_template: str | None = key(
+        None, "Chat template (Jinja text).  Null: model.custom_chat_template."
+    )
+    enable_thinking: bool | None = key(
+        None,
+        "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking.",
+    )
+    trust_remote_code: bool | None = safe_key(
+        None, "Run Python code that comes with the model.  Null: model.trust_remote_code."
+    )
     tool_call_parser: str | None = safe_key(
         None,
-        "vLLM's parser that finds tool calls in an answer (hermes, llama3_json, ...); read with enable_auto_tool_choice.  Needs vLLM "
+        "vLLM's parser that finds tool calls in an answer (hermes, llama3_json, ...); read with "
+        "enable_auto_tool_choice.  Needs vLLM "
         "installed, also with other engines.",
     )
     reasoning_parser: str | None = safe_key(
         None,
-        "vLLM's parser that separates reasoning from the answer (qwen3, deepseek_r1, ...).  Needs vLLM installed, also with other engines.",
+        "vLLM's parser that separates reasoning from the answer (qwen3, deepseek_r1, ...).  Needs "
+        "vLLM installed, also with other engines.",
     )
-    enable_auto_tool_choice: bool = safe_key(False, "Take tool calls out of the answer's text; needs tool_call_parser.")
+    enable_auto_tool_choice: bool = safe_key(
+        False, "Take tool calls out of the answer's text; needs tool_call_parser."
+    )
     enable_openai_api: bool = safe_key(
         False,
-        "Serve the model to observers of this machine too, by OpenAI's protocol, during the run: calls are answered, not recorded. "
+        "Serve the model to observers of this machine too, by OpenAI's protocol, during the run: "
+        "calls are answered, not recorded. "
         "Agents in workflows need no such port.",
     )
-    base_port: int | None = safe_key(None, "Port of that server, on 127.0.0.1.  Null: a free one.", ge=1, le=65535)
-    api_key: str | None = safe_key(None, "Key that clients must send.  Null: a random one, in openai_api.json of the run folder.")
+    base_port: int | None = safe_key(
+        None, "Port of that server, on 127.0.0.1.  Null: a free one.", ge=1, le=65535
+    )
+    api_key: str | None = safe_key(
+        None,
+        "Key that clients must send.  Null: a random one, in openai_api.json of the run folder.",
+    )
     enable_history: bool = safe_key(True, "Keep every model call of a run.")
     enable_log_requests: bool = safe_key(False, "vllm: log every request.")
     disable_log_stats: bool = safe_key(
-        True, "vllm: no statistics.  False: throughput and cache use are logged at every weight sync."
+        True,
+        "vllm: no statistics.  False: throughput and cache use are logged at every weight sync.",
     )
     use_v1: bool = safe_key(True, "vllm: its newer engine.")
     fully_sharded_loras: bool = safe_key(
         EngineSettings.fully_sharded_loras,
-        "vllm, with model.lora_configs: its own LoRA layers, with both matrices sharded over the engine's GPUs; false shards one of them.",
+        "vllm, with model.lora_configs: its own LoRA layers, with both matrices sharded over the "
+        "engine's GPUs; false shards one of them.",
     )
     max_cpu_loras: units.Adapters | None = safe_key(
-        None, "vllm, where its own LoRA layers are used: how many adapters fit in host memory.  A run has one."
+        None,
+        "vllm, where its own LoRA layers are used: how many adapters fit in host memory.  A run "
+        "has one.",
     )
-    external_model_config: ExternalModelConfig | None = safe_key(None, "What engine_type external asks; auxiliary models only.")
-    start_timeout: units.Seconds = safe_key(EngineSettings.start_timeout_s, "How long an engine may take to start.")
+    external_model_config: ExternalModelConfig | None = safe_key(
+        None, "What engine_type external asks; auxiliary models only."
+    )
+    start_timeout: units.Seconds = safe_key(
+        EngineSettings.start_timeout_s, "How long an engine may take to start."
+    )
     stall_timeout: units.Patience | None = safe_key(
         EngineSettings.stall_timeout_s,
-        "An engine that has work, and for this long neither finished a step (vllm) or answered at all (every engine) nor used its "
-        "processors, counts as hung: its processes are killed, it is restarted with the current weights, its requests are asked again.  "
+        "An engine that has work, and for this long neither finished a step (vllm) or answered at "
+        "all (every engine) nor used its "
+        "processors, counts as hung: its processes are killed, it is restarted with the current "
+        "weights, its requests are asked again.  "
         "However slow an engine is, it uses its processors.  Null: never.",
     )
     step_timeout: units.Patience | None = safe_key(
         EngineSettings.step_timeout_s,
-        "How long one step may take of an engine that uses its processors, before it counts as hung all the same (waiting in circles).  "
+        "How long one step may take of an engine that uses its processors, before it counts as "
+        "hung all the same (waiting in circles).  "
         "Null: never.",
     )
     extra_engine_args: Args = safe_key({}, "Further arguments, passed to the engine unchanged.")
@@ -145,13 +216,16 @@ class InferenceModelConfig(ServedModelConfig):
 
     tokenization_check: Annotated[Literal["strict", "warn", "off"], IgnoreCase] = safe_key(
         EngineSettings.tokenization_check,
-        "Compare the tokens of several turns with those of the whole chat tokenized at once: end the run (strict), count and warn once "
+        "Compare the tokens of several turns with those of the whole chat tokenized at once: end "
+        "the run (strict), count and warn once "
         "(warn), or do not.  Trained are the tokens as the engine saw and wrote them in any case.",
     )
     router_replay: bool = safe_key(
         EngineSettings.router_replay,
-        "For mixtures of experts: the engine tells which experts every token went through, they are stored with the experience (layers x "
-        "experts per token bytes for each token), and the trainer lets the token go through the same ones.",
+        "For mixtures of experts: the engine tells which experts every token went through, they "
+        "are stored with the experience (layers x "
+        "experts per token bytes for each token), and the trainer lets the token go through the "
+        "same ones.",
     )
 
 
@@ -162,33 +236,56 @@ class AuxiliaryModelConfig(ServedModelConfig):
     """
 
     name: Name | None = safe_key(
-        None, "Its name in workflows, rewards, logs and metrics.  Null: auxiliary_model_ and its place in the list, from 0."
+        None,
+        "Its name in workflows, rewards, logs and metrics.  Null: auxiliary_model_ and its place "
+        "in the list, from 0.",
     )
-    model_path: str = key(..., "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
-    tokenizer_path: str | None = key(None, "Folder with another tokenizer and chat template.  Null: model_path.")
+    model_path: str = key(
+        ...,
+        "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local "
+        "cache.",
+    )
+    tokenizer_path: str | None = key(
+        None, "Folder with another tokenizer and chat template.  Null: model_path."
+    )
     task: Annotated[Literal["generate", "score"], IgnoreCase] = key(
-        EngineSettings.task, "generate: it answers; score: it is a classifier that returns raw numbers (logits) for a chat."
+        EngineSettings.task,
+        "generate: it answers; score: it is a classifier that returns raw numbers (logits) for a "
+        "chat.",
     )
-    max_prompt_tokens: units.Tokens | None = key(None, "Longest prompt.  Null: as long as max_model_len allows.")
-    chat_template: str | None = key(None, "Chat template (Jinja text, or a file).  Null: the model's own.")
-    enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
-    max_concurrent: units.Requests = safe_key(EngineSettings.max_concurrent, "Concurrent requests; further ones wait.")
+    max_prompt_tokens: units.Tokens | None = key(
+        None, "Longest prompt.  Null: as long as max_model_len allows."
+    )
+    chat_template: str | None = key(
+        None, "Chat template (Jinja text, or a file).  Null: the model's own."
+    )
+    enable_thinking: bool | None = key(
+        None, "Value of `enable_thinking` for chat templates that know it."
+    )
+    max_concurrent: units.Requests = safe_key(
+        EngineSettings.max_concurrent, "Concurrent requests; further ones wait."
+    )
     request_timeout: units.Seconds = safe_key(600.0, "How long one request may take.")
 
 
 class OverRolloutConfig(Section):
-    """Stop waiting for the slowest tasks of a step: they are cancelled and counted, and the step has fewer groups.
+    """Stop waiting for the slowest tasks of a step: they are cancelled and counted, and the step
+    has fewer groups.
 
     buffer.on_short_batch must be train or carry.
     """
 
-    ratio: float = safe_key(0.0, "Fraction of a step's tasks that need not finish; 0 = off.", ge=0, lt=1)
+    ratio: float = safe_key(
+        0.0, "Fraction of a step's tasks that need not finish; 0 = off.", ge=0, lt=1
+    )
     wait_after_min: units.Pause = safe_key(
-        ExplorerSettings.wait_after_s, "How much longer the others may run once enough tasks are done."
+        ExplorerSettings.wait_after_s,
+        "How much longer the others may run once enough tasks are done.",
     )
     return_partial_tasks: bool = safe_key(
         ExplorerSettings.keep_partial,
-        "Train on the finished runs of cancelled groups, if there are at least two of them (one, with repeat_times 1).",
+        "Train on the finished runs of cancelled groups, if there are at least two of them (one, "
+        "with repeat_times 1).",
     )
 
     def rules(self, at: str, told: Told) -> None:
@@ -201,9 +298,12 @@ class DynamicTimeoutConfig(Section):
 
     enable: bool = safe_key(False, "Use this limit, with max_timeout as its upper bound.")
     warmup_min_steps: units.ExploreStepsOr0 = safe_key(
-        ExplorerSettings.timeout_warmup, "Steps that are measured before the limit applies; counted anew after a resume."
+        ExplorerSettings.timeout_warmup,
+        "Steps that are measured before the limit applies; counted anew after a resume.",
     )
-    ratio: float = safe_key(3.0, "Limit as a multiple of a run's mean time, up to max_timeout.", gt=0)
+    ratio: float = safe_key(
+        3.0, "Limit as a multiple of a run's mean time, up to max_timeout.", gt=0
+    )
 
     def rules(self, at: str, told: Told) -> None:
         if not self.enable:
@@ -215,67 +315,117 @@ class ExplorerConfig(Section):
 
     name: Name = safe_key(
         ExplorerSettings.name,
-        "mode: explore: which of several explorers this is; its folder, `explorers/NAME` in the run's, and its engines carry the name.",
+        "mode: explore: which of several explorers this is; its folder, `explorers/NAME` in the "
+        "run's, and its engines carry the name.",
     )
-    rollout_model: InferenceModelConfig = section(InferenceModelConfig, "The engines of the policy.")
+    rollout_model: InferenceModelConfig = section(
+        InferenceModelConfig, "The engines of the policy."
+    )
     auxiliary_models: tuple[AuxiliaryModelConfig, ...] = safe_key(
         (), "Judges, teachers and reward models.  Their GPUs are counted."
     )
-    eval_interval: units.ExploreStepsOr0 = safe_key(100, "Evaluate every so many explore steps; 0 = not during training.")
-    eval_on_startup: bool = safe_key(ExplorerSettings.eval_on_startup, "Evaluate the untrained model.")
+    eval_interval: units.ExploreStepsOr0 = safe_key(
+        100, "Evaluate every so many explore steps; 0 = not during training."
+    )
+    eval_on_startup: bool = safe_key(
+        ExplorerSettings.eval_on_startup, "Evaluate the untrained model."
+    )
     eval_at_end: bool = safe_key(ExplorerSettings.eval_at_end, "Evaluate the final model.")
     eval_in_background: bool = safe_key(
         ExplorerSettings.eval_in_background,
-        "Keep exploring during an evaluation.  Weights may change meanwhile: eval/<taskset>/model_version/min and /max tell which "
+        "Keep exploring during an evaluation.  Weights may change meanwhile: "
+        "eval/<taskset>/model_version/min and /max tell which "
         "versions answered.",
     )
     bench_on_latest_checkpoint: bool = safe_key(
-        False, "bench: only the last checkpoint instead of all.  The base model is evaluated too where eval_on_startup is true."
+        False,
+        "bench: only the last checkpoint instead of all.  The base model is evaluated too where "
+        "eval_on_startup is true.",
     )
-    max_timeout: units.Seconds = safe_key(ExplorerSettings.max_timeout_s, "How long one run of a task may take.")
+    max_timeout: units.Seconds = safe_key(
+        ExplorerSettings.max_timeout_s, "How long one run of a task may take."
+    )
     max_group_timeout: units.Seconds | None = safe_key(
-        None, "How long all runs of a task together may take, from the start of the first.  Null: no separate limit."
+        None,
+        "How long all runs of a task together may take, from the start of the first.  Null: no "
+        "separate limit.",
     )
     group_policy: Annotated[Literal["partial", "drop"], IgnoreCase] = safe_key(
         "partial",
-        "A group of which runs are missing (failed, unscored, out of time): partial: it is trained if at least half of its runs, and "
+        "A group of which runs are missing (failed, unscored, out of time): partial: it is trained "
+        "if at least half of its runs, and "
         "two, are there; drop: it is not, and another task replaces it.",
     )
     stop_hopeless_groups: bool = safe_key(
         True,
-        "Cancel the other runs of a group once so many have failed that it will not be trained.  Has no effect with deterministic: true.",
+        "Cancel the other runs of a group once so many have failed that it will not be trained.  "
+        "Has no effect with deterministic: true.",
     )
-    max_retry_times: units.Retries = safe_key(ExplorerSettings.max_retry_times, "How often a failed run is retried.")
-    dynamic_timeout: DynamicTimeoutConfig = section(DynamicTimeoutConfig, "A time limit derived from how long recent runs took.")
-    over_rollout: OverRolloutConfig = section(OverRolloutConfig, "Not waiting for the slowest tasks of a step.")
-    max_concurrent_runs: units.Runs = safe_key(ExplorerSettings.max_concurrent_runs, "Concurrent runs.")
+    max_retry_times: units.Retries = safe_key(
+        ExplorerSettings.max_retry_times, "How often a failed run is retried."
+    )
+    dynamic_timeout: DynamicTimeoutConfig = section(
+        DynamicTimeoutConfig, "A time limit derived from how long recent runs took."
+    )
+    over_rollout: OverRolloutConfig = section(
+        OverRolloutConfig, "Not waiting for the slowest tasks of a step."
+    )
+    max_concurrent_runs: units.Runs = safe_key(
+        ExplorerSettings.max_concurrent_runs, "Concurrent runs."
+    )
     max_inflight_batches: units.ExploreSteps = safe_key(2, "fully_async: concurrent explore steps.")
     max_failed_groups: units.Groups = safe_key(
-        ExplorerSettings.breaker, "Stop after this many groups in a row in which every run failed, or none got a reward."
+        ExplorerSettings.breaker,
+        "Stop after this many groups in a row in which every run failed, or none got a reward.",
     )
     env_vars: dict[str, str] = safe_key({}, "Environment variables for the explorer's process.")
     runner_per_model: int | None = safe_key(None, "Runners of each model.", ge=1)
     runner_num: int | None = safe_key(None, "Runners in all.", unit="runners", ge=1)
-    runner_prepare_concurrency: int | None = safe_key(None, "Runners that start at the same time.", ge=1)
-    runner_prepare_max_retries: units.Retries | None = safe_key(None, "How often a failed start of a runner is retried.")
-    max_repeat_times_per_runner: int | None = safe_key(None, "Runs of a task that one runner plays.", ge=1)
-    concurrent_mode: Annotated[Literal["sequential", "asynchronous", "multi-threading"], IgnoreCase] = safe_key(
-        "asynchronous", "How the runs of a group are executed: always concurrently; blocking workflows get a thread."
+    runner_prepare_concurrency: int | None = safe_key(
+        None, "Runners that start at the same time.", ge=1
+    )
+    runner_prepare_max_retries: units.Retries | None = safe_key(
+        None, "How often a failed start of a runner is retried."
+    )
+    max_repeat_times_per_runner: int | None = safe_key(
+        None, "Runs of a task that one runner plays.", ge=1
+    )
+    concurrent_mode: Annotated[
+        Literal["sequential", "asynchronous", "multi-threading"], IgnoreCase
+    ] = safe_key(
+        "asynchronous",
+        "How the runs of a group are executed: always concurrently; blocking workflows get a "
+        "thread.",
     )
     runner_state_report_interval: units.Pause = safe_key(
-        ExplorerSettings.report_interval_s, "How often the explorer logs the state of every step in progress; 0 = never."
+        ExplorerSettings.report_interval_s,
+        "How often the explorer logs the state of every step in progress; 0 = never.",
     )
-    proxy_port: int = safe_key(ServeSettings.port, "serve: port of the service; 0 = a free one, see serve.json.", ge=0, le=65535)
+    proxy_port: int = safe_key(
+        ServeSettings.port,
+        "serve: port of the service; 0 = a free one, see serve.json.",
+        ge=0,
+        le=65535,
+    )
     listen_address: str = safe_key(
         ServeSettings.host,
-        "serve: address that the service listens on.  The default is reached from this machine alone; behind another one put a proxy that "
+        "serve: address that the service listens on.  The default is reached from this machine "
+        "alone; behind another one put a proxy that "
         "speaks TLS.",
     )
-    serve: ServeConfig = section(ServeConfig, "serve: who may ask, how much, and how long a session waits.")
-    service_status_check_interval: units.Seconds = safe_key(60.0, "serve: how often to look for new weights.")
+    serve: ServeConfig = section(
+        ServeConfig, "serve: who may ask, how much, and how long a session waits."
+    )
+    service_status_check_interval: units.Seconds = safe_key(
+        60.0, "serve: how often to look for new weights."
+    )
     min_running_model_num: units.EnginesOr0 | None = safe_key(
         None,
-        "serve: engines that keep answering while the others load new weights.  Null: all but one, so that weights roll one engine at a "
-        "time.  0: all load at the same time, and requests wait.  A single engine always pauses its requests; none fails.",
+        "serve: engines that keep answering while the others load new weights.  Null: all but one, "
+        "so that weights roll one engine at a "
+        "time.  0: all load at the same time, and requests wait.  A single engine always pauses "
+        "its requests; none fails.",
     )
-    db_url: str | None = safe_key(None, "serve: database of the recorded calls.  Null: in the run folder.")
+    db_url: str | None = safe_key(
+        None, "serve: database of the recorded calls.  Null: in the run folder."
+    )

@@ -17,15 +17,20 @@ class LoraConfig(Section):
 
     implied = ("lora_rank", "lora_alpha", "target_modules")
 
-    name: Name = key(LoraSettings.name, "Name of the adapter, and of its folder in every checkpoint.")
+    name: Name = key(
+        LoraSettings.name, "Name of the adapter, and of its folder in every checkpoint."
+    )
     path: str | None = key(
         None,
-        "Folder of an adapter to start from, in peft's format; keys not written below are taken from it, and where an algorithm needs a "
-        "reference model it is the model with this adapter.  Null: a new one, whose reference is the model without it.",
+        "Folder of an adapter to start from, in peft's format; keys not written below are taken "
+        "from it, and where an algorithm needs a "
+        "reference model it is the model with this adapter.  Null: a new one, whose reference is "
+        "the model without it.",
     )
     base_model_name: str | None = key(
         None,
-        "What adapter_config.json calls the base model, in the adapter of `path` and in those that are saved.  Null: model.model_path.",
+        "What adapter_config.json calls the base model, in the adapter of `path` and in those that "
+        "are saved.  Null: model.model_path.",
     )
     lora_rank: int = key(32, "Rank of the two matrices.", ge=1)
     lora_alpha: float = key(32, "Scale: the product is multiplied by lora_alpha / lora_rank.", gt=0)
@@ -34,13 +39,17 @@ class LoraConfig(Section):
     )
     target_modules: str | tuple[str, ...] = key(
         "all-linear",
-        "Names of the layers that get an adapter, as [q_proj, v_proj]; all-linear: every linear layer but the output.  Any other text is a "
+        "Names of the layers that get an adapter, as [q_proj, v_proj]; all-linear: every linear "
+        "layer but the output.  Any other text is a "
         "regular expression for their full names.",
     )
-    exclude_modules: str | tuple[str, ...] | None = key(None, "Names of layers that get no adapter, or a regular expression.")
+    exclude_modules: str | tuple[str, ...] | None = key(
+        None, "Names of layers that get no adapter, or a regular expression."
+    )
     merge: bool | None = safe_key(
         None,
-        "What is sent to engines.  False: the adapter alone, which they apply to the weights of model_path.  True: whole "
+        "What is sent to engines.  False: the adapter alone, which they apply to the weights of "
+        "model_path.  True: whole "
         "weights with the adapter added.  Null: alone, where the engines can.",
     )
 
@@ -48,103 +57,185 @@ class LoraConfig(Section):
 class ExternalModelConfig(Section):
     """A model behind an external OpenAI-compatible server."""
 
-    enable: bool = safe_key(False, "Ask that server instead of an engine of the run; the same as engine_type: external.")
-    base_url: str | None = safe_key(None, "The server's address, e.g. https://host/v1.  Null: what base_url_env says.")
-    base_url_env: str = safe_key(ExternalSettings.base_url_env, "Environment variable with the server's address.")
+    enable: bool = safe_key(
+        False, "Ask that server instead of an engine of the run; the same as engine_type: external."
+    )
+    base_url: str | None = safe_key(
+        None, "The server's address, e.g. https://host/v1.  Null: what base_url_env says."
+    )
+    base_url_env: str = safe_key(
+        ExternalSettings.base_url_env, "Environment variable with the server's address."
+    )
     api_key_env: str = safe_key(
-        ExternalSettings.api_key_env, "Environment variable with the key; no key is sent where it is not set."
+        ExternalSettings.api_key_env,
+        "Environment variable with the key; no key is sent where it is not set.",
     )
     model_name: str | None = safe_key(None, "Name of the model there.  Null: model_path.")
     headers: dict[str, str] = safe_key({}, "Headers of every request.")
-    header_envs: dict[str, str] = safe_key({}, "Headers whose value is a secret: name of the environment variable with it.")
+    header_envs: dict[str, str] = safe_key(
+        {}, "Headers whose value is a secret: name of the environment variable with it."
+    )
     requests_per_minute: float | None = safe_key(
-        None, "Most requests started per minute.  Null: no limit but max_concurrent.", unit="requests/min", gt=0
+        None,
+        "Most requests started per minute.  Null: no limit but max_concurrent.",
+        unit="requests/min",
+        gt=0,
     )
     max_retries: units.Retries = safe_key(
         ExternalSettings.max_retries,
-        "How often a request is repeated after 429, 5xx or a broken connection, with growing pauses.",
+        "How often a request is repeated after 429, 5xx or a broken connection, with growing "
+        "pauses.",
     )
-    extra_body: dict[str, Any] = safe_key({}, "Further entries of every request, e.g. a server's own sampling options.")
+    extra_body: dict[str, Any] = safe_key(
+        {}, "Further entries of every request, e.g. a server's own sampling options."
+    )
 
 
 class ExternalPolicyConfig(ExternalModelConfig):
-    """A model behind somebody else's OpenAI-compatible server in the policy's place, in mode: bench."""
+    """A model behind somebody else's OpenAI-compatible server in the policy's place, in mode:
+    bench.
+    """
 
-    enable: bool = safe_key(False, "mode: bench: evaluate that model, instead of model_path and of checkpoints.")
-    max_concurrent: units.Requests = safe_key(64, "Requests under way at the same time; others wait.")
+    enable: bool = safe_key(
+        False, "mode: bench: evaluate that model, instead of model_path and of checkpoints."
+    )
+    max_concurrent: units.Requests = safe_key(
+        64, "Requests under way at the same time; others wait."
+    )
     request_timeout: units.Seconds = safe_key(600.0, "How long one request may take.")
     price_per_1k_prompt_tokens: units.Dollars = safe_key(
-        ExternalSettings.price_per_1k_prompt_tokens, "What a thousand tokens of prompts cost; for bench/cost_usd."
+        ExternalSettings.price_per_1k_prompt_tokens,
+        "What a thousand tokens of prompts cost; for bench/cost_usd.",
     )
     price_per_1k_completion_tokens: units.Dollars = safe_key(
-        ExternalSettings.price_per_1k_completion_tokens, "What a thousand tokens of answers cost; for bench/cost_usd."
+        ExternalSettings.price_per_1k_completion_tokens,
+        "What a thousand tokens of answers cost; for bench/cost_usd.",
     )
 
     def rules(self, at: str, told: Told) -> None:
         if not self.enable:
-            self.idle(at, (n for n in type(self).model_fields if n != "enable"), "enable is false", told)
+            self.idle(
+                at, (n for n in type(self).model_fields if n != "enable"), "enable is false", told
+            )
 
 
 class ModelConfig(Section):
-    """The policy.  Sampling values here apply to every taskset that does not set its own in rollout_args."""
+    """The policy.  Sampling values here apply to every taskset that does not set its own in
+    rollout_args.
+    """
 
-    model_path: str = key("", "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
+    model_path: str = key(
+        "",
+        "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local "
+        "cache.",
+    )
     tokenizer_path: str | None = key(
-        None, "Folder with another tokenizer and chat template; exported models get it.  Null: model_path."
+        None,
+        "Folder with another tokenizer and chat template; exported models get it.  Null: "
+        "model_path.",
     )
     critic_model_path: str | None = key(
         None,
-        "Model from which the critic starts: its transformer layers, with a new output layer that yields 0.  Null: model_path.",
+        "Model from which the critic starts: its transformer layers, with a new output layer that "
+        "yields 0.  Null: model_path.",
     )
     trust_remote_code: bool = safe_key(False, "Run Python code that comes with the model.")
     external_lib: str | None = key(
-        None, "Python module that trainer and engines import before they load a model.  It can run any code."
+        None,
+        "Python module that trainer and engines import before they load a model.  It can run any "
+        "code.",
     )
-    override_config: dict[str, Any] = key({}, "Entries that replace config.json's: trainer, engines, a critic of its family.")
-    custom_chat_template: str | None = key(None, "Chat template (Jinja text) instead of the model's own.")
-    chat_template_path: str | None = key(None, "File with a chat template instead of the model's own.")
-    enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
-    temperature: float = key(1.0, "Sampling temperature; 0 = greedy (evaluation only).", ge=0, le=10)
+    override_config: dict[str, Any] = key(
+        {}, "Entries that replace config.json's: trainer, engines, a critic of its family."
+    )
+    custom_chat_template: str | None = key(
+        None, "Chat template (Jinja text) instead of the model's own."
+    )
+    chat_template_path: str | None = key(
+        None, "File with a chat template instead of the model's own."
+    )
+    enable_thinking: bool | None = key(
+        None, "Value of `enable_thinking` for chat templates that know it."
+    )
+    temperature: float = key(
+        1.0, "Sampling temperature; 0 = greedy (evaluation only).", ge=0, le=10
+    )
     top_p: float = key(1.0, "Nucleus sampling; 1 = off.  Training needs 1.", gt=0, le=1)
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1 = off.  Training needs -1.", ge=-1)
-    repetition_penalty: float = key(1.0, "Penalty on tokens already seen; 1 = off.  Training needs 1.", gt=0)
-    logprobs: units.TokensOr0 = safe_key(0, "How many likely tokens besides the generated one have their log-prob kept.")
-    max_model_len: int | None = key(None, "Prompt and response together.  Null: the sum of the two below.", unit="tokens", ge=2)
-    max_prompt_tokens: units.Tokens | None = key(None, "Longest prompt.  Null: the rest of max_model_len, or half of it.")
-    max_response_tokens: units.Tokens | None = key(None, "Longest response.  Null: the rest of max_model_len, or half of it.")
-    min_response_tokens: units.TokensOr0 = key(0, "No end before this many tokens; 0 = off.  Training needs 0.")
+    repetition_penalty: float = key(
+        1.0, "Penalty on tokens already seen; 1 = off.  Training needs 1.", gt=0
+    )
+    logprobs: units.TokensOr0 = safe_key(
+        0, "How many likely tokens besides the generated one have their log-prob kept."
+    )
+    max_model_len: int | None = key(
+        None, "Prompt and response together.  Null: the sum of the two below.", unit="tokens", ge=2
+    )
+    max_prompt_tokens: units.Tokens | None = key(
+        None, "Longest prompt.  Null: the rest of max_model_len, or half of it."
+    )
+    max_response_tokens: units.Tokens | None = key(
+        None, "Longest response.  Null: the rest of max_model_len, or half of it."
+    )
+    min_response_tokens: units.TokensOr0 = key(
+        0, "No end before this many tokens; 0 = off.  Training needs 0."
+    )
     enable_prompt_truncation: bool = key(
         True,
         "True: a run whose prompt exceeds max_prompt_tokens fails, and nothing of it is trained.  "
         "False: prompt_truncation_side decides.",
     )
-    prompt_truncation_side: Annotated[Literal["error", "left", "right", "middle"], IgnoreCase] = key(
-        "error",
-        "With enable_prompt_truncation: false, of a row's opening prompt that is too long: keep its end (left), its beginning (right) or "
-        "both (middle); error: the taskset is refused.",
+    prompt_truncation_side: Annotated[Literal["error", "left", "right", "middle"], IgnoreCase] = (
+        key(
+            "error",
+            "With enable_prompt_truncation: false, of a row's opening prompt that is too long: "
+            "keep its end (left), its beginning (right) or "
+            "both (middle); error: the taskset is refused.",
+        )
     )
     lora_configs: Annotated[tuple[LoraConfig, ...], Field(max_length=1)] | None = key(
         None, "At most one adapter.  Null or []: the whole model is trained."
     )
     rope_scaling: dict[str, Any] | None = key(
         None,
-        "Rotary embeddings beyond the trained length, for trainer, engines and exported models: rope_type and what it needs, "
+        "Rotary embeddings beyond the trained length, for trainer, engines and exported models: "
+        "rope_type and what it needs, "
         "e.g. {rope_type: yarn, factor: 4.0}.  Null: the model's own.",
     )
-    rope_theta: float | None = key(None, "Base of the rotary embeddings, for all of them.  Null: the model's own.", gt=0)
-    external_model: ExternalPolicyConfig = section(ExternalPolicyConfig, "mode: bench: a model behind a server.")
+    rope_theta: float | None = key(
+        None, "Base of the rotary embeddings, for all of them.  Null: the model's own.", gt=0
+    )
+    external_model: ExternalPolicyConfig = section(
+        ExternalPolicyConfig, "mode: bench: a model behind a server."
+    )
 
     def rules(self, at: str, told: Told) -> None:
         if self.custom_chat_template is not None and self.chat_template_path is not None:
-            told.error(f"{at}.chat_template_path", "custom_chat_template is written too; write one of them")
+            told.error(
+                f"{at}.chat_template_path", "custom_chat_template is written too; write one of them"
+            )
         if not self.model_path and not self.external_model.enable:
-            text = "is required: a folder with config.json, tokenizer and safetensors, or a hub id in the local cache"
+            text = (
+                "is required: a folder with config.json, tokenizer and safetensors, or a hub id "
+                "in the local cache"
+            )
             told.error(f"{at}.model_path", text)
         if self.enable_prompt_truncation:
             self.idle(at, ("prompt_truncation_side",), "enable_prompt_truncation is true", told)
         if self.trust_remote_code:
-            told.warn(f"{at}.trust_remote_code: Python code from the model's folder will run with your rights")
-        if self.external_lib is not None and not all(part.isidentifier() for part in self.external_lib.split(".")):
-            told.error(f"{at}.external_lib", "is not the name of a Python module, such as my_models.register")
+            told.warn(
+                f"{at}.trust_remote_code: Python code from the model's folder will run with your "
+                f"rights"
+            )
+        if self.external_lib is not None and not all(
+            part.isidentifier() for part in self.external_lib.split(".")
+        ):
+            told.error(
+                f"{at}.external_lib",
+                "is not the name of a Python module, such as my_models.register",
+            )
         elif self.external_lib is not None:
-            told.warn(f"{at}.external_lib: the module {self.external_lib} will be imported and can run any code with your rights")
+            told.warn(
+                f"{at}.external_lib: the module {self.external_lib} will be imported and can run "
+                f"any code with your rights"
+            )

@@ -1,6 +1,8 @@
-"""Where a configuration came from: the file as written, the overrides, and which of them set each key.
+"""Where a configuration came from: the file as written, the overrides, and which of them set each
+key.
 
-Knows no schema.  Keys are tuples of mapping keys and list indexes, e.g. ("buffer", "explorer_input", "eval_tasksets", 0, "split").
+Knows no schema.  Keys are tuples of mapping keys and list indexes, e.g. ("buffer",
+"explorer_input", "eval_tasksets", 0, "split").
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ class Source:
     path: Path | None = None
     text: str = ""
     overrides: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)  # file and overrides merged, interpolations replaced
-    origins: Mapping[Loc, str] = field(default_factory=dict)  # leaf -> "line 12", "override", "line 12, from the environment"
-    raw_texts: Mapping[Loc, str] = field(default_factory=dict)  # leaves that came as text: overrides and interpolations
+    # file and overrides merged, interpolations replaced
+    values: Mapping[str, Any] = field(default_factory=dict)
+    # leaf -> "line 12", "override", "line 12, from the environment"
+    origins: Mapping[Loc, str] = field(default_factory=dict)
+    # leaves that came as text: overrides and interpolations
+    raw_texts: Mapping[Loc, str] = field(default_factory=dict)
     files: tuple[tuple[str, str], ...] = ()  # (path, sha256) of the file and of what it extends
     warnings: tuple[str, ...] = ()  # what was read and has no effect
     stage: str = ""  # the stage of a staged configuration that this is
-    sections: Mapping[str, str] = field(default_factory=dict)  # section -> where the stage wrote it, e.g. "stages[1].algorithm"
+    # section -> where the stage wrote it, e.g. "stages[1].algorithm"
+    sections: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, loc: Loc) -> str:
         """Which line or override set `loc`; "" for a default."""
@@ -50,7 +56,9 @@ def dotted(loc: Loc) -> str:
 
 
 def leaves(value: Any, loc: Loc = (), *, lists: bool = True) -> Iterator[tuple[Loc, Any]]:
-    """What holds no other values, an empty mapping or list too; without `lists` a list counts as one value but for mappings in it."""
+    """What holds no other values, an empty mapping or list too; without `lists` a list counts as
+    one value but for mappings in it.
+    """
     if isinstance(value, dict) and value:
         for k, v in value.items():
             yield from leaves(v, (*loc, k), lists=lists)
@@ -76,21 +84,28 @@ def is_secret(key: str, value: object) -> bool:
 
 
 def hidden(loc: Loc, value: object) -> bool:
-    """Whether the value at `loc` must not be shown: it has a secret's name, or is an environment variable or header not known as harmless.
+    """Whether the value at `loc` must not be shown: it has a secret's name, or is an environment
+    variable or header not known as harmless.
 
     Names of environment variables (`header_envs`) are no secrets.
     """
     names = [part for part in loc if isinstance(part, str)]
     if not names or any(name.endswith("_envs") for name in names[:-1]):
         return False
-    free = any(is_free_map(name) for name in names[:-1]) and not isinstance(value, dict | list | tuple)
-    return is_secret(names[-1], value) or (free and value not in (None, "") and not is_harmless(names[-1], value))
+    free = any(is_free_map(name) for name in names[:-1]) and not isinstance(
+        value, dict | list | tuple
+    )
+    return is_secret(names[-1], value) or (
+        free and value not in (None, "") and not is_harmless(names[-1], value)
+    )
 
 
 def plain(value: Any, loc: Loc = ()) -> Any:
     """Dataclasses, structs, paths → JSON values, secrets redacted."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name), (*loc, f.name)) for f in dataclasses.fields(value)}
+        return {
+            f.name: plain(getattr(value, f.name), (*loc, f.name)) for f in dataclasses.fields(value)
+        }
     if isinstance(value, msgspec.Struct):
         return {n: plain(getattr(value, n), (*loc, n)) for n in value.__struct_fields__}
     if isinstance(value, dict):

@@ -18,7 +18,9 @@ from rft.config.schema.source import Loc
 
 
 def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
-    """The section classes inside a type, with "" for a plain one, "[]" for a list and ".*" for a mapping of names to them."""
+    """The section classes inside a type, with "" for a plain one, "[]" for a list and ".*" for a
+    mapping of names to them.
+    """
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from models(get_args(annotation)[0])
@@ -34,19 +36,32 @@ def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
 
 
 def place(loc: Loc) -> tuple[str, FieldInfo | None, type[BaseModel] | None]:
-    """Our spelling of a key, lists written as name[], mappings as name.*; its field; the section below it.  Nothing for what is no key."""
+    """Our spelling of a key, lists written as name[], mappings as name.*; its field; the section
+    below it.  Nothing for what is no key.
+    """
     below: type[BaseModel] | None = RunConfig
-    key, mark, field, named = "", "", None, False
+    key = ""
+    mark = ""
+    field = None
+    named = False
     for part in loc:
         if isinstance(part, int):
             continue
-        name = next((n for n, f in (below.model_fields if below else {}).items() if n == part or part in aliases(f)), None)
+        name = next(
+            (
+                n
+                for n, f in (below.model_fields if below else {}).items()
+                if n == part or part in aliases(f)
+            ),
+            None,
+        )
         if below is None or (name is None and not named):
             return "", None, None
         if name is None:
             named = False  # it was one that the user chose
             continue
-        field, key = below.model_fields[name], f"{key}{mark}.{name}".lstrip(".")
+        field = below.model_fields[name]
+        key = f"{key}{mark}.{name}".lstrip(".")
         below, mark = next(models(field.annotation), (None, ""))
         named = mark == ".*"
     return key, field, below
@@ -63,7 +78,9 @@ def field_at(loc: Loc) -> FieldInfo | None:
 
 
 def declared(field: FieldInfo) -> Iterator[FieldInfo]:
-    """`field`, and what is declared inside its type: `Tokens | None` has its bounds and its unit there."""
+    """`field`, and what is declared inside its type: `Tokens | None` has its bounds and its unit
+    there.
+    """
     yield field
     parts: list[Any] = [field.annotation]
     while parts:
@@ -88,7 +105,9 @@ def aliases(field: FieldInfo) -> list[str]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """Every key of the schema, lists written as name[], mappings as name.*, e.g. buffer.explorer_input.tasksets[].split."""
+    """Every key of the schema, lists written as name[], mappings as name.*, e.g.
+    buffer.explorer_input.tasksets[].split.
+    """
 
     def below(model: type[BaseModel], prefix: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
@@ -103,4 +122,8 @@ def literals(annotation: Any) -> tuple[Any, ...]:
     """The names an enum allows."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    return tuple(v for part in get_args(annotation) for v in literals(part)) if get_args(annotation) else ()
+    return (
+        tuple(v for part in get_args(annotation) for v in literals(part))
+        if get_args(annotation)
+        else ()
+    )

@@ -1,7 +1,8 @@
-"""A whole set of tasks looked at: gold answers, duplicates, lengths, templates, kinds of tasks.  What `rft data audit` prints.
+"""A whole set of tasks looked at: gold answers, duplicates, lengths, templates, kinds of tasks.
+What `rft data audit` prints.
 
-Knows tasksets, rewards and a model's chat template; no engine.  Invariant: every row is read, or the number that was is told; nothing is
-generated.
+Knows tasksets, rewards and a model's chat template; no engine.  Invariant: every row is read, or
+the number that was is told; nothing is generated.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class AuditFinding:
 
 @dataclass
 class TasksetAudit:
-    """Counts of one set.  Tokens are those of the prompt after the chat template; None: no tokenizer counts them."""
+    """Counts of one set.  Tokens are those of the prompt after the chat template; None: no
+    tokenizer counts them.
+    """
 
     name: str
     is_eval: bool
@@ -55,10 +58,18 @@ class TasksetAudit:
 
 
 def audit(
-    plan: Plan, opened: Sequence[Taskset], model: ModelFiles | None, *, most: int = 0, told: Told = lambda text: None
+    plan: Plan,
+    opened: Sequence[Taskset],
+    model: ModelFiles | None,
+    *,
+    most: int = 0,
+    told: Told = lambda text: None,
 ) -> tuple[list[TasksetAudit], list[AuditFinding]]:
-    """Each taskset, and what is wrong between them.  `most`: rows of each that are read, evenly spread; 0: all."""
-    found, texts = [], {}
+    """Each taskset, and what is wrong between them.  `most`: rows of each that are read, evenly
+    spread; 0: all.
+    """
+    found = []
+    texts = {}
     for taskset in opened:
         one, mine = _one(plan, taskset, model, most, told)
         found.append(one)
@@ -67,15 +78,25 @@ def audit(
     return found, _between(found, texts)
 
 
-def _one(plan: Plan, taskset: Taskset, model: ModelFiles | None, most: int, told: Told) -> tuple[TasksetAudit, list[TaskText]]:
-    name, count = taskset.settings.name, len(taskset)
-    indexes = range(count) if not most or count <= most else sorted({i * count // most for i in range(most)})
-    out, tasks = TasksetAudit(name, taskset.settings.is_eval, count), []
+def _one(
+    plan: Plan, taskset: Taskset, model: ModelFiles | None, most: int, told: Told
+) -> tuple[TasksetAudit, list[TaskText]]:
+    name = taskset.settings.name
+    count = len(taskset)
+    indexes = (
+        range(count)
+        if not most or count <= most
+        else sorted({i * count // most for i in range(most)})
+    )
+    out = TasksetAudit(name, taskset.settings.is_eval, count)
+    tasks = []
     for n, i in enumerate(indexes):
         try:
             tasks.append(taskset.task(i))
         except ConfigError as e:
-            out.findings.append(AuditFinding(True, f"row {i} cannot be read: {e.message}", (f"{name}[{i}]",)))
+            out.findings.append(
+                AuditFinding(True, f"row {i} cannot be read: {e.message}", (f"{name}[{i}]",))
+            )
         if n % 500 == 0:
             told(f"{name}: read {n} of {len(indexes)} rows")
     out.read = len(tasks)
@@ -84,14 +105,18 @@ def _one(plan: Plan, taskset: Taskset, model: ModelFiles | None, most: int, told
     texts = [TaskText.of(t) for t in tasks]
     _inside(out, texts, told)
     kinds = Counter(
-        f"{t.workflow}, reward {t.reward or 'none'}: {NUMBER.sub('#', x.text)[:70]}" for t, x in zip(tasks, texts, strict=True)
+        f"{t.workflow}, reward {t.reward or 'none'}: {NUMBER.sub('#', x.text)[:70]}"
+        for t, x in zip(tasks, texts, strict=True)
     )
     out.kinds = kinds.most_common(SHOWN)
     return out, texts
 
 
-def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelFiles | None, told: Told) -> None:
-    engine, limit = plan.engines[0], plan.engines[0].max_prompt_tokens
+def _lengths(
+    plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelFiles | None, told: Told
+) -> None:
+    engine = plan.engines[0]
+    limit = plan.engines[0].max_prompt_tokens
     if model is None:
         return
     lengths: dict[int, int] = {}
@@ -99,7 +124,11 @@ def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelF
         try:
             text = rendered(task, model, engine)
         except ConfigError as e:
-            out.findings.append(AuditFinding(True, f"the chat template fails: {e.message}", (f"{out.name}[{task.index}]",)))
+            out.findings.append(
+                AuditFinding(
+                    True, f"the chat template fails: {e.message}", (f"{out.name}[{task.index}]",)
+                )
+            )
             return
         except ValueError:
             return  # the workflow makes its own prompts from rows
@@ -115,11 +144,17 @@ def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelF
         return
     values = np.array(list(lengths.values()))
     out.tokens = (int(np.median(values)), int(np.percentile(values, 95)), int(values.max()))
-    over, cut = [i for i, n in lengths.items() if limit is not None and n > limit], tasks[0].prompt_truncation
+    over = [i for i, n in lengths.items() if limit is not None and n > limit]
+    cut = tasks[0].prompt_truncation
     out.too_long = len(over)
     if over:
-        then = "their runs fail" if cut == "error" else f"they are cut (prompt_truncation_side: {cut})"
-        what = f"{len(over)} prompts are longer than model.max_prompt_tokens {limit} (longest: {values.max()}); {then}"
+        then = (
+            "their runs fail" if cut == "error" else f"they are cut (prompt_truncation_side: {cut})"
+        )
+        what = (
+            f"{len(over)} prompts are longer than model.max_prompt_tokens {limit} (longest: "
+            f"{values.max()}); {then}"
+        )
         out.findings.append(AuditFinding(cut == "error", what, _named(out.name, over)))
 
 
@@ -132,14 +167,19 @@ def _golds(out: TasksetAudit, tasks: Sequence[Task], told: Told) -> None:
             told(f"{out.name}: scored {n} of {len(tasks)} gold answers")
 
     found = [g for g in scored(tasks, rewards, progress) if g is not None]
-    out.gold_checked, out.gold_full = len(found), sum(g.full for g in found)
-    broken, low = [g for g in found if g.failed], [g for g in found if not g.failed and not g.full]
+    out.gold_checked = len(found)
+    out.gold_full = sum(g.full for g in found)
+    broken = [g for g in found if g.failed]
+    low = [g for g in found if not g.failed and not g.full]
     if broken:
         what = f"the reward {broken[0].told(f'{len(broken)} rows')}"
         out.findings.append(AuditFinding(True, what, _named(out.name, [g.index for g in broken])))
     if low:
         best, worst = max(g.best or 0.0 for g in low), min(low, key=lambda g: g.best or 0.0)
-        what = f"{len(low)} of {len(found)} gold answers do not get full marks: at most {best:g}; {worst.gold[:60]!r} gets {worst.best:g}"
+        what = (
+            f"{len(low)} of {len(found)} gold answers do not get full marks: at most {best:g}; "
+            f"{worst.gold[:60]!r} gets {worst.best:g}"
+        )
         out.findings.append(AuditFinding(True, what, _named(out.name, [g.index for g in low])))
     if none := sum(t.truth is None for t in tasks):
         out.findings.append(AuditFinding(False, f"{none} of {len(tasks)} rows have no gold answer"))
@@ -150,7 +190,8 @@ def _golds(out: TasksetAudit, tasks: Sequence[Task], told: Told) -> None:
 
 def _inside(out: TasksetAudit, texts: Sequence[TaskText], told: Told) -> None:
     first: dict[str, TaskText] = {}
-    same, conflicts = [], []
+    same = []
+    conflicts = []
     for t in texts:
         if (other := first.setdefault(t.text, t)) is not t:
             same.append(t.index)
@@ -158,25 +199,42 @@ def _inside(out: TasksetAudit, texts: Sequence[TaskText], told: Told) -> None:
     told(f"{out.name}: comparing {len(first)} prompts")
     different = list(first.values())
     alike = near(different)
-    out.duplicates, out.near_duplicates = len(same), len(alike)
+    out.duplicates = len(same)
+    out.near_duplicates = len(alike)
     if conflicts:
         what = f"{len(conflicts)} rows ask what an earlier row asks, with another gold answer"
         out.findings.append(AuditFinding(True, what, _named(out.name, conflicts)))
     if same:
-        out.findings.append(AuditFinding(False, f"{len(same)} rows ask what an earlier row asks", _named(out.name, same)))
+        out.findings.append(
+            AuditFinding(
+                False, f"{len(same)} rows ask what an earlier row asks", _named(out.name, same)
+            )
+        )
     if alike:
-        rows = tuple(f"{out.name}[{different[i].index}] ~ [{different[j].index}]" for i, j in alike[:SHOWN])
-        out.findings.append(AuditFinding(False, f"{len(alike)} rows are nearly the same as an earlier one", rows))
+        rows = tuple(
+            f"{out.name}[{different[i].index}] ~ [{different[j].index}]" for i, j in alike[:SHOWN]
+        )
+        out.findings.append(
+            AuditFinding(False, f"{len(alike)} rows are nearly the same as an earlier one", rows)
+        )
 
 
 def _between(found: Sequence[TasksetAudit], texts: dict[str, list[TaskText]]) -> list[AuditFinding]:
     """Rows of evaluation sets that are in training sets too."""
     out = []
     for train, held_out in ((t, h) for t in found if not t.is_eval for h in found if h.is_eval):
-        for pairs, sign, how in zip(shared_prompts(texts[train.name], texts[held_out.name]), "=~", _HOW, strict=True):
+        for pairs, sign, how in zip(
+            shared_prompts(texts[train.name], texts[held_out.name]), "=~", _HOW, strict=True
+        ):
             if pairs:
-                rows = tuple(f"{held_out.name}[{t.index}] {sign} {train.name}[{u.index}]" for t, u in pairs[:SHOWN])
-                what = f"{len(pairs)} of {held_out.read} rows of {held_out.name} are {how.format(train.name)}"
+                rows = tuple(
+                    f"{held_out.name}[{t.index}] {sign} {train.name}[{u.index}]"
+                    for t, u in pairs[:SHOWN]
+                )
+                what = (
+                    f"{len(pairs)} of {held_out.read} rows of {held_out.name} are "
+                    f"{how.format(train.name)}"
+                )
                 out.append(AuditFinding(True, what, rows))
     return out
 

@@ -24,12 +24,18 @@ data = typer.Typer(no_args_is_help=True, callback=lambda: None)
 def audit(
     config: Config,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=0, help="rows of each taskset that are read, evenly spread; 0: all")] = 0,
-    stage: Annotated[str, typer.Option(help="of a configuration with stages", show_default=False)] = "",
+    rows: Annotated[
+        int, typer.Option(min=0, help="rows of each taskset that are read, evenly spread; 0: all")
+    ] = 0,
+    stage: Annotated[
+        str, typer.Option(help="of a configuration with stages", show_default=False)
+    ] = "",
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
 ) -> None:
-    """Read every row: gold answers, duplicates, lengths, templates, kinds of tasks.  Exit code 4 if something is wrong."""
+    """Read every row: gold answers, duplicates, lengths, templates, kinds of tasks.  Exit code 4 if
+    something is wrong.
+    """
     from rft.cli.show import progress
     from rft.config.second_stage import policy_files
     from rft.extras.data_audit import audit as data_audit
@@ -43,7 +49,12 @@ def audit(
     if as_json:
         print(
             json.dumps(
-                {"ok": not wrong, "tasksets": [asdict(t) for t in found], "between": [asdict(f) for f in between]}, indent=1
+                {
+                    "ok": not wrong,
+                    "tasksets": [asdict(t) for t in found],
+                    "between": [asdict(f) for f in between],
+                },
+                indent=1,
             )
         )
     else:
@@ -59,7 +70,8 @@ def _opened(plan: Plan) -> list[Taskset]:
 
     if not (found := tasksets(plan).values()):
         raise ConfigError("has no taskset", key="buffer.explorer_input")
-    made, problems = [], Problems()
+    made = []
+    problems = Problems()
     for settings in found:
         with problems.taking():
             made.append(opened(settings, plan.task_pipeline))
@@ -83,12 +95,18 @@ def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:
     )
     cells = [
         (
-            t.name, "evaluation" if t.is_eval else "training", str(t.rows), str(t.read),
-            f"{t.gold_full} of {t.gold_checked}" if t.gold_checked else "none checked", str(t.duplicates), str(t.near_duplicates),
-            ", ".join(map(str, t.tokens)) if t.tokens else "not counted", str(t.too_long),
+            t.name,
+            "evaluation" if t.is_eval else "training",
+            str(t.rows),
+            str(t.read),
+            f"{t.gold_full} of {t.gold_checked}" if t.gold_checked else "none checked",
+            str(t.duplicates),
+            str(t.near_duplicates),
+            ", ".join(map(str, t.tokens)) if t.tokens else "not counted",
+            str(t.too_long),
         )
         for t in found
-    ]  # fmt: skip
+    ]
     print("\n".join(table(heads, cells, (False, False, True, True, True, True, True, True, True))))
     for t in found:
         print(f"\n{t.name}")
@@ -96,7 +114,9 @@ def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:
             print(f"  {count:6} x {safe(kind)}")
         if t.example:
             print("  a prompt, after the chat template:")
-            print("\n".join(f"    {line}" for line in safe(t.example[:800], lines=True).split("\n")))
+            print(
+                "\n".join(f"    {line}" for line in safe(t.example[:800], lines=True).split("\n"))
+            )
         _tell(t.findings)
     if between:
         print("\nbetween tasksets")
@@ -106,4 +126,7 @@ def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:
 
 def _tell(findings: list[AuditFinding]) -> None:
     for f in findings:
-        print(f"  {'WRONG' if f.error else 'note '}  {safe(f.what)}" + (f": {', '.join(map(safe, f.rows))}" if f.rows else ""))
+        print(
+            f"  {'WRONG' if f.error else 'note '}  {safe(f.what)}"
+            + (f": {', '.join(map(safe, f.rows))}" if f.rows else "")
+        )

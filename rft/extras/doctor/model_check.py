@@ -1,7 +1,9 @@
-"""Compares one model on this machine: plain transformers, the trainer in each layout of rows, and engines: `rft doctor --model`.
+"""Compares one model on this machine: plain transformers, the trainer in each layout of rows, and
+engines: `rft doctor --model`.
 
-The right side is transformers' own forward, row by row, in float32 with eager attention; how far that is from float64 is measured too.
-Knows learners, and engines as processes (`rft.extras.doctor.model_engine`); not runs.  Invariant: a number is a difference that was computed
+The right side is transformers' own forward, row by row, in float32 with eager attention; how far
+that is from float64 is measured too. Knows learners, and engines as processes
+(`rft.extras.doctor.model_engine`); not runs.  Invariant: a number is a difference that was computed
 here, and a layout without one is refused with its reason.
 """
 
@@ -48,7 +50,9 @@ _SPARE = 1.2  # memory that computing takes beside weights and gradients
 
 @dataclass(frozen=True)
 class Truth:
-    """What plain rows of transformers give: log-probs [N], and the gradient of each objective by parameter."""
+    """What plain rows of transformers give: log-probs [N], and the gradient of each objective by
+    parameter.
+    """
 
     logprobs: torch.Tensor
     gradients: Mapping[Objective, Mapping[str, torch.Tensor]]
@@ -68,11 +72,15 @@ class ModelLine:
 
     @property
     def exact(self) -> bool:
-        return self.logprobs is not None and all(x <= self.limit for x in (self.logprobs, *self.gradients.values()))
+        return self.logprobs is not None and all(
+            x <= self.limit for x in (self.logprobs, *self.gradients.values())
+        )
 
     @property
     def verdict(self) -> str:
-        return f"refused: {self.refused}" if self.refused else "exact" if self.exact else "NOT EXACT"
+        return (
+            f"refused: {self.refused}" if self.refused else "exact" if self.exact else "NOT EXACT"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +92,31 @@ class ModelReport:
 
     @property
     def good(self) -> bool:
-        return all(line.exact or line.refused for line in self.lines) and any(line.chosen for line in self.lines)
+        return all(line.exact or line.refused for line in self.lines) and any(
+            line.chosen for line in self.lines
+        )
 
 
 def compare(
-    folder: Path, device: str, *, engines: Sequence[str] = (), objectives: Sequence[Objective] = ("grpo",),
-    layouts: Sequence[RowLayout] = get_args(RowLayout), on_line: Callable[[ModelLine], None] = lambda line: None,
-) -> ModelReport:  # fmt: skip
+    folder: Path,
+    device: str,
+    *,
+    engines: Sequence[str] = (),
+    objectives: Sequence[Objective] = ("grpo",),
+    layouts: Sequence[RowLayout] = get_args(RowLayout),
+    on_line: Callable[[ModelLine], None] = lambda line: None,
+) -> ModelReport:
     """`layouts` and `engines` of the model in `folder`.
 
-    Raises SetupError where its weights do not fit its configuration or do not fit into memory, or transformers cannot compute it,
-    ConfigError where it cannot be built.
+    Raises SetupError where its weights do not fit its configuration or do not fit into memory, or
+    transformers cannot compute it, ConfigError where it cannot be built.
     """
-    settings = LearnerSettings(model_path=str(folder), device=device, row_layout="padded", cpu_threads=torch.get_num_threads())
+    settings = LearnerSettings(
+        model_path=str(folder),
+        device=device,
+        row_layout="padded",
+        cpu_threads=torch.get_num_threads(),
+    )
     policies.load(settings)  # refuses files that do not fit
     given = rows(settings)
     with _computes(folder), torch.no_grad():  # before engines are started for nothing
@@ -111,13 +131,17 @@ def compare(
         answers = {kind: _answers(kind, device, folder, Path(aside)) for kind in engines}
     served = {kind: found for kind, found in answers.items() if not isinstance(found, str)}
     with _computes(folder):
-        right, of_engines, double = _truth(settings, given, objectives, {kind: found.sampled for kind, found in served.items()})
-    chosen, error = "", None
+        right, of_engines, double = _truth(
+            settings, given, objectives, {kind: found.sampled for kind, found in served.items()}
+        )
+    chosen = ""
+    error = None
     if layouts:
         told(double)
         chosen, error = _chosen(settings)
     given = _sampled(given, right.logprobs)
-    limit = max(EXACT, 4 * max([double.logprobs or 0.0, *double.gradients.values()]))  # float32 has no more digits of this model
+    # float32 has no more digits of this model
+    limit = max(EXACT, 4 * max([double.logprobs or 0.0, *double.gradients.values()]))
     for layout in layouts:
         line = _measured(replace(settings, row_layout=layout), given, right, objectives)
         told(replace(line, limit=limit, chosen=layout == chosen))
@@ -128,7 +152,10 @@ def compare(
             worst = max(of_engines[kind], *found.canary)
             told(ModelLine(what=f"{kind} engine", logprobs=worst, limit=ENGINE_LIMIT))
     if engines and not served and error is None:
-        error = SetupError(f"no engine serves {folder}: {'; '.join(f'{kind}: {why}' for kind, why in answers.items())}")
+        error = SetupError(
+            f"no engine serves {folder}: "
+            f"{'; '.join(f'{kind}: {why}' for kind, why in answers.items())}"
+        )
     return ModelReport(lines=tuple(lines), error=error)
 
 
@@ -137,39 +164,74 @@ def _computes(folder: Path) -> Iterator[None]:
     """Raises SetupError where transformers' own code fails."""
     try:
         yield
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as e:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        AttributeError,
+        NotImplementedError,
+    ) as e:
         if is_out_of_memory(e) or isinstance(e, RftError):
             raise
         told = f"{type(e).__name__}: {e}"
-        raise SetupError(f"{folder}: transformers itself cannot compute it: {told}.  Compare config.json with the weights") from e
+        raise SetupError(
+            f"{folder}: transformers itself cannot compute it: {told}.  Compare config.json with "
+            f"the weights"
+        ) from e
 
 
 def rows(settings: LearnerSettings) -> list[TrainRow]:
-    """Three answers to one prompt and a row of its own, all of other lengths, with advantages of both signs."""
-    config = loading.config_of(Path(settings.model_path), trust_remote_code=False, override={}).get_text_config()
+    """Three answers to one prompt and a row of its own, all of other lengths, with advantages of
+    both signs.
+    """
+    config = loading.config_of(
+        Path(settings.model_path), trust_remote_code=False, override={}
+    ).get_text_config()
     draw = np.random.default_rng(0)
     size = int(config.vocab_size)
     prompt = draw.integers(size, size=9)
     made = []
-    for begin, count, advantage in ((prompt, 5, 1.0), (prompt, 8, -0.5), (prompt, 3, 0.7), (prompt[:4], 16, -1.2)):
+    for begin, count, advantage in (
+        (prompt, 5, 1.0),
+        (prompt, 8, -0.5),
+        (prompt, 3, 0.7),
+        (prompt[:4], 16, -1.2),
+    ):
         tokens = np.concatenate([begin, draw.integers(size, size=count)]).astype(np.int32)
-        mask, group = np.arange(len(tokens)) >= len(begin), "0" if begin is prompt else "1"
-        zeros, advantages = np.zeros(len(tokens), np.float32), np.full(count, advantage, np.float32)
-        made.append(TrainRow(tokens=tokens, loss_mask=mask, logprobs=zeros, temperatures=1.0, advantages=advantages, group=group))
+        mask = np.arange(len(tokens)) >= len(begin)
+        group = "0" if begin is prompt else "1"
+        zeros = np.zeros(len(tokens), np.float32)
+        advantages = np.full(count, advantage, np.float32)
+        made.append(
+            TrainRow(
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=zeros,
+                temperatures=1.0,
+                advantages=advantages,
+                group=group,
+            )
+        )
     return made
 
 
 def _noise(count: int) -> np.ndarray:
-    """How far the sampler's log-probs are from the policy's, so that some ratios are clipped: float32 [count] in nats."""
+    """How far the sampler's log-probs are from the policy's, so that some ratios are clipped:
+    float32 [count] in nats.
+    """
     return np.random.default_rng(1).uniform(-0.4, 0.4, count).astype(np.float32)
 
 
 def _sampled(given: Sequence[TrainRow], logprobs: torch.Tensor) -> list[TrainRow]:
     """`given` as if they were sampled by a policy near the one that gives `logprobs` [N]."""
     values = logprobs.cpu().float().numpy() + _noise(len(logprobs))
-    made, at = [], 0
+    made = []
+    at = 0
     for row in given:
-        behaviour, count = np.zeros(len(row.tokens), np.float32), int(row.loss_mask.sum())
+        behaviour = np.zeros(len(row.tokens), np.float32)
+        count = int(row.loss_mask.sum())
         behaviour[row.loss_mask] = values[at : at + count]
         made.append(msgspec.structs.replace(row, logprobs=behaviour))
         at += count
@@ -180,17 +242,25 @@ def _sampled(given: Sequence[TrainRow], logprobs: torch.Tensor) -> list[TrainRow
 
 
 def _truth(
-    settings: LearnerSettings, given: Sequence[TrainRow], objectives: Sequence[Objective], answers: Mapping[str, Sequence[Sampled]]
-) -> tuple[Truth, dict[str, float], ModelLine]:  # fmt: skip
-    """Plain rows in float32, how far `answers` of engines are from them, and how far they are from float64."""
-    numbers = sum(path.stat().st_size for path in modelfiles.files(Path(settings.model_path))) // 2  # at most: each has two bytes
+    settings: LearnerSettings,
+    given: Sequence[TrainRow],
+    objectives: Sequence[Objective],
+    answers: Mapping[str, Sequence[Sampled]],
+) -> tuple[Truth, dict[str, float], ModelLine]:
+    """Plain rows in float32, how far `answers` of engines are from them, and how far they are from
+    float64.
+    """
+    # at most: each has two bytes
+    numbers = sum(path.stat().st_size for path in modelfiles.files(Path(settings.model_path))) // 2
     free = layer_copy.free_bytes(settings.device)
     if free < (needed := int(numbers * 12 * _SPARE)):
         raise SetupError(
-            f"{settings.model_path}: comparing gradients in float32 needs {needed / 1e9:.1f} GB of {settings.device} memory, and "
+            f"{settings.model_path}: comparing gradients in float32 needs {needed / 1e9:.1f} GB of "
+            f"{settings.device} memory, and "
             f"{free / 1e9:.1f} GB are free"
         )
-    double, short = None, f"needs {numbers * 24 * _SPARE / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    double = None
+    short = f"needs {numbers * 24 * _SPARE / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     if free >= numbers * 24 * _SPARE:
         try:
             double = _backward(_plain(settings).double(), given, objectives)
@@ -199,7 +269,9 @@ def _truth(
     lm = _plain(settings)
     right = _backward(lm, given, objectives)
     with torch.no_grad():
-        apart = {kind: max(_apart(lm, answer) for answer in found) for kind, found in answers.items()}
+        apart = {
+            kind: max(_apart(lm, answer) for answer in found) for kind, found in answers.items()
+        }
     what = "transformers, float64"
     if double is None:
         return right, apart, ModelLine(what=what, refused=short)
@@ -207,23 +279,35 @@ def _truth(
 
 
 def _plain(settings: LearnerSettings) -> Any:
-    config = copy.deepcopy(loading.config_of(Path(settings.model_path), trust_remote_code=False, override={}))
+    config = copy.deepcopy(
+        loading.config_of(Path(settings.model_path), trust_remote_code=False, override={})
+    )
     config._experts_implementation = "eager"  # the grouped kernels know no float64
-    lm = loading.pretrained(config, Path(settings.model_path), trust_remote_code=False, attn_implementation="eager")
+    lm = loading.pretrained(
+        config, Path(settings.model_path), trust_remote_code=False, attn_implementation="eager"
+    )
     return lm.to(settings.device).eval()
 
 
 def _backward(lm: Any, given: Sequence[TrainRow], objectives: Sequence[Objective]) -> Truth:
     """Log-probs of `lm` row by row, and the gradients of GRPO's and SFT's losses, written out."""
     logprobs = torch.cat([_logprobs(lm, row.tokens, row.loss_mask.nonzero()[0]) for row in given])
-    advantages = torch.cat([torch.from_numpy(a) for row in given if (a := row.advantages) is not None]).to(logprobs)
-    ratio = (logprobs - logprobs.detach().float() - torch.from_numpy(_noise(len(logprobs))).to(logprobs.device)).exp()
+    advantages = torch.cat(
+        [torch.from_numpy(a) for row in given if (a := row.advantages) is not None]
+    ).to(logprobs)
+    ratio = (
+        logprobs
+        - logprobs.detach().float()
+        - torch.from_numpy(_noise(len(logprobs))).to(logprobs.device)
+    ).exp()
     worse = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - _CLIP, 1 + _CLIP))
     losses = {"grpo": worse.mean(), "sft": -logprobs.mean()}
     gradients: dict[Objective, Mapping[str, torch.Tensor]] = {}
     names = {name: p for name, p in lm.named_parameters() if p.requires_grad}
     for objective in dict.fromkeys("grpo" if o == "lora" else o for o in objectives):
-        found = torch.autograd.grad(losses[objective], list(names.values()), retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            losses[objective], list(names.values()), retain_graph=True, allow_unused=True
+        )
         gradients[objective] = {n: g for n, g in zip(names, found, strict=True) if g is not None}
     return Truth(logprobs.detach(), gradients)
 
@@ -233,13 +317,18 @@ def _logprobs(lm: Any, tokens: Sequence[int] | np.ndarray, at: np.ndarray) -> to
     ids = torch.as_tensor(np.asarray(tokens), dtype=torch.int64, device=lm.device)
     where = torch.from_numpy(at).to(lm.device)
     logits = lm(input_ids=ids[None], use_cache=False).logits[0, where - 1]
-    found: torch.Tensor = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).gather(1, ids[where, None])
+    found: torch.Tensor = (
+        logits.to(torch.promote_types(logits.dtype, torch.float32))
+        .log_softmax(-1)
+        .gather(1, ids[where, None])
+    )
     return found[:, 0]
 
 
 def _apart(lm: Any, answer: Sampled) -> float:
     """The largest difference between an engine's log-probs and those of `lm`."""
-    tokens, begin = [*answer.prompt, *answer.tokens], len(answer.prompt)
+    tokens = [*answer.prompt, *answer.tokens]
+    begin = len(answer.prompt)
     right = _logprobs(lm, tokens, np.arange(begin, len(tokens))).cpu().numpy()
     return float(np.abs(right - np.asarray(answer.logprobs)).max())
 
@@ -255,7 +344,12 @@ def _chosen(settings: LearnerSettings) -> tuple[str, RftError | None]:
         return "", e
 
 
-def _measured(settings: LearnerSettings, given: Sequence[TrainRow], right: Truth, objectives: Sequence[Objective]) -> ModelLine:
+def _measured(
+    settings: LearnerSettings,
+    given: Sequence[TrainRow],
+    right: Truth,
+    objectives: Sequence[Objective],
+) -> ModelLine:
     """The trainer in the layout of `settings`."""
     gradients: dict[str, float] = {}
     without: dict[str, str] = {}
@@ -273,15 +367,25 @@ def _measured(settings: LearnerSettings, given: Sequence[TrainRow], right: Truth
         scored = [part["old"] for micro in learner.score(micro_batches) for part in micro]
         mine = np.concatenate([scored[i] for i in np.argsort([i for micro in cut for i in micro])])
         logprobs = max(logprobs, float(np.abs(mine - right.logprobs.cpu().numpy()).max()))
-        batch = RankBatch(step=1, micro_batches=micro_batches, tokens=float(len(mine)), rows=float(len(given)))
-        gradients[objective] = _relative(_right_gradient(learner, right, objective), learner.gradient(batch))
+        batch = RankBatch(
+            step=1, micro_batches=micro_batches, tokens=float(len(mine)), rows=float(len(given))
+        )
+        gradients[objective] = _relative(
+            _right_gradient(learner, right, objective), learner.gradient(batch)
+        )
     if not gradients:
         return ModelLine(what=settings.row_layout, refused=without[objectives[0]])
-    return ModelLine(what=settings.row_layout, logprobs=logprobs, gradients=gradients, without=without)
+    return ModelLine(
+        what=settings.row_layout, logprobs=logprobs, gradients=gradients, without=without
+    )
 
 
-def _right_gradient(learner: Learner, right: Truth, objective: Objective) -> Mapping[str, torch.Tensor]:
-    """That of the whole model; of W + s B A with B = 0 it is s G A^T for B and 0 for A, where G is that of W."""
+def _right_gradient(
+    learner: Learner, right: Truth, objective: Objective
+) -> Mapping[str, torch.Tensor]:
+    """That of the whole model; of W + s B A with B = 0 it is s G A^T for B and 0 for A, where G is
+    that of W.
+    """
     if objective != "lora":
         return right.gradients[objective]
     made = {}
@@ -293,22 +397,32 @@ def _right_gradient(learner: Learner, right: Truth, objective: Objective) -> Map
         if side == "A" or whole is None:
             made[name] = torch.zeros_like(value)
         else:
-            made[name] = learner.policy.adapter.form.scale * whole @ values[adapter.key(module, "A")].detach().t()
+            made[name] = (
+                learner.policy.adapter.form.scale
+                * whole
+                @ values[adapter.key(module, "A")].detach().t()
+            )
     return made
 
 
 def _differences(a: Truth, b: Truth) -> dict[str, Any]:
-    gradients = {objective: _relative(found, b.gradients[objective]) for objective, found in a.gradients.items()}
+    gradients = {
+        objective: _relative(found, b.gradients[objective])
+        for objective, found in a.gradients.items()
+    }
     return {"logprobs": float((a.logprobs - b.logprobs).abs().max()), "gradients": gradients}
 
 
 def _relative(right: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> float:
-    """The length of the difference of two gradients, relative to that of `right`; what one of them lacks is 0."""
+    """The length of the difference of two gradients, relative to that of `right`; what one of them
+    lacks is 0.
+    """
     off = whole = 0.0
     for name, g in right.items():
         g = g.double()
         other = mine[name].to(g) if name in mine else torch.zeros_like(g)
-        off, whole = off + float((other - g).square().sum()), whole + float(g.square().sum())
+        off = off + float((other - g).square().sum())
+        whole = whole + float(g.square().sum())
     return math.sqrt(off / whole if whole else off)
 
 
@@ -317,7 +431,9 @@ def _relative(right: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor
 
 def _answers(kind: str, device: str, folder: Path, aside: Path) -> Served | str:
     """What an engine generates before and after a weight sync, or why it does not."""
-    for line in machine.checked(kind, device, folder, aside, module="rft.extras.doctor.model_engine", deadline_s=_DEADLINE_S):
+    for line in machine.checked(
+        kind, device, folder, aside, module="rft.extras.doctor.model_engine", deadline_s=_DEADLINE_S
+    ):
         if line.state != "ok":
             return " <- ".join(filter(None, [line.text, _cause(aside / f"{kind}.out")]))
     return msgspec.json.decode((aside / f"{kind}.{ANSWERS}").read_bytes(), type=Served)
@@ -326,6 +442,8 @@ def _answers(kind: str, device: str, folder: Path, aside: Path) -> Served | str:
 def _cause(printed: Path) -> str:
     """The last error that an engine's own processes have printed."""
     found = (
-        re.findall(r"\] (\w+(?:Error|Exception): .+)$", printed.read_text("utf-8", "replace"), re.M) if printed.exists() else []
+        re.findall(r"\] (\w+(?:Error|Exception): .+)$", printed.read_text("utf-8", "replace"), re.M)
+        if printed.exists()
+        else []
     )
     return next((text for text in reversed(found) if not text.startswith("EngineDead")), "")

@@ -1,8 +1,10 @@
 """One engine of `rft doctor --model`, in a process of its own: KIND DEVICE MODEL RANK WORLD FOLDER.
 
-A trainer beside it publishes two versions in float32, as a run does: the model's weights, then all of them a little changed.  The engine
-verifies, probes and serves each, and the canary compares it with the trainer.  What it sampled with the first one is written to FOLDER,
-beside a line that says whether all of it held.  Knows engines, the trainer and weight updates; compares nothing with transformers.
+A trainer beside it publishes two versions in float32, as a run does: the model's weights, then all
+of them a little changed.  The engine verifies, probes and serves each, and the canary compares it
+with the trainer.  What it sampled with the first one is written to FOLDER, beside a line that says
+whether all of it held.  Knows engines, the trainer and weight updates; compares nothing with
+transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     from rft.trainer.learner import Learner
 
 ANSWERS = "answers.json"
-_PROMPTS, _TOKENS = (4, 9, 17), 16
+_PROMPTS = (4, 9, 17)
+_TOKENS = 16
 _SHAKEN = 0.02  # by how much of its size a weight changes from one version to the next
 _TIMEOUT_S = 120.0
 
@@ -43,13 +46,17 @@ class Sampled(Struct, frozen=True, kw_only=True):
 
 
 class Served(Struct, frozen=True, kw_only=True):
-    """What an engine sampled with the model's weights, and the canary's largest difference of each version, in nats."""
+    """What an engine sampled with the model's weights, and the canary's largest difference of each
+    version, in nats.
+    """
 
     sampled: list[Sampled]
     canary: list[float]
 
 
-def serves(kind: str, device: str, model: str, rank: int, world: int, folder: Path) -> Iterator[Line]:
+def serves(
+    kind: str, device: str, model: str, rank: int, world: int, folder: Path
+) -> Iterator[Line]:
     """Writes the answers."""
     logging.disable(logging.ERROR)
     served = asyncio.run(_served(kind, device, model, folder))
@@ -70,11 +77,19 @@ async def _served(kind: str, device: str, model: str, folder: Path) -> Served:
         ranks = Ranks(learner)
 
         async def sample_and_shake(_: object) -> None:
-            draw, size = np.random.default_rng(2), vocab_size(Path(model))
-            sampled.extend([await _answer(engine, draw.integers(size, size=length).tolist()) for length in _PROMPTS])
+            draw = np.random.default_rng(2)
+            size = vocab_size(Path(model))
+            sampled.extend(
+                [
+                    await _answer(engine, draw.integers(size, size=length).tolist())
+                    for length in _PROMPTS
+                ]
+            )
             await ranks.aside(_shake, learner)
 
-        first, second, _ = await machine_checks.two_versions(engine, ranks, sync, 1, folder, sample_and_shake)
+        first, second, _ = await machine_checks.two_versions(
+            engine, ranks, sync, 1, folder, sample_and_shake
+        )
     return Served(sampled=sampled, canary=[first, second])
 
 
@@ -84,7 +99,9 @@ async def _answer(engine: Any, prompt: list[int]) -> Sampled:
 
     sampling = SamplingArgs(temperature=1.0, max_tokens=_TOKENS, ignore_eos=True, seed=1)
     (done,) = await engine.generate(GenerateRequest(prompt_tokens=tuple(prompt), sampling=sampling))
-    return Sampled(prompt=prompt, tokens=list(map(int, done.tokens)), logprobs=list(map(float, done.logprobs)))
+    return Sampled(
+        prompt=prompt, tokens=list(map(int, done.tokens)), logprobs=list(map(float, done.logprobs))
+    )
 
 
 def _shake(learner: Learner) -> None:

@@ -1,4 +1,5 @@
-"""`rft bench` and `rft judge`: rewards and judges on answers that are there already, in a file or in a run.
+"""`rft bench` and `rft judge`: rewards and judges on answers that are there already, in a file or
+in a run.
 
 The numbers are those of rft.explorer.stored and rft.extras.judge_lab.judge_eval.
 """
@@ -34,25 +35,49 @@ judge = typer.Typer(no_args_is_help=True, callback=lambda: None)
 
 
 def bench(
-    stored: Annotated[Path, typer.Option("--input", "-i", help="parquet, jsonl, json or csv with answers", show_default=False)],
+    stored: Annotated[
+        Path,
+        typer.Option(
+            "--input", "-i", help="parquet, jsonl, json or csv with answers", show_default=False
+        ),
+    ],
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="the YAML file whose taskset says how a row is scored", show_default=False),
+        typer.Option(
+            "--config",
+            "-c",
+            help="the YAML file whose taskset says how a row is scored",
+            show_default=False,
+        ),
     ] = None,
     taskset: Annotated[
-        str | None, typer.Option(help="which one of its tasksets; default: the only one", show_default=False)
+        str | None,
+        typer.Option(help="which one of its tasksets; default: the only one", show_default=False),
     ] = None,
     prompt_key: Annotated[
-        str | None, typer.Option(help="column of prompts; default: the taskset's, else prompt", show_default=False)
+        str | None,
+        typer.Option(
+            help="column of prompts; default: the taskset's, else prompt", show_default=False
+        ),
     ] = None,
-    response_key: Annotated[str, typer.Option(help="column with an answer or a list of answers")] = "responses",
-    group_key: Annotated[str, typer.Option(help="column by which results are split")] = "data_source",
+    response_key: Annotated[
+        str, typer.Option(help="column with an answer or a list of answers")
+    ] = "responses",
+    group_key: Annotated[
+        str, typer.Option(help="column by which results are split")
+    ] = "data_source",
     truth_key: Annotated[
         str | None,
-        typer.Option(help="column of reference answers; default: the taskset's, else reward_model", show_default=False),
+        typer.Option(
+            help="column of reference answers; default: the taskset's, else reward_model",
+            show_default=False,
+        ),
     ] = None,
     reward_fn: Annotated[
-        str | None, typer.Option(help="name of a reward, or file.py:function; default: the taskset's", show_default=False)
+        str | None,
+        typer.Option(
+            help="name of a reward, or file.py:function; default: the taskset's", show_default=False
+        ),
     ] = None,
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
@@ -67,27 +92,46 @@ def bench(
     plan = planned(config, plugin_dirs=plugin_dir) if config is not None else None
     if plan is not None:
         found = tasksets(plan)
-        settings = found[one_of(next(iter(found)) if taskset is None and len(found) == 1 else taskset, list(found), "--taskset")]
+        settings = found[
+            one_of(
+                next(iter(found)) if taskset is None and len(found) == 1 else taskset,
+                list(found),
+                "--taskset",
+            )
+        ]
     elif reward_fn is None:
-        raise ConfigError("name the reward with --reward-fn, or a configuration with --config", key="--reward-fn")
+        raise ConfigError(
+            "name the reward with --reward-fn, or a configuration with --config", key="--reward-fn"
+        )
     else:
         load_all(plugin_dir or ())
         settings = TasksetSettings(name="stored", path="", workflow="simple_workflow")
     settings = _for_file(settings, stored, prompt_key, truth_key, reward_fn, own=config is not None)
     opened = open_taskset(settings)
     scored = asyncio.run(_scored(plan, opened, response_key, group_key))
-    told, why = summary(scored), next((r.why for r in scored if r.why), "")
+    told = summary(scored)
+    why = next((r.why for r in scored if r.why), "")
     if as_json:
-        print(json.dumps({"input": str(stored), "reward": settings.reward, "sources": told, "unscored": why}, indent=1))
+        print(
+            json.dumps(
+                {"input": str(stored), "reward": settings.reward, "sources": told, "unscored": why},
+                indent=1,
+            )
+        )
         return
     names = list(dict.fromkeys(name for values in told.values() for name in values))
-    rows = [[source, *(_count(name, values.get(name)) for name in names)] for source, values in told.items()]
+    rows = [
+        [source, *(_count(name, values.get(name)) for name in names)]
+        for source, values in told.items()
+    ]
     print(*table(["source", *names], rows, [False, *([True] * len(names))]), sep="\n")
     if why:
         print(f"not scored, the first one: {why}")
 
 
-async def _scored(plan: Plan | None, opened: Taskset, response_key: str, group_key: str) -> list[Scored]:
+async def _scored(
+    plan: Plan | None, opened: Taskset, response_key: str, group_key: str
+) -> list[Scored]:
     from rft.explorer.stored import score_stored
 
     score = partial(score_stored, opened, response_key=response_key, group_key=group_key)
@@ -95,7 +139,9 @@ async def _scored(plan: Plan | None, opened: Taskset, response_key: str, group_k
         return await score(timeout_s=1800.0, max_concurrent=256)
     s = plan.explorer
     async with auxiliary_models(plan) as models:
-        return await score(timeout_s=s.max_timeout_s, max_concurrent=s.max_concurrent_runs, models=models)
+        return await score(
+            timeout_s=s.max_timeout_s, max_concurrent=s.max_concurrent_runs, models=models
+        )
 
 
 @asynccontextmanager
@@ -113,19 +159,37 @@ async def auxiliary_models(plan: Plan) -> AsyncIterator[Any]:
 
 
 def _for_file(
-    settings: TasksetSettings, stored: Path, prompt_key: str | None, truth_key: str | None, reward_fn: str | None, *, own: bool
+    settings: TasksetSettings,
+    stored: Path,
+    prompt_key: str | None,
+    truth_key: str | None,
+    reward_fn: str | None,
+    *,
+    own: bool,
 ) -> TasksetSettings:
-    """The taskset over the rows of `stored`.  A column that holds messages, or {ground_truth}, is read as what it is."""
+    """The taskset over the rows of `stored`.  A column that holds messages, or {ground_truth}, is
+    read as what it is.
+    """
     from rft.taskset.base import lookup
     from rft.taskset.files import open_path
 
     if not stored.is_file():
         raise ConfigError("is not a file", key="--input", given=str(stored))
     settings = replace(
-        settings, path=str(stored.absolute()), storage_type="file", reader_path=None, max_rows=None, prompt_limit=None
+        settings,
+        path=str(stored.absolute()),
+        storage_type="file",
+        reader_path=None,
+        max_rows=None,
+        prompt_limit=None,
     )
     if reward_fn is not None:
-        settings = replace(settings, reward=reward_fn, reward_args={}, format=replace(settings.format, reward_fn_key=""))
+        settings = replace(
+            settings,
+            reward=reward_fn,
+            reward_args={},
+            format=replace(settings.format, reward_fn_key=""),
+        )
     if not (rows := open_path(settings).rows):
         raise ConfigError("has no rows", key="--input", given=str(stored))
     first = rows[0]
@@ -133,13 +197,22 @@ def _for_file(
     if prompt_key is not None or not own:
         key = prompt_key or "prompt"  # this and the next of veRL's data
         messages = isinstance(lookup(first, key), list)
-        changes |= {"prompt_key": key, "messages_key": key, "prompt_type": "messages" if messages else "plaintext"}
+        changes |= {
+            "prompt_key": key,
+            "messages_key": key,
+            "prompt_type": "messages" if messages else "plaintext",
+        }
     if truth_key is not None or not own:
         key = truth_key or "reward_model"
         if truth_key is None and key not in first:
-            raise ConfigError(f"name the column of reference answers; there are {', '.join(first)}", key="--truth-key")
+            raise ConfigError(
+                f"name the column of reference answers; there are {', '.join(first)}",
+                key="--truth-key",
+            )
         column = lookup(first, key)
-        changes["response_key"] = f"{key}.ground_truth" if isinstance(column, dict) and "ground_truth" in column else key
+        changes["response_key"] = (
+            f"{key}.ground_truth" if isinstance(column, dict) and "ground_truth" in column else key
+        )
     return replace(settings, format=replace(settings.format, **changes))
 
 
@@ -153,43 +226,89 @@ def _count(name: str, value: float | None) -> str:
 def report(
     config: Annotated[
         Path,
-        typer.Option("--config", "-c", help="the YAML file whose taskset names the judge, and its models", show_default=False),
+        typer.Option(
+            "--config",
+            "-c",
+            help="the YAML file whose taskset names the judge, and its models",
+            show_default=False,
+        ),
     ],
     stored: Annotated[
-        Path | None, typer.Option("--input", "-i", help="parquet, jsonl, json or csv with answers and labels", show_default=False)
+        Path | None,
+        typer.Option(
+            "--input",
+            "-i",
+            help="parquet, jsonl, json or csv with answers and labels",
+            show_default=False,
+        ),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="folder of a run instead: its answers and scores, by weight version", show_default=False),
+        typer.Option(
+            help="folder of a run instead: its answers and scores, by weight version",
+            show_default=False,
+        ),
     ] = None,
     taskset: Annotated[
-        str | None, typer.Option(help="which one of its tasksets; default: the only one to train on", show_default=False)
+        str | None,
+        typer.Option(
+            help="which one of its tasksets; default: the only one to train on", show_default=False
+        ),
     ] = None,
-    prompt_key: Annotated[str | None, typer.Option(help="column of prompts; default: the taskset's", show_default=False)] = None,
-    response_key: Annotated[str, typer.Option(help="column with an answer or a list of answers")] = "response",
-    label_key: Annotated[str, typer.Option(help="column with a label, or a list of labels, one for each answer")] = "label",
+    prompt_key: Annotated[
+        str | None,
+        typer.Option(help="column of prompts; default: the taskset's", show_default=False),
+    ] = None,
+    response_key: Annotated[
+        str, typer.Option(help="column with an answer or a list of answers")
+    ] = "response",
+    label_key: Annotated[
+        str, typer.Option(help="column with a label, or a list of labels, one for each answer")
+    ] = "label",
     truth_key: Annotated[
-        str | None, typer.Option(help="column of reference answers; default: the taskset's", show_default=False)
+        str | None,
+        typer.Option(
+            help="column of reference answers; default: the taskset's", show_default=False
+        ),
     ] = None,
     gold: Annotated[
-        str | None, typer.Option(help="a reward whose value is the label, e.g. math_reward", show_default=False)
+        str | None,
+        typer.Option(
+            help="a reward whose value is the label, e.g. math_reward", show_default=False
+        ),
     ] = None,
     repeats: Annotated[
         int | None,
-        typer.Option(min=0, max=100, help="calls per answer; default: 1, and 0 with --run, which has scores", show_default=False),
+        typer.Option(
+            min=0,
+            max=100,
+            help="calls per answer; default: 1, and 0 with --run, which has scores",
+            show_default=False,
+        ),
     ] = None,
     threshold: Annotated[float, typer.Option(help="a score from here on is a good verdict")] = 0.5,
     label_threshold: Annotated[
-        float | None, typer.Option(help="a label from here on is good; default: the middle of their range", show_default=False)
+        float | None,
+        typer.Option(
+            help="a label from here on is good; default: the middle of their range",
+            show_default=False,
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="at most this many answers", show_default=False)] = None,
-    to: Annotated[Path | None, typer.Option(help="also write the JSON object to this file", show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="at most this many answers", show_default=False)
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="also write the JSON object to this file", show_default=False),
+    ] = None,
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
 ) -> None:
     """Agreement of a judge with labels, its consistency and biases, and its drift over a run."""
     if (stored is None) == (run is None):
-        raise ConfigError("give a file with --input, or the folder of a run with --run", key="--input")
+        raise ConfigError(
+            "give a file with --input, or the folder of a run with --run", key="--input"
+        )
     if to is not None and not to.parent.is_dir():
         raise ConfigError("must be a file in a folder that is there", key="--to", given=str(to))
     plan = planned(config, plugin_dirs=plugin_dir)
@@ -204,74 +323,121 @@ def report(
     print(text if as_json else _table(told))
 
 
-def _taskset(plan: Plan, name: str | None, stored: Path | None, prompt_key: str | None, truth_key: str | None) -> Taskset:
+def _taskset(
+    plan: Plan, name: str | None, stored: Path | None, prompt_key: str | None, truth_key: str | None
+) -> Taskset:
     from rft.taskset.open_source import open_taskset
 
-    found, train = tasksets(plan), plan.explorer.tasksets
-    name = one_of(train[0].name if name is None and len(train) == 1 else name, list(found), "--taskset")
+    found = tasksets(plan)
+    train = plan.explorer.tasksets
+    name = one_of(
+        train[0].name if name is None and len(train) == 1 else name, list(found), "--taskset"
+    )
     settings = found[name]
     if settings.reward is None:
-        raise ConfigError("names no reward; write default_reward_fn_type: NAME_OF_THE_JUDGE", key=f"taskset {name}")
+        raise ConfigError(
+            "names no reward; write default_reward_fn_type: NAME_OF_THE_JUDGE",
+            key=f"taskset {name}",
+        )
     if stored is not None:
         settings = _for_file(settings, stored, prompt_key, truth_key, None, own=True)
         settings = replace(settings, format=replace(settings.format, reward_fn_key=""))
     return open_taskset(settings)
 
 
-def _answers(run: Path | None, opened: Taskset, response_key: str, label_key: str | None, limit: int | None) -> list[Any]:
-    rows = _of_file(opened, response_key, label_key, limit) if run is None else _of_run(run, opened, limit)
+def _answers(
+    run: Path | None, opened: Taskset, response_key: str, label_key: str | None, limit: int | None
+) -> list[Any]:
+    rows = (
+        _of_file(opened, response_key, label_key, limit)
+        if run is None
+        else _of_run(run, opened, limit)
+    )
     if not rows:
         raise ConfigError("there is no answer to judge", key="--input" if run is None else "--run")
     return rows
 
 
-def _of_file(opened: Taskset, response_key: str, label_key: str | None, limit: int | None) -> list[Any]:
+def _of_file(
+    opened: Taskset, response_key: str, label_key: str | None, limit: int | None
+) -> list[Any]:
     from rft.extras.judge_lab.judge_eval import number
     from rft.taskset.base import ABSENT, lookup
 
     rows: list[Any] = []
     for task in map(opened.task, range(len(opened))):
-        answers, labels = lookup(task.row, response_key), lookup(task.row, label_key) if label_key else None
+        answers = lookup(task.row, response_key)
+        labels = lookup(task.row, label_key) if label_key else None
         for key, given in ((response_key, answers), (label_key, labels)):
             if given is ABSENT:
                 raise ConfigError(
-                    f"row {task.index} has no column {key!r}; it has {', '.join(task.row)}", key="--input", given=key
+                    f"row {task.index} has no column {key!r}; it has {', '.join(task.row)}",
+                    key="--input",
+                    given=key,
                 )
         answers = [answers] if isinstance(answers, str) else list(answers)
         labels = list(labels) if isinstance(labels, list | tuple) else [labels] * len(answers)
         if len(labels) != len(answers):
-            raise ConfigError(f"row {task.index} has {len(answers)} answers and {len(labels)} labels", key="--label-key")
-        rows += [(task, str(a), None if v is None else number(v), None, None) for a, v in zip(answers, labels, strict=True)]
+            raise ConfigError(
+                f"row {task.index} has {len(answers)} answers and {len(labels)} labels",
+                key="--label-key",
+            )
+        rows += [
+            (task, str(a), None if v is None else number(v), None, None)
+            for a, v in zip(answers, labels, strict=True)
+        ]
     return rows[:limit]
 
 
 def _of_run(run: Path, opened: Taskset, limit: int | None) -> list[Any]:
-    """Every answer of the taskset in the run's buffer, with the step of the weights that wrote its newest token."""
+    """Every answer of the taskset in the run's buffer, with the step of the weights that wrote its
+    newest token.
+    """
     from rft.buffer.query import open_run
 
-    question = "SELECT id, taskset, task_index, reward, newest_step FROM v_experiences WHERE status <> 'failed' ORDER BY id"
+    question = (
+        "SELECT id, taskset, task_index, reward, newest_step FROM v_experiences WHERE "
+        "status <> 'failed' ORDER BY id"
+    )
     with open_run(run) as questions:
         with questions.ask(question) as answer:
             found = [r for r in answer.rows if r[1] == opened.settings.name]
         tell_changed(questions, opened)
         found = evenly(found, limit)
-        texts = {id: str(x.messages[-1].get("content") or "") for id, x in payloads(questions, [r[0] for r in found])}
-    return [(task_of(opened, index, "--run"), texts[id], None, reward, step) for id, _, index, reward, step in found]
+        texts = {
+            id: str(x.messages[-1].get("content") or "")
+            for id, x in payloads(questions, [r[0] for r in found])
+        }
+    return [
+        (task_of(opened, index, "--run"), texts[id], None, reward, step)
+        for id, _, index, reward, step in found
+    ]
 
 
 def tell_changed(questions: Questions, opened: Taskset) -> None:
     """Says so where the rows of a taskset are not those that the run has explored."""
     name = opened.settings.name
-    explored = [v for k, v in questions.about.items() if k.startswith("taskset:") and k.split(":", 2)[2] == name]
-    if explored and not opened.fingerprint.endswith(tuple(explored)):  # earlier versions noted the end alone
+    explored = [
+        v
+        for k, v in questions.about.items()
+        if k.startswith("taskset:") and k.split(":", 2)[2] == name
+    ]
+    # earlier versions noted the end alone
+    if explored and not opened.fingerprint.endswith(tuple(explored)):
         typer.echo(
-            f"note: taskset {name} has changed since the run; each answer is scored by the row that has its number now", err=True
+            f"note: taskset {name} has changed since the run; each answer is scored by the row "
+            f"that has its number now",
+            err=True,
         )
 
 
 def evenly(found: list[T], most: int | None) -> list[T]:
     """At most `most` of them, spread over all; None and 0: all."""
-    return found if not most or len(found) <= most else [found[i * len(found) // most] for i in range(most)]
+    return (
+        found
+        if not most or len(found) <= most
+        else [found[i * len(found) // most] for i in range(most)]
+    )
 
 
 def payloads(questions: Questions, ids: Sequence[str]) -> Iterator[tuple[str, Experience]]:
@@ -281,7 +447,12 @@ def payloads(questions: Questions, ids: Sequence[str]) -> Iterator[tuple[str, Ex
 
 
 async def _report(
-    plan: Plan, rows: list[Any], repeats: int, gold: str | None, threshold: float, label_threshold: float | None
+    plan: Plan,
+    rows: list[Any],
+    repeats: int,
+    gold: str | None,
+    threshold: float,
+    label_threshold: float | None,
 ) -> dict[str, Any]:
     from rft.extras.judge_lab import judge_eval
     from rft.reward import judge_metrics
@@ -294,7 +465,9 @@ async def _report(
     before = dict(judge_metrics.counts())
     async with auxiliary_models(plan) as models:
         if repeats:
-            values = await _asked(build(str(task.reward), task.reward_args), models, answers, repeats)
+            values = await _asked(
+                build(str(task.reward), task.reward_args), models, answers, repeats
+            )
         if gold is not None:
             labels = [v for (v,) in await _asked(build(gold, {}), models, answers, 1)]
     counted: dict[str, float] = {}
@@ -302,12 +475,19 @@ async def _report(
         judge, _, what = name.rpartition("/")
         if value != before.get(name, 0.0) and f"{judge}/latency" != name:
             counted[what] = counted.get(what, 0.0) + value - before.get(name, 0.0)
-    told = [judge_eval.Labelled(len(r[1]), v, label, r[4]) for r, v, label in zip(rows, values, labels, strict=True)]
-    found = judge_eval.report(told, threshold=threshold, label_threshold=label_threshold, counted=counted)
+    told = [
+        judge_eval.Labelled(len(r[1]), v, label, r[4])
+        for r, v, label in zip(rows, values, labels, strict=True)
+    ]
+    found = judge_eval.report(
+        told, threshold=threshold, label_threshold=label_threshold, counted=counted
+    )
     return {**found, "repeats": repeats, "asked": counted}
 
 
-async def _asked(reward: Any, models: Any, answers: list[Any], repeats: int) -> list[tuple[float | None, ...]]:
+async def _asked(
+    reward: Any, models: Any, answers: list[Any], repeats: int
+) -> list[tuple[float | None, ...]]:
     from rft.extras.judge_lab.judge_eval import scores
     from rft.reward.base import hook
 
@@ -345,7 +525,11 @@ def _table(told: dict[str, Any]) -> str:
     if drift := told["drift"]:
         names = list(drift[0])
         cells = [names, *([_number(row[n]) for n in names] for row in drift)]
-        lines += ["", "by train step of the weights", *("  ".join(c.rjust(11) for c in row) for row in cells)]
+        lines += [
+            "",
+            "by train step of the weights",
+            *("  ".join(c.rjust(11) for c in row) for row in cells),
+        ]
     return "\n".join(lines)
 
 

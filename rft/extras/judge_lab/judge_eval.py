@@ -1,6 +1,8 @@
-"""How far a judge can be trusted: its scores beside labels of people or of a rule.  What `rft judge report` computes.
+"""How far a judge can be trusted: its scores beside labels of people or of a rule.  What `rft judge
+report` computes.
 
-Measures, over rows that have both numbers (a verdict is "good" from `threshold` on, a label from `label_threshold` on):
+Measures, over rows that have both numbers (a verdict is "good" from `threshold` on, a label from
+`label_threshold` on):
 
     accuracy, kappa      verdict and label agree; Cohen's kappa takes off what chance alone gives
     auc                  a good answer is scored higher than a bad one (ties count half)
@@ -41,7 +43,9 @@ PARTS = ("accuracy", "kappa", "auc", "pearson", "spearman", "bias", "length_bias
 
 @dataclass(frozen=True)
 class Labelled:
-    """One answer.  `values`: the judge's score in each repeat, None = unscored.  `step`: train step of the weights that wrote it."""
+    """One answer.  `values`: the judge's score in each repeat, None = unscored.  `step`: train step
+    of the weights that wrote it.
+    """
 
     length: int
     values: tuple[float | None, ...]
@@ -50,23 +54,37 @@ class Labelled:
 
 
 async def scores(
-    reward: Reward, answers: Sequence[tuple[Task, str]], *, repeats: int = 1, max_concurrent: int = 64, timeout_s: float = 600.0
+    reward: Reward,
+    answers: Sequence[tuple[Task, str]],
+    *,
+    repeats: int = 1,
+    max_concurrent: int = 64,
+    timeout_s: float = 600.0,
 ) -> list[tuple[float | None, ...]]:
-    """For each answer the values of `repeats` calls, asked again each time; answers to one task are adjacent for a reward of groups.
+    """For each answer the values of `repeats` calls, asked again each time; answers to one task are
+    adjacent for a reward of groups.
 
-    Raises RftError (a model is gone, a budget is used up); what else a reward raises leaves an answer unscored.
+    Raises RftError (a model is gone, a budget is used up); what else a reward raises leaves an
+    answer unscored.
     """
     room = asyncio.Semaphore(max_concurrent)
     grouped = reward.whole_group
-    groups = [list(g) for _, g in groupby(answers, key=lambda a: (a[0].taskset, a[0].index) if grouped else id(a))]
+    groups = [
+        list(g)
+        for _, g in groupby(answers, key=lambda a: (a[0].taskset, a[0].index) if grouped else id(a))
+    ]
 
     async def ask(group: list[tuple[Task, str]], repeat: int) -> list[float | None]:
         REPEAT.set(repeat)  # this task's own context
         task = group[0][0]
         async with room:
-            found = await scored_or_not(reward, task, [transcript(task, text) for _, text in group], timeout_s)
+            found = await scored_or_not(
+                reward, task, [transcript(task, text) for _, text in group], timeout_s
+            )
         if (e := next((s for s in found if isinstance(s, Exception)), None)) is not None:
-            log.warning("row %d of %s is unscored: %s: %s", task.index, task.taskset, type(e).__name__, e)
+            log.warning(
+                "row %d of %s is unscored: %s: %s", task.index, task.taskset, type(e).__name__, e
+            )
         return [s.value if isinstance(s, Score) else None for s in found]
 
     columns = []
@@ -83,7 +101,9 @@ def report(
     label_threshold: float | None = None,
     counted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """All numbers; None where they are not defined.  `counted`: how the judge's metrics grew meanwhile."""
+    """All numbers; None where they are not defined.  `counted`: how the judge's metrics grew
+    meanwhile.
+    """
     middle = _middle(rows) if label_threshold is None else label_threshold
     scored = [(v, float(r.length)) for r in rows if (v := _first(r)) is not None]
     out: dict[str, Any] = {
@@ -104,11 +124,16 @@ def report(
 
 
 def agreement(rows: Sequence[Labelled], threshold: float, middle: float) -> dict[str, float | None]:
-    both = [(v, r.label, float(r.length)) for r in rows if (v := _first(r)) is not None and r.label is not None]
+    both = [
+        (v, r.label, float(r.length))
+        for r in rows
+        if (v := _first(r)) is not None and r.label is not None
+    ]
     if not both:
         return dict.fromkeys(PARTS)
     values, labels, lengths = (np.array(c) for c in zip(*both, strict=True))
-    said, true = values >= threshold, labels >= middle
+    said = values >= threshold
+    true = labels >= middle
     same = float(np.mean(said == true))
     chance = float(said.mean() * true.mean() + (1 - said.mean()) * (1 - true.mean()))
     return {
@@ -131,7 +156,9 @@ def consistency(rows: Sequence[Labelled], threshold: float) -> dict[str, float |
 
 
 def drift(rows: Sequence[Labelled], threshold: float, middle: float | None) -> list[dict[str, Any]]:
-    """By train step of the weights: a judge whose mean rises while the labels' does not is being played."""
+    """By train step of the weights: a judge whose mean rises while the labels' does not is being
+    played.
+    """
     steps: defaultdict[int, list[Labelled]] = defaultdict(list)
     for r in rows:
         if r.step is not None:
@@ -144,7 +171,10 @@ def drift(rows: Sequence[Labelled], threshold: float, middle: float | None) -> l
             "mean_score": _mean([v for r in found if (v := _first(r)) is not None]),
             "mean_label": _mean([r.label for r in found if r.label is not None]),
             "mean_length": fmean(r.length for r in found),
-            **{n: (agreement(found, threshold, middle)[n] if middle is not None else None) for n in ("accuracy", "bias")},
+            **{
+                n: (agreement(found, threshold, middle)[n] if middle is not None else None)
+                for n in ("accuracy", "bias")
+            },
         }
         for step, found in sorted(steps.items())
     ]
@@ -152,7 +182,8 @@ def drift(rows: Sequence[Labelled], threshold: float, middle: float | None) -> l
 
 def auc(values: np.ndarray, good: np.ndarray) -> float | None:
     """Probability that a good one has the higher value; values [N], good [N] bool."""
-    n, m = int(good.sum()), int((~good).sum())
+    n = int(good.sum())
+    m = int((~good).sum())
     if not n or not m:
         return None
     return float((ranks(values)[good].sum() - n * (n + 1) / 2) / (n * m))
@@ -167,15 +198,30 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def number(label: object) -> float:
-    """A label as a number: yes/no, true/false, good/bad, or a number.  Raises ConfigError for anything else."""
+    """A label as a number: yes/no, true/false, good/bad, or a number.  Raises ConfigError for
+    anything else.
+    """
     word: Any = label.strip().lower() if isinstance(label, str) else label
     with suppress(TypeError, ValueError):
         if math.isfinite(found := float(_WORDS.get(word, word))):
             return found
-    raise ConfigError(f"{label!r:.60} is no label; use a number, or {', '.join(_WORDS)}", key="--label-key", given=label)
+    raise ConfigError(
+        f"{label!r:.60} is no label; use a number, or {', '.join(_WORDS)}",
+        key="--label-key",
+        given=label,
+    )
 
 
-_WORDS = {"yes": 1.0, "no": 0.0, "true": 1.0, "false": 0.0, "good": 1.0, "bad": 0.0, "correct": 1.0, "incorrect": 0.0}
+_WORDS = {
+    "yes": 1.0,
+    "no": 0.0,
+    "true": 1.0,
+    "false": 0.0,
+    "good": 1.0,
+    "bad": 0.0,
+    "correct": 1.0,
+    "incorrect": 0.0,
+}
 
 
 def _first(row: Labelled) -> float | None:

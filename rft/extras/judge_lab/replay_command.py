@@ -1,4 +1,6 @@
-"""`rft replay`: the stored rollouts of a run scored again with another reward; nothing of the run is changed."""
+"""`rft replay`: the stored rollouts of a run scored again with another reward; nothing of the run
+is changed.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,43 @@ if TYPE_CHECKING:
 
 def replay(
     run: RunDir,
-    reward: Annotated[str, typer.Option(help="name of a reward, pkg.module:Name or path/file.py:Name", show_default=False)],
-    reward_args: Annotated[str, typer.Option(help="its arguments, as JSON", show_default=False)] = "{}",
+    reward: Annotated[
+        str,
+        typer.Option(
+            help="name of a reward, pkg.module:Name or path/file.py:Name", show_default=False
+        ),
+    ],
+    reward_args: Annotated[
+        str, typer.Option(help="its arguments, as JSON", show_default=False)
+    ] = "{}",
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="YAML file of tasksets and judges; default: the run's own", show_default=False),
+        typer.Option(
+            "--config",
+            "-c",
+            help="YAML file of tasksets and judges; default: the run's own",
+            show_default=False,
+        ),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="key.path=value; repeatable", show_default=False)] = None,
-    where: Annotated[str, typer.Option(help="SQL condition on the columns of v_experiences", show_default=False)] = "",
-    step: Annotated[int | None, typer.Option(min=1, help="only runs that this train step used", show_default=False)] = None,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=0, help="groups at most, evenly spread; 0: all")] = 0,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key.path=value; repeatable", show_default=False),
+    ] = None,
+    where: Annotated[
+        str, typer.Option(help="SQL condition on the columns of v_experiences", show_default=False)
+    ] = "",
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, help="only runs that this train step used", show_default=False),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("-n", "--limit", min=0, help="groups at most, evenly spread; 0: all")
+    ] = 0,
     to: Annotated[
-        Path | None, typer.Option(help="new .jsonl file for every answer, old and new reward", show_default=False)
+        Path | None,
+        typer.Option(
+            help="new .jsonl file for every answer, old and new reward", show_default=False
+        ),
     ] = None,
     plugin_dir: PluginDirs = None,
     as_json: Json = False,
@@ -46,17 +73,28 @@ def replay(
 
     learn_environment()
     if to is not None and (to.suffix != ".jsonl" or os.path.lexists(to) or not to.parent.is_dir()):
-        raise ConfigError("must be a new file that ends in .jsonl, in a folder that is there", key="--to", given=str(to))
+        raise ConfigError(
+            "must be a new file that ends in .jsonl, in a folder that is there",
+            key="--to",
+            given=str(to),
+        )
     file = config or run / "config.resolved.yaml"
     if not file.is_file():
-        raise ConfigError(f"{run} has no config.resolved.yaml; name the run's YAML file with --config", key="RUN", given=str(run))
+        raise ConfigError(
+            f"{run} has no config.resolved.yaml; name the run's YAML file with --config",
+            key="RUN",
+            given=str(run),
+        )
     plan = planned(file, overrides, plugin_dir)
     try:
         args = dict(json.loads(reward_args))
     except (ValueError, TypeError) as e:
-        raise ConfigError(f"is no JSON object: {e}", key="--reward-args", given=reward_args) from None
+        raise ConfigError(
+            f"is no JSON object: {e}", key="--reward-args", given=reward_args
+        ) from None
     made = build(reward, args, key="--reward-args")
-    stored, tell = _stored(run, plan, where, step, limit), progress()
+    stored = _stored(run, plan, where, step, limit)
+    tell = progress()
     if not stored:
         raise ConfigError("no rollout matches", key="--where" if where or step else "RUN")
 
@@ -65,14 +103,19 @@ def replay(
 
         async with auxiliary_models(plan) as models:
             return await rescore(
-                stored, made, models=models, timeout_s=plan.explorer.max_timeout_s, max_concurrent=plan.explorer.max_concurrent_runs,
+                stored,
+                made,
+                models=models,
+                timeout_s=plan.explorer.max_timeout_s,
+                max_concurrent=plan.explorer.max_concurrent_runs,
                 told=lambda n: tell(f"scored {n} of {len(stored)}"),
-            )  # fmt: skip
+            )
 
     found = asyncio.run(score())
     if to is not None:
         lines = "".join(json.dumps(vars(r), ensure_ascii=False) + "\n" for r in found)
-        write_whole(to, lines.encode("utf-8", "backslashreplace"))  # half characters stay what they are in JSON
+        # half characters stay what they are in JSON
+        write_whole(to, lines.encode("utf-8", "backslashreplace"))
     told = summary(found)
     if as_json:
         print(json.dumps({"run": str(run), "reward": reward, "tasksets": told}, indent=1))
@@ -81,7 +124,9 @@ def replay(
 
 
 def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> list[StoredAnswer]:
-    """Groups in order, with the tasks that the configuration gives them.  Failed runs have no answer and are left out."""
+    """Groups in order, with the tasks that the configuration gives them.  Failed runs have no
+    answer and are left out.
+    """
     from rft.buffer.query import open_run
     from rft.extras.judge_lab.judge_command import evenly, payloads, tell_changed
     from rft.extras.judge_lab.rescore import StoredAnswer
@@ -90,8 +135,10 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
     known = {name: open_taskset(settings) for name, settings in tasksets(plan).items()}
     condition = f"({where.strip() or '1 = 1'}\n)" + (f" AND used_step = {step:d}" if step else "")
     question = (
-        "SELECT id, group_id, taskset, task_index, reward FROM v_experiences WHERE status <> 'failed' AND (group_id, run) IN "
-        f"(SELECT group_id, run FROM v_experiences WHERE {condition}) ORDER BY id"  # a run is scored whole
+        "SELECT id, group_id, taskset, task_index, reward FROM v_experiences WHERE status <> "
+        "'failed' AND (group_id, run) IN "
+        # a run is scored whole
+        f"(SELECT group_id, run FROM v_experiences WHERE {condition}) ORDER BY id"
     )
     with open_run(run) as questions:
         with questions.ask(question) as answer:
@@ -99,12 +146,16 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
         chosen = set(evenly(list(dict.fromkeys(r[1] for r in rows)), limit))
         rows = [r for r in rows if r[1] in chosen]
         if missing := sorted({r[2] for r in rows} - known.keys()):
-            raise ConfigError(f"the configuration has no taskset {missing[0]!r}, which rows of the run belong to", key="--config")
+            raise ConfigError(
+                f"the configuration has no taskset {missing[0]!r}, which rows of the run belong to",
+                key="--config",
+            )
         for name in sorted({r[2] for r in rows}):
             tell_changed(questions, known[name])
         payload = dict(payloads(questions, [r[0] for r in rows]))
     return [
-        StoredAnswer(task_of(known[name], index, "--config"), group, payload[id], old) for id, group, name, index, old in rows
+        StoredAnswer(task_of(known[name], index, "--config"), group, payload[id], old)
+        for id, group, name, index, old in rows
     ]
 
 
@@ -112,10 +163,22 @@ def _show(found: Sequence[Rescored], told: dict[str, dict[str, float]], to: Path
     from rft.cli.show import table
 
     names = list(dict.fromkeys(n for values in told.values() for n in values))
-    rows = [[taskset, *("" if n not in values else f"{values[n]:.4g}" for n in names)] for taskset, values in told.items()]
-    print("\n".join(table(["taskset", *(n.replace("_", " ") for n in names)], rows, [False, *([True] * len(names))])))
+    rows = [
+        [taskset, *("" if n not in values else f"{values[n]:.4g}" for n in names)]
+        for taskset, values in told.items()
+    ]
+    print(
+        "\n".join(
+            table(
+                ["taskset", *(n.replace("_", " ") for n in names)],
+                rows,
+                [False, *([True] * len(names))],
+            )
+        )
+    )
     apart = sorted(
-        (r for r in found if r.old is not None and r.new is not None), key=lambda r: -abs((r.new or 0.0) - (r.old or 0.0))
+        (r for r in found if r.old is not None and r.new is not None),
+        key=lambda r: -abs((r.new or 0.0) - (r.old or 0.0)),
     )
     if apart and apart[0].old != apart[0].new:
         print("\nfurthest apart")

@@ -1,7 +1,7 @@
 """Stored rollouts scored again with another reward, old beside new.
 
-Knows experiences, tasks and a reward; no ledger and no engine.  Invariant: nothing is changed; an answer that cannot be scored is counted
-and left out of every mean.
+Knows experiences, tasks and a reward; no ledger and no engine.  Invariant: nothing is changed; an
+answer that cannot be scored is counted and left out of every mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from rft.worker import job_pool
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """One run of a task, with the reward that it got: that of the ledger, which may have been edited."""
+    """One run of a task, with the reward that it got: that of the ledger, which may have been
+    edited.
+    """
 
     task: Task
     group: str
@@ -56,11 +58,14 @@ async def rescore(
     max_concurrent: int,
     told: Callable[[int], None] = lambda n: None,
 ) -> list[Rescored]:
-    """In the order of `rows`, which has groups, and in them runs, together; a run is scored whole.  `told` hears how many are done.
+    """In the order of `rows`, which has groups, and in them runs, together; a run is scored whole.
+    `told` hears how many are done.
 
-    Raises RftError (a model is gone, a budget is used up): what was scored until then is lost, but for what judges keep in their cache.
+    Raises RftError (a model is gone, a budget is used up): what was scored until then is lost, but
+    for what judges keep in their cache.
     """
-    room, done = asyncio.Semaphore(max_concurrent), 0
+    room = asyncio.Semaphore(max_concurrent)
+    done = 0
 
     async def one(runs: list[list[StoredAnswer]]) -> list[Rescored]:
         nonlocal done
@@ -73,7 +78,11 @@ async def rescore(
 
     # each run alone, except for a reward that sees a group
     runs = [list(rows) for _, rows in groupby(rows, key=lambda s: (s.group, s.experience.id.run))]
-    groups = [list(g) for _, g in groupby(runs, key=lambda run: run[0].group)] if reward.whole_group else [[run] for run in runs]
+    groups = (
+        [list(g) for _, g in groupby(runs, key=lambda run: run[0].group)]
+        if reward.whole_group
+        else [[run] for run in runs]
+    )
     try:
         await hook(reward.prepare, models)
         return [r for part in await asyncio.gather(*map(one, groups)) for r in part]
@@ -83,7 +92,11 @@ async def rescore(
 
 
 def _beside(s: StoredAnswer, result: Score | Exception) -> Rescored:
-    made = Score(value=None, reason=f"{type(result).__name__}: {result}") if isinstance(result, Exception) else result
+    made = (
+        Score(value=None, reason=f"{type(result).__name__}: {result}")
+        if isinstance(result, Exception)
+        else result
+    )
     return Rescored(
         id=str(s.experience.id),
         taskset=s.task.taskset,
@@ -97,9 +110,13 @@ def _beside(s: StoredAnswer, result: Score | Exception) -> Rescored:
 
 
 def transcript_of(x: Experience, task: Task) -> Transcript:
-    """A stored run as its reward saw it: a turn for each answer of the model, with its tokens where they can be told apart."""
+    """A stored run as its reward saw it: a turn for each answer of the model, with its tokens where
+    they can be told apart.
+    """
     messages = list(x.messages) or [*task.chat(), {"role": "assistant", "content": x.response_text}]
-    said = [i for i, m in enumerate(messages) if m.get("role") == "assistant"] or [len(messages) - 1]
+    said = [i for i, m in enumerate(messages) if m.get("role") == "assistant"] or [
+        len(messages) - 1
+    ]
     pieces = _pieces(x)
     if len(pieces) != len(said):
         pieces = [np.zeros(0, np.int64)] * (len(said) - 1) + [np.flatnonzero(x.loss_mask)]
@@ -112,21 +129,33 @@ def transcript_of(x: Experience, task: Task) -> Transcript:
             logprobs=x.logprobs[where],
             text=plain_text(answer.get("content")) or "",
             finish_reason="length" if x.status == "truncated" and i == said[-1] else "stop",
-            version_spans=(VersionSpan(x.version_spans[0].version, 0, len(where)),) if x.version_spans and len(where) else (),
+            version_spans=(VersionSpan(x.version_spans[0].version, 0, len(where)),)
+            if x.version_spans and len(where)
+            else (),
             sampling=task.sampling,
             in_thought=i == said[-1] and bool(x.info.get("in_thought")),
             stop_text=str(x.info.get("stop_text", "")) if i == said[-1] else "",
             reasoning=str(answer.get("reasoning_content") or ""),
             tool_calls=tuple(answer.get("tool_calls") or ()),
         )
-        info = dict(x.info) if i == said[-1] else {}  # that of a row is its last call's and its run's
-        turns.append(Turn(messages=tuple(messages[:i]), tools=x.tools, completion=completion, info=info))
+        # that of a row is its last call's and its run's
+        info = dict(x.info) if i == said[-1] else {}
+        turns.append(
+            Turn(messages=tuple(messages[:i]), tools=x.tools, completion=completion, info=info)
+        )
     return Transcript(turns=tuple(turns), metrics=dict(x.metrics), info=dict(x.info))
 
 
 def joined(rows: Sequence[Transcript]) -> Transcript:
-    """The run whose rows these are: of several each has its own calls, and perhaps shows those before them."""
-    turns = (t for row in rows for t in row.turns if len(rows) == 1 or len(t.completion.tokens) or t is row.turns[-1])
+    """The run whose rows these are: of several each has its own calls, and perhaps shows those
+    before them.
+    """
+    turns = (
+        t
+        for row in rows
+        for t in row.turns
+        if len(rows) == 1 or len(t.completion.tokens) or t is row.turns[-1]
+    )
     return Transcript(turns=tuple(turns), metrics=rows[-1].metrics, info=rows[-1].info)
 
 
@@ -137,10 +166,12 @@ def _pieces(x: Experience) -> list[np.ndarray]:
 
 
 def summary(rows: Sequence[Rescored]) -> dict[str, dict[str, float]]:
-    """By taskset, and for "all": {answers, unscored, old, new, changed, correlation, order_kept, groups_with_spread_old, ..._new}.
+    """By taskset, and for "all": {answers, unscored, old, new, changed, correlation, order_kept,
+    groups_with_spread_old, ..._new}.
 
-    `changed`: share of the answers whose reward differs by more than 1e-6.  `order_kept`: of the pairs inside groups that the old reward
-    tells apart, the share that the new one orders alike: what advantages depend on.
+    `changed`: share of the answers whose reward differs by more than 1e-6.  `order_kept`: of the
+    pairs inside groups that the old reward tells apart, the share that the new one orders alike:
+    what advantages depend on.
     """
     names = list(dict.fromkeys(r.taskset for r in rows))
     found = {name: _numbers([r for r in rows if r.taskset == name]) for name in names}
@@ -152,12 +183,19 @@ def _numbers(rows: Sequence[Rescored]) -> dict[str, float]:
     out = {"answers": float(len(rows)), "unscored": float(sum(r.new is None for r in rows))}
     if not both:
         return out
-    old, new = np.array([b[1] for b in both]), np.array([b[2] for b in both])
-    out |= {"old": fmean(old), "new": fmean(new), "changed": float((np.abs(old - new) > 1e-6).mean())}
+    old = np.array([b[1] for b in both])
+    new = np.array([b[2] for b in both])
+    out |= {
+        "old": fmean(old),
+        "new": fmean(new),
+        "changed": float((np.abs(old - new) > 1e-6).mean()),
+    }
     if old.std() > 0 and new.std() > 0:
         out["correlation"] = float(np.corrcoef(old, new)[0, 1])
     groups = [[(a, b) for _, a, b in g] for _, g in groupby(sorted(both), key=lambda x: x[0])]
-    pairs = [(a[0] - b[0], a[1] - b[1]) for g in groups for a, b in combinations(g, 2) if a[0] != b[0]]
+    pairs = [
+        (a[0] - b[0], a[1] - b[1]) for g in groups for a, b in combinations(g, 2) if a[0] != b[0]
+    ]
     if pairs:
         out["order_kept"] = fmean(x * y > 0 for x, y in pairs)
     several = [g for g in groups if len(g) > 1]

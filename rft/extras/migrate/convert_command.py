@@ -1,7 +1,9 @@
-"""`rft convert verl`: a veRL launch script or YAML file → our configuration, and an account of every argument.
+"""`rft convert verl`: a veRL launch script or YAML file → our configuration, and an account of
+every argument.
 
-Exit code 0, or 2: for a file that cannot be read as a veRL launch, and without --allow for refused arguments and for a result that
-`rft check` refuses.  Invariant: a file that no conversion wrote is never replaced.
+Exit code 0, or 2: for a file that cannot be read as a veRL launch, and without --allow for refused
+arguments and for a result that `rft check` refuses.  Invariant: a file that no conversion wrote is
+never replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from rft.extras.migrate.convert.verl import Conversion
 
 convert = typer.Typer(no_args_is_help=True, callback=lambda: None)
-_OURS = re.compile(rb'# Converted from |# .*: veRL .* converted|\{\s*"program": |\Z')  # how the files begin that are written here
+# how the files begin that are written here
+_OURS = re.compile(rb'# Converted from |# .*: veRL .* converted|\{\s*"program": |\Z')
 
 
 class ProfileName(StrEnum):
@@ -32,24 +35,37 @@ class ProfileName(StrEnum):
 @convert.command()
 def verl(
     script: Annotated[
-        Path, typer.Argument(help="launch script (.sh) or resolved veRL configuration (.yaml)", show_default=False)
+        Path,
+        typer.Argument(
+            help="launch script (.sh) or resolved veRL configuration (.yaml)", show_default=False
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="the YAML file to write; default: print it", show_default=False)
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="the YAML file to write; default: print it", show_default=False
+        ),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="write the full report to this .md or .json file", show_default=False)
+        Path | None,
+        typer.Option(help="write the full report to this .md or .json file", show_default=False),
     ] = None,
     profile: Annotated[
-        ProfileName, typer.Option(help="exact: what veRL computes; guide: the values of the alignment guide")
+        ProfileName,
+        typer.Option(help="exact: what veRL computes; guide: the values of the alignment guide"),
     ] = ProfileName.exact,
     engine_num: Annotated[
-        int | None, typer.Option(help="rollout engines; default: a quarter of the GPUs", show_default=False)
+        int | None,
+        typer.Option(help="rollout engines; default: a quarter of the GPUs", show_default=False),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value on the result; repeatable", show_default=False)
+        list[str] | None,
+        typer.Option("--set", help="key=value on the result; repeatable", show_default=False),
     ] = None,
-    allow: Annotated[bool, typer.Option("--allow", help="write the YAML although arguments or values are refused")] = False,
+    allow: Annotated[
+        bool,
+        typer.Option("--allow", help="write the YAML although arguments or values are refused"),
+    ] = False,
 ) -> None:
     """Convert a veRL launch; nothing in it is executed."""
     from rft.extras.migrate.convert import report as reports
@@ -57,20 +73,33 @@ def verl(
     from rft.extras.migrate.convert.launch import read_launch
 
     if report is not None and report.suffix not in (".md", ".json"):
-        raise ConfigError(f"given {report.name}; must end with .md or .json", key="--report", given=str(report))
+        raise ConfigError(
+            f"given {report.name}; must end with .md or .json", key="--report", given=str(report)
+        )
     for option, path in (("-o", out), ("--report", report)):
         _replaceable(option, path)
     if out is not None and report is not None and out.absolute() == report.absolute():
-        raise ConfigError(f"given {out}, as for -o; the account needs its own file", key="--report", given=str(report))
+        raise ConfigError(
+            f"given {out}, as for -o; the account needs its own file",
+            key="--report",
+            given=str(report),
+        )
     try:
-        done = verls.convert(read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ())
+        done = verls.convert(
+            read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ()
+        )
     except ConfigError as e:
         if report is not None:
             _write(report, reports.refusal(script.name, e, as_json=report.suffix == ".json"))
         raise
     if report is not None:
         as_json = report.suffix == ".json"
-        _write(report, json.dumps(reports.to_json(done), indent=2, ensure_ascii=False) if as_json else reports.markdown(done))
+        _write(
+            report,
+            json.dumps(reports.to_json(done), indent=2, ensure_ascii=False)
+            if as_json
+            else reports.markdown(done),
+        )
     stopped = bool(done.refused or done.errors) and not allow
     text = reports.yaml_text(done.values, reports.head(done)) if done.values else ""
     if text and not stopped and out is not None:
@@ -83,7 +112,9 @@ def verl(
 
 
 def _replaceable(option: str, path: Path | None) -> None:
-    """What an earlier conversion wrote, and an empty file, may be replaced; the script and other people's files may not."""
+    """What an earlier conversion wrote, and an empty file, may be replaced; the script and other
+    people's files may not.
+    """
     if path is None or not path.is_file():
         return
     try:
@@ -92,7 +123,10 @@ def _replaceable(option: str, path: Path | None) -> None:
     except OSError as e:
         raise ConfigError(f"cannot be read: {e.strerror}", key=f"{option} {path}") from None
     if not _OURS.match(begin):
-        raise ConfigError("exists and was not written by a conversion; move it away or give another name", key=f"{option} {path}")
+        raise ConfigError(
+            "exists and was not written by a conversion; move it away or give another name",
+            key=f"{option} {path}",
+        )
 
 
 def _write(path: Path, text: str) -> None:
@@ -103,7 +137,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def _show(done: Conversion, out: Path | None, report: Path | None, stopped: bool) -> None:
-    """One short table per outcome, then what to know and what to do.  On stderr where the YAML itself goes to stdout."""
+    """One short table per outcome, then what to know and what to do.  On stderr where the YAML
+    itself goes to stdout.
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -111,16 +147,26 @@ def _show(done: Conversion, out: Path | None, report: Path | None, stopped: bool
     from rft.extras.migrate.convert.report import summary
 
     stream = sys.stdout if out is not None or stopped or not done.values else sys.stderr
-    console = Console(file=stream, highlight=False, soft_wrap=True, width=None if stream.isatty() else 140)
+    console = Console(
+        file=stream, highlight=False, soft_wrap=True, width=None if stream.isatty() else 140
+    )
     for kind in KINDS:
         rows = [r for r in done.rows if r.outcome.kind == kind]
         if rows:
             console.print(f"[bold]{LABELS[kind]}[/] ({len(rows)})")
-            _table(console, [(str(r.argument.line), f"{r.argument.key}={_short(r.argument.text)}", *_told(r)) for r in rows])
+            _table(
+                console,
+                [
+                    (str(r.argument.line), f"{r.argument.key}={_short(r.argument.text)}", *_told(r))
+                    for r in rows
+                ],
+            )
     for name, style, texts in (
-        ("note", "dim", done.notes), ("warning", "yellow", done.warnings), ("question", "magenta", done.questions),
+        ("note", "dim", done.notes),
+        ("warning", "yellow", done.warnings),
+        ("question", "magenta", done.questions),
         ("error", "red", tuple(f"rft check: {e}" for e in done.errors)),
-    ):  # fmt: skip
+    ):
         for text in texts:
             console.print(f"[{style}]{name:8}[/] {escape(text)}")
     console.print(f"[bold]{escape(done.source)}[/]: {summary(done)}, profile {done.profile}")
@@ -132,15 +178,23 @@ def _show(done: Conversion, out: Path | None, report: Path | None, stopped: bool
 
 def _next(done: Conversion, out: Path | None, stopped: bool) -> list[str]:
     if stopped and done.refused:
-        return [f"Nothing was written: {len(done.refused)} argument(s) would be lost.  Change the script, or add --allow."]
+        return [
+            f"Nothing was written: {len(done.refused)} argument(s) would be lost.  Change the "
+            f"script, or add --allow."
+        ]
     if stopped:
         return [
-            "Nothing was written: `rft check` refuses the result.  Change the script or --engine-num, correct the key with "
+            "Nothing was written: `rft check` refuses the result.  Change the script or "
+            "--engine-num, correct the key with "
             "--set KEY=VALUE, or add --allow to write it as it is."
         ]
     if done.command:
         lines = [f"The same here: {done.command}"]
-        return lines + ([f"{out} was not written: there is no run configuration for it."] if out is not None else [])
+        return lines + (
+            [f"{out} was not written: there is no run configuration for it."]
+            if out is not None
+            else []
+        )
     if out is None:
         return ["The configuration follows; -o FILE writes it."]
     return [f"{out} is written.  Next: rft check --config {out}"]

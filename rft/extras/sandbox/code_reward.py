@@ -1,8 +1,9 @@
 """Rewards for programs: the answer's code is run in a sandbox against the task's tests.
 
-Tests are found in the row: `test` and `entry_point` (HumanEval), or in the truth: {inputs, outputs[, fn_name]} (APPS, TACO, veRL's
-prime_code), or a list of asserts (MBPP).  Invariant: a program that misbehaves scores `wrong` with its reason; when the sandbox or the
-tests fail, the run is not scored.
+Tests are found in the row: `test` and `entry_point` (HumanEval), or in the truth: {inputs,
+outputs[, fn_name]} (APPS, TACO, veRL's prime_code), or a list of asserts (MBPP).  Invariant: a
+program that misbehaves scores `wrong` with its reason; when the sandbox or the tests fail, the run
+is not scored.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
 LOCAL = Sandbox()
-_local, _remote = lru_cache(Sandbox), lru_cache(maxsize=8)(RemoteSandbox)  # one for all that ask for the same
+_local = lru_cache(Sandbox)  # one for all that ask for the same
+_remote = lru_cache(maxsize=8)(RemoteSandbox)
 _FIRST_CASES = 10  # of which a share is scored, as in veRL
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 
 
 class CodeArgs(BaseModel):
-    """`timeout_s`: of each input, or of all asserts of a test.  `continuous`: a program that fails scores the share of tests passed.
+    """`timeout_s`: of each input, or of all asserts of a test.  `continuous`: a program that fails
+    scores the share of tests passed.
 
-    `test_key` etc.: columns of the row.  `sandbox_level`: how programs are closed off on this machine, null: namespaces or else landlock.
-    With `sandbox_url` a remote service runs the programs.
+    `test_key` etc.: columns of the row.  `sandbox_level`: how programs are closed off on this
+    machine, null: namespaces or else landlock. With `sandbox_url` a remote service runs the
+    programs.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -58,7 +62,10 @@ class CodeArgs(BaseModel):
     @model_validator(mode="after")
     def _of_one_place(self) -> CodeArgs:
         if self.sandbox_level is not None and self.sandbox_url is not None:
-            raise ValueError("sandbox_level is about this machine, sandbox_url names another one; leave one of them away")
+            raise ValueError(
+                "sandbox_level is about this machine, sandbox_url names another one; leave one of "
+                "them away"
+            )
         return self
 
 
@@ -68,30 +75,42 @@ class PrimeCodeArgs(CodeArgs):
 
 @reward("code_reward", args=CodeArgs)
 class CodeReward(Reward):
-    """`right` if the last code block of the answer passes all of its task's tests, else `wrong`.  Part `tests_passed`: their share."""
+    """`right` if the last code block of the answer passes all of its task's tests, else `wrong`.
+    Part `tests_passed`: their share.
+    """
 
     def __init__(self, **args: Any) -> None:
         self.args = CodeArgs(**args)
         a = self.args
-        self.limits = ProgramLimits(timeout_s=a.timeout_s, memory_mb=a.sandbox_memory_mb or a.memory_mb)
+        self.limits = ProgramLimits(
+            timeout_s=a.timeout_s, memory_mb=a.sandbox_memory_mb or a.memory_mb
+        )
         self.sandbox = _place(a)
 
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         checks = checks_of(task, self.args)
-        prompt, entry = "", ""
+        prompt = ""
+        entry = ""
         if isinstance(checks, Tests):
-            prompt, entry = checks.prompt, checks.entry_point
+            prompt = checks.prompt
+            entry = checks.entry_point
             checks = replace(checks, gold=program_of(self.gold_answer(task) or "", prompt, entry))
         program = program_of(transcript.answer, prompt, entry)
         note("program", program, type(checks).__name__)
         if not program.strip():
-            return Score(value=self.args.wrong, parts={"tests_passed": 0.0}, reason="no_code: the answer holds no program")
+            return Score(
+                value=self.args.wrong,
+                parts={"tests_passed": 0.0},
+                reason="no_code: the answer holds no program",
+            )
         try:
             verdict = await self._judge(program, checks)
         except (SandboxError, BrokenTests) as e:
             return Score(value=None, reason=f"{type(e).__name__}: {e}")
         share = verdict.passed / verdict.total
-        value = self.args.right if verdict.right else share if self.args.continuous else self.args.wrong
+        value = (
+            self.args.right if verdict.right else share if self.args.continuous else self.args.wrong
+        )
         why = "" if verdict.right else f"{verdict.reason}: {verdict.detail}"
         return Score(value=value, parts={"tests_passed": share}, reason=why)
 
@@ -150,10 +169,17 @@ def _first(checks: Checks) -> Checks:
 
 
 def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
-    """The answer's last block of Python, else its last one of no language, else all of it; behind the code of the question, which it
-    goes on with or uses."""
-    blocks = [block for block in fenced(answer) if block.language in ("", "python", "py", "python3")]
-    code = max(blocks, key=lambda block: (bool(block.language), block.start)).body if blocks else answer
+    """The answer's last block of Python, else its last one of no language, else all of it; behind
+    the code of the question, which it goes on with or uses.
+    """
+    blocks = [
+        block for block in fenced(answer) if block.language in ("", "python", "py", "python3")
+    ]
+    code = (
+        max(blocks, key=lambda block: (bool(block.language), block.start)).body
+        if blocks
+        else answer
+    )
     if not prompt or f"def {entry_point}" not in prompt or not code.strip():
         return code
     if not re.search(rf"\bdef\s+{re.escape(entry_point)}\b", code):
@@ -170,8 +196,11 @@ def _compiles(text: str) -> bool:
 
 def checks_of(task: Task, args: CodeArgs) -> Checks:
     """The task's tests.  Raises ValueError if there are none that are known."""
-    row, truth = task.row, _parsed(task.truth)
-    entry, test, prompt = row.get(args.entry_point_key), row.get(args.test_key), row.get(args.prompt_key)
+    row = task.row
+    truth = _parsed(task.truth)
+    entry = row.get(args.entry_point_key)
+    test = row.get(args.test_key)
+    prompt = row.get(args.prompt_key)
     prompt = prompt if isinstance(prompt, str) else task.prompt or ""
     if not isinstance(test, str) and isinstance(truth, str):
         test = truth
@@ -180,20 +209,34 @@ def checks_of(task: Task, args: CodeArgs) -> Checks:
     setup = row.get("test_setup_code") or _text(row.get("test_imports") or "")
     if isinstance(truth, dict) and "assert_case" in truth:
         truth = truth["assert_case"]
-    if isinstance(truth, dict) and truth.get("inputs") and len(truth["inputs"]) == len(truth.get("outputs") or ()):
+    if (
+        isinstance(truth, dict)
+        and truth.get("inputs")
+        and len(truth["inputs"]) == len(truth.get("outputs") or ())
+    ):
         return _in_and_out(truth)
     asserts = [truth] if isinstance(truth, str) else truth
-    if isinstance(asserts, list) and asserts and all(isinstance(a, str) and a.strip() for a in asserts):
+    if (
+        isinstance(asserts, list)
+        and asserts
+        and all(isinstance(a, str) and a.strip() for a in asserts)
+    ):
         return Tests([f"{setup}\n{a}" if setup else a for a in asserts])
     raise UnreadableTruth(
-        f"{where(task)} has no tests: give columns {args.test_key} and {args.entry_point_key}, or a truth "
+        f"{where(task)} has no tests: give columns {args.test_key} and {args.entry_point_key}, or "
+        f"a truth "
         "(format.response_key) that is {inputs, outputs} of equal length or a list of asserts"
     )
 
 
 def _in_and_out(truth: dict[str, Any]) -> Checks:
     if not truth.get("fn_name"):
-        return Pairs([(_text(given), _text(wanted)) for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True)])
+        return Pairs(
+            [
+                (_text(given), _text(wanted))
+                for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True)
+            ]
+        )
     cases = []
     for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True):
         if isinstance(given, str):  # one JSON value a line

@@ -1,8 +1,11 @@
-"""Programs of a model, run and judged where they can do no harm: on this machine, or by a remote service (`sandbox_remote`).
+"""Programs of a model, run and judged where they can do no harm: on this machine, or by a remote
+service (`sandbox_remote`).
 
-Knows nothing of tasks.  What a program and its checks give is remembered; a timeout is not, since the next time may be quieter.
-Invariant: a verdict is about the program; when the sandbox itself fails, SandboxError is raised, and a machine that cannot keep a
-program from the network, from files, memory and environment of others, or from outliving its run is refused with SandboxUnavailable.
+Knows nothing of tasks.  What a program and its checks give is remembered; a timeout is not, since
+the next time may be quieter. Invariant: a verdict is about the program; when the sandbox itself
+fails, SandboxError is raised, and a machine that cannot keep a program from the network, from
+files, memory and environment of others, or from outliving its run is refused with
+SandboxUnavailable.
 """
 
 from __future__ import annotations
@@ -20,24 +23,46 @@ import xxhash
 
 from rft.extras.sandbox import jobs
 from rft.extras.sandbox.jobs import BrokenTests, ProgramVerdict
-from rft.extras.sandbox.processes import LEVELS, ForkServer, Level, ProgramLimits, SandboxError, SandboxUnavailable
+from rft.extras.sandbox.processes import (
+    LEVELS,
+    ForkServer,
+    Level,
+    ProgramLimits,
+    SandboxError,
+    SandboxUnavailable,
+)
 from rft.worker.job_pool import JobPool
 
 __all__ = [
-    "BrokenTests", "Calls", "Checks", "Level", "Pairs", "ProgramJudge", "ProgramLimits", "ProgramVerdict", "Sandbox", "SandboxError",
-    "SandboxUnavailable", "Tests",
-]  # fmt: skip
+    "BrokenTests",
+    "Calls",
+    "Checks",
+    "Level",
+    "Pairs",
+    "ProgramJudge",
+    "ProgramLimits",
+    "ProgramVerdict",
+    "Sandbox",
+    "SandboxError",
+    "SandboxUnavailable",
+    "Tests",
+]
 
 log = logging.getLogger(__name__)
 DEFAULT = LEVELS[:2]
-"""What is tried where no level is named.  At "seccomp" programs can import little, so right ones may fail: it has to be named."""
+"""What is tried where no level is named.  At "seccomp" programs can import little, so right ones
+may fail: it has to be named.
+"""
 CLOSE_S = 5.0  # that `close` leaves to programs under way
 SWITCH_ON = (
-    "Switch on user namespaces (sysctl user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns=0; in a container "
-    "--security-opt seccomp=unconfined) or Landlock (Linux 5.13, landlock in the kernel's lsm= list), on x86_64 or aarch64"
+    "Switch on user namespaces (sysctl user.max_user_namespaces and "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+    "--security-opt seccomp=unconfined) or Landlock (Linux 5.13, landlock in the kernel's lsm= "
+    "list), on x86_64 or aarch64"
 )
 ACCEPT_LESS = (
-    "Or accept less with sandbox_level: seccomp in reward_fn_args (no packages but NumPy), or name a remote sandbox in "
+    "Or accept less with sandbox_level: seccomp in reward_fn_args (no packages but NumPy), or name "
+    "a remote sandbox in "
     "reward_fn_args.sandbox_url"
 )
 _SELF_TEST = """
@@ -77,7 +102,8 @@ class Calls:
 class Tests:
     """Code with asserts; `check(candidate)` is called with the function `entry_point`.
 
-    `prompt`: code whose helpers they use.  `gold`: a right program, which tells tests that are wrong from programs that are.
+    `prompt`: code whose helpers they use.  `gold`: a right program, which tells tests that are
+    wrong from programs that are.
     """
 
     __test__ = False  # no test class
@@ -91,9 +117,13 @@ Checks = Pairs | Calls | Tests
 
 
 class ProgramJudge(Protocol):
-    """Where programs are judged.  Raises SandboxError, SandboxUnavailable or BrokenTests; `all`: go on after a failure."""
+    """Where programs are judged.  Raises SandboxError, SandboxUnavailable or BrokenTests; `all`: go
+    on after a failure.
+    """
 
-    async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict: ...
+    async def judge(
+        self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False
+    ) -> ProgramVerdict: ...
 
     def close(self) -> None:
         """Leaves some seconds to what is under way and ends everything.  The next call starts anew."""
@@ -101,25 +131,35 @@ class ProgramJudge(Protocol):
 
 
 class Sandbox(JobPool):
-    """On this machine, at most `size` programs at a time.  Usable from any thread and any event loop; ended by `job_pool.close_all`.
+    """On this machine, at most `size` programs at a time.  Usable from any thread and any event
+    loop; ended by `job_pool.close_all`.
 
     `level`: how programs are closed off; None: the first of DEFAULT that this machine offers.
     """
 
-    def __init__(self, *, size: int | None = None, level: Level | None = None, python: str = sys.executable) -> None:
-        super().__init__("sandbox", size=size if size is not None else max(2, min(16, os.cpu_count() or 1)))
-        self._levels, self._python = (level,) if level else DEFAULT, python
+    def __init__(
+        self, *, size: int | None = None, level: Level | None = None, python: str = sys.executable
+    ) -> None:
+        super().__init__(
+            "sandbox", size=size if size is not None else max(2, min(16, os.cpu_count() or 1))
+        )
+        self._levels = (level,) if level else DEFAULT
+        self._python = python
         self._server: ForkServer | None = None
         self._opening = threading.Lock()
 
-    async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict:
+    async def judge(
+        self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False
+    ) -> ProgramVerdict:
         """The verdict on `program`; see `ProgramJudge`."""
         asked = [program, type(checks).__name__, checks, limits, all]
         try:
             key = xxhash.xxh3_128_digest(msgspec.msgpack.encode(asked))
         except OverflowError:  # a number of more than 64 bits
             key = xxhash.xxh3_128_digest(repr(asked).encode())
-        verdict = await self._answered(key, lambda: self._judge(program, checks, limits, all), _to_be_kept)
+        verdict = await self._answered(
+            key, lambda: self._judge(program, checks, limits, all), _to_be_kept
+        )
         if not _to_be_kept(verdict):
             with self._lock:
                 self.timeouts += 1
@@ -133,7 +173,9 @@ class Sandbox(JobPool):
         """How programs are closed off here.  Raises SandboxUnavailable."""
         return self._open().level
 
-    def _judge(self, program: str, checks: Checks, limits: ProgramLimits, all: bool) -> ProgramVerdict:
+    def _judge(
+        self, program: str, checks: Checks, limits: ProgramLimits, all: bool
+    ) -> ProgramVerdict:
         server = self._open()
         self.restarts = max(0, server.starts - 1)
         try:
@@ -169,7 +211,9 @@ def _to_be_kept(verdict: ProgramVerdict) -> bool:
     return verdict.reason not in ("timeout", "killed")
 
 
-def _judged(server: ForkServer, program: str, checks: Checks, limits: ProgramLimits, all: bool) -> ProgramVerdict:
+def _judged(
+    server: ForkServer, program: str, checks: Checks, limits: ProgramLimits, all: bool
+) -> ProgramVerdict:
     if isinstance(checks, Pairs):
         return jobs.judge_pairs(server, program, checks.pairs, limits, all=all)
     if isinstance(checks, Calls):
@@ -191,27 +235,40 @@ def offered(python: str = sys.executable) -> tuple[Level | None, dict[Level, str
     return None, found
 
 
-def open_server(levels: Sequence[Level], python: str, *, folders: Sequence[str] = (), writable: str = "") -> ForkServer:
-    """A server of the first level that works here, as a program inside it shows; see `ForkServer`.  Raises SandboxUnavailable."""
+def open_server(
+    levels: Sequence[Level], python: str, *, folders: Sequence[str] = (), writable: str = ""
+) -> ForkServer:
+    """A server of the first level that works here, as a program inside it shows; see `ForkServer`.
+    Raises SandboxUnavailable.
+    """
     tried: list[str] = []
     for level in levels:
         server = ForkServer(level, python, folders=folders, writable=writable)
         if not (fault := _fault(server)):
             if level == "seccomp":
-                log.warning("programs run at sandbox level seccomp: they can import only Python's own library and NumPy")
+                log.warning(
+                    "programs run at sandbox level seccomp: they can import only Python's own "
+                    "library and NumPy"
+                )
             return server
         server.close()
         tried.append(f"{level}: {fault}")
     raise SandboxUnavailable(
-        f"programs cannot be run safely on this machine ({'; '.join(tried)}).  {SWITCH_ON}, and a Python that other users can read"
+        f"programs cannot be run safely on this machine ({'; '.join(tried)}).  {SWITCH_ON}, and a "
+        f"Python that other users can read"
     )
 
 
 def _fault(server: ForkServer) -> str:
     try:
-        ran = jobs.run(server, _SELF_TEST.replace("{pid}", str(os.getpid())), b"", ProgramLimits(timeout_s=30))
+        ran = jobs.run(
+            server, _SELF_TEST.replace("{pid}", str(os.getpid())), b"", ProgramLimits(timeout_s=30)
+        )
     except SandboxError as e:
         return str(e)
     if ran.output == b"closed\n":
         return ""
-    return ran.detail or f"a test program was not kept from {ran.output[:100].decode(errors='replace').strip()}"
+    return (
+        ran.detail
+        or f"a test program was not kept from {ran.output[:100].decode(errors='replace').strip()}"
+    )

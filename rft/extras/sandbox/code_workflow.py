@@ -1,7 +1,9 @@
-"""Programming tasks: the model is asked for a program in one code block.  Goes with `code_reward` or `prime_code_reward`.
+"""Programming tasks: the model is asked for a program in one code block.  Goes with `code_reward`
+or `prime_code_reward`.
 
 explorer_input:
-  taskset: {path: tasks.jsonl, default_workflow_type: code_workflow, default_reward_fn_type: code_reward}
+  taskset: {path: tasks.jsonl, default_workflow_type: code_workflow, default_reward_fn_type:
+  code_reward}
 """
 
 from pydantic import BaseModel, ConfigDict
@@ -9,8 +11,10 @@ from pydantic import BaseModel, ConfigDict
 from rft import RunContext, Task, Transcript, Workflow, register
 
 INSTRUCTION = (
-    "Solve the programming task in Python. Think first if you need to, then write the whole solution in one block that begins with "
-    "```python and ends with ```. A task that shows a function wants that function; any other reads from standard input and prints."
+    "Solve the programming task in Python. Think first if you need to, then write the whole "
+    "solution in one block that begins with "
+    "```python and ends with ```. A task that shows a function wants that function; any other "
+    "reads from standard input and prints."
 )
 
 

@@ -1,7 +1,9 @@
-"""Programs in containers, by the command line of Podman or Docker: an image's own files, no network, gone when the program ends.
+"""Programs in containers, by the command line of Podman or Docker: an image's own files, no
+network, gone when the program ends.
 
-Beside `rft.extras.sandbox.code_sandbox.Sandbox`, which closes programs off with the kernel alone; both fulfil `rft.extras.sandbox.project.ProgramRunner`.
-Invariant: when a run ends, in whatever way, its container is removed.
+Beside `rft.extras.sandbox.code_sandbox.Sandbox`, which closes programs off with the kernel alone;
+both fulfil `rft.extras.sandbox.project.ProgramRunner`. Invariant: when a run ends, in whatever way,
+its container is removed.
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ from rft.extras.sandbox.jobs import Ran
 from rft.extras.sandbox.processes import ProgramLimits, SandboxError, SandboxUnavailable
 from rft.worker.job_pool import JobPool
 
-COMMAND = "RFT_CONTAINER_COMMAND"  # environment: the container engine's command, where `podman` or `docker` is not enough
+# environment: the container engine's command, where `podman` or `docker` is not enough
+COMMAND = "RFT_CONTAINER_COMMAND"
 CLOSE_S = 5.0  # that `close` leaves to programs under way
-_START_S, _REMOVE_S = 60.0, 30.0
+_START_S = 60.0
+_REMOVE_S = 30.0
 _STARTS = 3  # attempts: runc now and then loses a container between creating and starting it
 _THREADS = 16  # tasks a container may have at least: runc's own threads count while it starts
 _KILLED = 137
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,254}", re.ASCII)  # never an option of the engine
 _BOOT = (
-    "import sys; print(end='\\0', flush=True); read = sys.stdin.buffer.read; n = int.from_bytes(read(8), 'big'); "
+    "import sys; print(end='\\0', flush=True); read = sys.stdin.buffer.read; n = "
+    "int.from_bytes(read(8), 'big'); "
     "exec(compile(read(n), '<program>', 'exec'), {'__name__': '__main__'})"
 )
 
@@ -44,7 +49,10 @@ def container_command() -> tuple[str, ...]:
     for name in ("podman", "docker"):
         if shutil.which(name):
             return (name,)
-    raise SandboxUnavailable(f"neither podman nor docker is installed; install one, set {COMMAND}, or use the sandbox `local`")
+    raise SandboxUnavailable(
+        f"neither podman nor docker is installed; install one, set {COMMAND}, or use the sandbox "
+        f"`local`"
+    )
 
 
 @dataclass
@@ -61,20 +69,36 @@ class _Started:
 
 
 class ContainerSandbox(JobPool):
-    """At most `size` containers of `image`, which needs `python3`, at a time.  Usable from any thread and any event loop."""
+    """At most `size` containers of `image`, which needs `python3`, at a time.  Usable from any
+    thread and any event loop.
+    """
 
-    def __init__(self, image: str, *, size: int | None = None, command: Sequence[str] | None = None) -> None:
-        """Raises ValueError for what is no name of an image, SandboxUnavailable where no container engine is installed."""
+    def __init__(
+        self, image: str, *, size: int | None = None, command: Sequence[str] | None = None
+    ) -> None:
+        """Raises ValueError for what is no name of an image, SandboxUnavailable where no container
+        engine is installed.
+        """
         if not _IMAGE.fullmatch(image):
-            raise ValueError(f"{image[:80]!r} is no name of an image, such as registry.example.org/team/python:3.11")
-        super().__init__("containers", size=size if size is not None else max(2, min(16, os.cpu_count() or 1)))
-        self.image, self._command = image, tuple(command or container_command())
+            raise ValueError(
+                f"{image[:80]!r} is no name of an image, such as "
+                f"registry.example.org/team/python:3.11"
+            )
+        super().__init__(
+            "containers", size=size if size is not None else max(2, min(16, os.cpu_count() or 1))
+        )
+        self.image = image
+        self._command = tuple(command or container_command())
         self._names: set[str] = set()
         self._closing = False
 
     async def run(self, program: str, limits: ProgramLimits, stdin: bytes = b"") -> Ran:
-        """What the program prints, and why it did not end well.  Raises SandboxError, SandboxUnavailable."""
-        return await asyncio.wrap_future(self._submit(lambda: self._ran(program.encode(), limits, stdin)))
+        """What the program prints, and why it did not end well.  Raises SandboxError,
+        SandboxUnavailable.
+        """
+        return await asyncio.wrap_future(
+            self._submit(lambda: self._ran(program.encode(), limits, stdin))
+        )
 
     def close(self) -> None:
         """Leaves some seconds to what is under way and removes every container."""
@@ -102,7 +126,9 @@ class ContainerSandbox(JobPool):
 
     @contextlib.contextmanager
     def _container(self, limits: ProgramLimits) -> Iterator[_Started]:
-        """A container whose Python waits for its program; a start that failed had no effect and is tried again."""
+        """A container whose Python waits for its program; a start that failed had no effect and is
+        tried again.
+        """
         with contextlib.ExitStack() as stack:
             for attempt in range(1, _STARTS + 1):
                 try:
@@ -120,7 +146,10 @@ class ContainerSandbox(JobPool):
         name = f"rft-{os.getpid()}-{secrets.token_hex(6)}"
         self._names.add(name)
         try:
-            with tempfile.TemporaryDirectory(prefix="rft-container-") as folder, self._spawned(name, limits, folder) as process:
+            with (
+                tempfile.TemporaryDirectory(prefix="rft-container-") as folder,
+                self._spawned(name, limits, folder) as process,
+            ):
                 yield process
         finally:
             self._remove(name)
@@ -153,16 +182,57 @@ class ContainerSandbox(JobPool):
                 process.engine.wait()
 
     def _line(self, name: str, limits: ProgramLimits) -> list[str]:
-        memory, seconds = f"{limits.memory_mb}m", str(max(1, round(limits.timeout_s)))
+        memory = f"{limits.memory_mb}m"
+        seconds = str(max(1, round(limits.timeout_s)))
         tasks = max(limits.processes + 1, _THREADS)
         return [
-            *self._command, "run", "--rm", "--interactive", "--name", name, "--pull", "never", "--network", "none", "--read-only",
-            "--tmpfs", f"/tmp:rw,size={limits.file_mb}m,mode=1777", "--memory", memory, "--memory-swap", memory, "--cpus", "1",
-            "--pids-limit", str(tasks), "--cap-drop", "all", "--security-opt", "no-new-privileges", "--user", "65534:65534",
-            "--ulimit", f"nofile={limits.files}:{limits.files}", "--ulimit", f"cpu={seconds}:{int(seconds) + 1}", "--ulimit", "core=0:0",
-            "--ulimit", "nproc=4096:4096", "--workdir", "/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1", "--env", "HOME=/tmp",
-            "--entrypoint", "python3", self.image, "-c", _BOOT,
-        ]  # fmt: skip
+            *self._command,
+            "run",
+            "--rm",
+            "--interactive",
+            "--name",
+            name,
+            "--pull",
+            "never",
+            "--network",
+            "none",
+            "--read-only",
+            "--tmpfs",
+            f"/tmp:rw,size={limits.file_mb}m,mode=1777",
+            "--memory",
+            memory,
+            "--memory-swap",
+            memory,
+            "--cpus",
+            "1",
+            "--pids-limit",
+            str(tasks),
+            "--cap-drop",
+            "all",
+            "--security-opt",
+            "no-new-privileges",
+            "--user",
+            "65534:65534",
+            "--ulimit",
+            f"nofile={limits.files}:{limits.files}",
+            "--ulimit",
+            f"cpu={seconds}:{int(seconds) + 1}",
+            "--ulimit",
+            "core=0:0",
+            "--ulimit",
+            "nproc=4096:4096",
+            "--workdir",
+            "/tmp",
+            "--env",
+            "PYTHONDONTWRITEBYTECODE=1",
+            "--env",
+            "HOME=/tmp",
+            "--entrypoint",
+            "python3",
+            self.image,
+            "-c",
+            _BOOT,
+        ]
 
     def _await_start(self, process: _Started) -> None:
         """Until Python runs in it: what the engine takes for that is not the program's time."""
@@ -171,19 +241,29 @@ class ContainerSandbox(JobPool):
             return
         process.engine.kill()
         status = process.engine.wait()
-        told, _, _ = select.select([process.fds["stderr"]], [], [], 1.0)  # a monitor may hold it open without a word
+        # a monitor may hold it open without a word
+        told, _, _ = select.select([process.fds["stderr"]], [], [], 1.0)
         said = os.read(process.fds["stderr"], 4096).decode(errors="replace") if told else ""
         raise SandboxError(
-            f"no container of {self.image} could be started (status {status}): {said.strip()[-500:] or f'nothing for {_START_S:g} s'}"
+            f"no container of {self.image} could be started (status {status}): "
+            f"{said.strip()[-500:] or f'nothing for {_START_S:g} s'}"
         )
 
     def _remove(self, name: str) -> None:
-        command = [*self._command, "rm", "--force", "--volumes", *(["--ignore"] if "podman" in self._command[0] else []), name]
+        command = [
+            *self._command,
+            "rm",
+            "--force",
+            "--volumes",
+            *(["--ignore"] if "podman" in self._command[0] else []),
+            name,
+        ]
         try:
             done = subprocess.run(command, capture_output=True, timeout=_REMOVE_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as e:
             raise SandboxError(f"the container {name} could not be removed: {e}") from e
         if done.returncode and b"no such container" not in done.stderr.lower():
             raise SandboxError(
-                f"the container {name} could not be removed: {done.stderr.decode(errors='replace').strip()[-300:]}"
+                f"the container {name} could not be removed: "
+                f"{done.stderr.decode(errors='replace').strip()[-300:]}"
             )

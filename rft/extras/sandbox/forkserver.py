@@ -1,10 +1,13 @@
-"""The process that programs are forked from: it has seen no test and no secret, so what is forked from it has not either.
+"""The process that programs are forked from: it has seen no test and no secret, so what is forked
+from it has not either.
 
-    rft process --(orders, file descriptors)--> server --fork--> supervisor --fork--> [first process of the space --fork-->] program
+    rft process --(orders, file descriptors)--> server --fork--> supervisor --fork--> [first process
+    of the space --fork-->] program
 
-The supervisor watches the program and its lifeline, a socket whose other end the rft process holds: when that closes, the program and all
-of its descendants are killed.  It then says on the lifeline how the program ended.  Invariant: a program runs only after its process
-space, limits, user and system-call filter are in place; where one of them fails, the supervisor says so and nothing runs.
+The supervisor watches the program and its lifeline, a socket whose other end the rft process holds:
+when that closes, the program and all of its descendants are killed.  It then says on the lifeline
+how the program ended.  Invariant: a program runs only after its process space, limits, user and
+system-call filter are in place; where one of them fails, the supervisor says so and nothing runs.
 """
 
 from __future__ import annotations
@@ -31,19 +34,55 @@ from rft.worker.parent import die_with_parent
 
 FDS = ("lifeline", "channel", "link", "stdin", "stdout", "stderr")
 _PRELOADED = (
-    "array", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "heapq", "io",
-    "itertools", "json", "math", "operator", "queue", "random", "re", "statistics", "string", "struct", "threading", "traceback", "typing",
-)  # fmt: skip
-_USERS = (60600, 500)  # first user id, number of them: in the range that systemd documents as unused
+    "array",
+    "bisect",
+    "collections",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "io",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "queue",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "struct",
+    "threading",
+    "traceback",
+    "typing",
+)
+# first user id, number of them: in the range that systemd documents as unused
+_USERS = (60600, 500)
 _STACK = 64 << 20
 _FILES: dict[str, seccomp.Files] = {"namespaces": "write", "landlock": "read", "seccomp": "none"}
 _preloaded_bytes = 0  # address space that programs do not answer for
 _account_tasks = 0  # threads of this account, which RLIMIT_NPROC counts
-_NOT_PRELOADED = {"antigravity", "ensurepip", "idlelib", "lib2to3", "pip", "test", "this", "tkinter", "turtle", "turtledemo"}
+_NOT_PRELOADED = {
+    "antigravity",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pip",
+    "test",
+    "this",
+    "tkinter",
+    "turtle",
+    "turtledemo",
+}
 
 
 def main(argv: list[str]) -> None:
-    """`argv`: control descriptor, level, folders to read, a folder to write in, folders to import from.
+    """`argv`: control descriptor, level, folders to read, a folder to write in, folders to import
+    from.
 
     Says {} or {error} and then obeys until the other side closes.
     """
@@ -89,10 +128,16 @@ def main(argv: list[str]) -> None:
 
 
 def _preload_everything() -> None:
-    """Python's library and NumPy: where no file can be opened, what is not imported now cannot be imported."""
+    """Python's library and NumPy: where no file can be opened, what is not imported now cannot be
+    imported.
+    """
     global _preloaded_bytes
     before = limits.address_space()
-    names = [n for n in sys.stdlib_module_names if n not in _NOT_PRELOADED and not n.startswith(("_test", "_xx"))]
+    names = [
+        n
+        for n in sys.stdlib_module_names
+        if n not in _NOT_PRELOADED and not n.startswith(("_test", "_xx"))
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in (*sorted(names), "numpy"):
@@ -101,7 +146,11 @@ def _preload_everything() -> None:
                 getattr(sys.modules.get(name), "__path__", ()), f"{name}.", onerror=lambda _: None
             ):
                 last = found.name.rpartition(".")[2]
-                if name != "numpy" and last not in ("__main__", "test", "tests") and ".test" not in found.name:
+                if (
+                    name != "numpy"
+                    and last not in ("__main__", "test", "tests")
+                    and ".test" not in found.name
+                ):
                     _import(found.name)
     _preloaded_bytes = limits.address_space() - before
 
@@ -122,7 +171,9 @@ def _import(name: str) -> None:
 # ---------------------------------------------------------------- the supervisor
 
 
-def _supervisor(order: dict[str, Any], fds: dict[str, int], level: str, readable: list[str]) -> NoReturn:
+def _supervisor(
+    order: dict[str, Any], fds: dict[str, int], level: str, readable: list[str]
+) -> NoReturn:
     lifeline = socket.socket(fileno=fds.pop("lifeline"))
     said = "error the sandbox ended before its program began"
     try:
@@ -155,7 +206,8 @@ def _watch(pid: int, lifeline: socket.socket) -> str:
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
     if child not in {fd for fd, _ in poll.poll()}:
         signal.pidfd_send_signal(child, signal.SIGKILL)  # type: ignore[attr-defined]
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended before it had a group, or all of the group has ended
+    # it ended before it had a group, or all of the group has ended
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(ChildProcessError):
@@ -196,9 +248,13 @@ def _child(order: dict[str, Any], fds: dict[str, int], level: str, parent: int) 
             os.setpgid(0, 0)
         _limit(order, level)
         _drop(order, parent)
-        files, own_space = "write" if order["programs"] else _FILES[level], level == "namespaces"
-        several, programs = order["processes"] > 1, order["programs"]
-        seccomp.install(seccomp.make(files=files, processes=several, groups=own_space, programs=programs))
+        files = "write" if order["programs"] else _FILES[level]
+        own_space = level == "namespaces"
+        several = order["processes"] > 1
+        programs = order["programs"]
+        seccomp.install(
+            seccomp.make(files=files, processes=several, groups=own_space, programs=programs)
+        )
         wire.send(channel, {"ready": True})
         work = wire.receive(channel, largest=wire.LARGEST_ORDER)
     except Exception as e:
@@ -221,7 +277,11 @@ def _child(order: dict[str, Any], fds: dict[str, int], level: str, parent: int) 
 def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | None]:
     """0, 1, 2 are what was given or nothing, 3 and 4 the sockets; all others are closed."""
     nothing = os.open("/dev/null", os.O_RDWR)
-    order = [*(fds.get(name, nothing) for name in ("stdin", "stdout", "stderr")), fds["channel"], fds.get("link", nothing)]
+    order = [
+        *(fds.get(name, nothing) for name in ("stdin", "stdout", "stderr")),
+        fds["channel"],
+        fds.get("link", nothing),
+    ]
     high = [os.dup2(fd, 100 + i) for i, fd in enumerate(order)]
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)
@@ -234,7 +294,8 @@ def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | No
 
 
 def _limit(order: dict[str, Any], level: str) -> None:
-    memory, file = (order["memory_mb"] << 20) + _preloaded_bytes, order["file_mb"] << 20
+    memory = (order["memory_mb"] << 20) + _preloaded_bytes
+    file = order["file_mb"] << 20
     if os.geteuid() == 0:  # it becomes a user of its own
         tasks = 64 + order["processes"]
     elif level == "namespaces":

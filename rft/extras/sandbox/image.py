@@ -21,11 +21,18 @@ _BUILDING = threading.Lock()  # groups ask for one image at the same time
 
 
 def built(files: Mapping[str, str], *, command: Sequence[str] | None = None) -> str:
-    """Name of the image of `files`, texts by path with a Dockerfile among them.  Raises SandboxError, SandboxUnavailable."""
+    """Name of the image of `files`, texts by path with a Dockerfile among them.  Raises
+    SandboxError, SandboxUnavailable.
+    """
     started = tuple(command or container_command())
     name = f"localhost/rft-task:{hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()[:32]}"
     with _BUILDING:
-        if subprocess.run([*started, "image", "inspect", name], capture_output=True, check=False).returncode == 0:
+        if (
+            subprocess.run(
+                [*started, "image", "inspect", name], capture_output=True, check=False
+            ).returncode
+            == 0
+        ):
             return name
         with tempfile.TemporaryDirectory(prefix="rft-image-") as folder:
             for path, text in files.items():
@@ -34,9 +41,14 @@ def built(files: Mapping[str, str], *, command: Sequence[str] | None = None) -> 
                 file.write_text(text, "utf-8")
             line = [*started, "build", "--quiet", "--tag", name, folder]
             try:
-                done = subprocess.run(line, capture_output=True, text=True, timeout=BUILD_S, check=False)
+                done = subprocess.run(
+                    line, capture_output=True, text=True, timeout=BUILD_S, check=False
+                )
             except subprocess.TimeoutExpired:
                 raise SandboxError(f"the Dockerfile was not built within {BUILD_S:g} s") from None
     if done.returncode:
-        raise SandboxError(f"the Dockerfile cannot be built (status {done.returncode}): {done.stderr.strip()[-1000:]}")
+        raise SandboxError(
+            f"the Dockerfile cannot be built (status {done.returncode}): "
+            f"{done.stderr.strip()[-1000:]}"
+        )
     return name

@@ -1,8 +1,9 @@
-"""What a program is worth: by pairs of input and output, by calls of one function, or by tests that are code.
+"""What a program is worth: by pairs of input and output, by calls of one function, or by tests that
+are code.
 
-Expected results stay in this process, or in the sandbox of a test runner; the program's sandbox sees inputs only, and no value that it
-sends is decoded in this process.  Invariant: a verdict says what the program did; where that is not known, SandboxError or BrokenTests
-is raised.
+Expected results stay in this process, or in the sandbox of a test runner; the program's sandbox
+sees inputs only, and no value that it sends is decoded in this process.  Invariant: a verdict says
+what the program did; where that is not known, SandboxError or BrokenTests is raised.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rft.extras.sandbox import wire
-from rft.extras.sandbox.processes import ForkServer, ProgramLimits, SandboxedProcess, SandboxError, remaining
+from rft.extras.sandbox.processes import (
+    ForkServer,
+    ProgramLimits,
+    SandboxedProcess,
+    SandboxError,
+    remaining,
+)
 from rft.extras.sandbox.testrunner import unknown
 from rft.worker.framing import BadMessage
 
 _ERRORS_KEPT = 4096
-_XCPU, _KILLED = 128 + 24, 128 + 9
+_XCPU = 128 + 24
+_KILLED = 128 + 9
 
 
 class BrokenTests(ValueError):
@@ -32,14 +40,17 @@ class BrokenTests(ValueError):
 
 @dataclass(frozen=True)
 class ProgramVerdict:
-    """`reason` of the first failure: wrong_answer, error, timeout, memory, output, exit, killed, crash; "passed" without one."""
+    """`reason` of the first failure: wrong_answer, error, timeout, memory, output, exit, killed,
+    crash; "passed" without one.
+    """
 
     passed: int
     total: int
     reason: str
     detail: str = ""
 
-    def __post_init__(self) -> None:  # what a program says may hold half characters, which no store takes
+    # what a program says may hold half characters, which no store takes
+    def __post_init__(self) -> None:
         object.__setattr__(self, "detail", self.detail.encode(errors="replace").decode())
 
     @property
@@ -65,10 +76,17 @@ class Ran:
 
 
 def judge_pairs(
-    server: ForkServer, program: str, pairs: Sequence[tuple[str, str]], limits: ProgramLimits, *, all: bool = False
+    server: ForkServer,
+    program: str,
+    pairs: Sequence[tuple[str, str]],
+    limits: ProgramLimits,
+    *,
+    all: bool = False,
 ) -> ProgramVerdict:
     """Each input on stdin, what is printed compared with the output.  `all`: go on after a failure."""
-    return _count((_pair(server, program, given, wanted, limits) for given, wanted in pairs), len(pairs), all)
+    return _count(
+        (_pair(server, program, given, wanted, limits) for given, wanted in pairs), len(pairs), all
+    )
 
 
 def judge_calls(
@@ -80,7 +98,9 @@ def judge_calls(
     *,
     all: bool = False,
 ) -> ProgramVerdict:
-    """Each case is (arguments, result); `function` may be a method of a class called Solution.  The deadline holds for each call."""
+    """Each case is (arguments, result); `function` may be a method of a class called Solution.  The
+    deadline holds for each call.
+    """
     with _two(server, replace(limits, deadlines=1 + len(cases))) as (process, runner):
         failure, deadline = _load(process, program, limits)
         if failure is not None:
@@ -92,7 +112,10 @@ def judge_calls(
 
         def one(args: Sequence[Any], wanted: Any) -> Ran:
             deadline = time.monotonic() + limits.timeout_s
-            case = {"args": [wire.encode(a, _plain) for a in args], "wanted": wire.encode(wanted, _plain)}
+            case = {
+                "args": [wire.encode(a, _plain) for a in args],
+                "wanted": wire.encode(wanted, _plain),
+            }
             try:
                 wire.send(runner.channel, case, largest=wire.LARGEST_ORDER, deadline=deadline)
                 said = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
@@ -118,26 +141,35 @@ def judge_tests(
     gold: str = "",
     all: bool = False,
 ) -> ProgramVerdict:
-    """Each test is code with asserts; one that defines `check` has it called with the function `entry_point`.
+    """Each test is code with asserts; one that defines `check` has it called with the function
+    `entry_point`.
 
-    `prompt`: code whose helpers the tests may use.  The deadline holds for loading and all tests together.  Raises BrokenTests where they
-    cannot be run; an error that a program may cause counts as theirs only if `gold`, or programs that give always the same, meet it too.
+    `prompt`: code whose helpers the tests may use.  The deadline holds for loading and all tests
+    together.  Raises BrokenTests where they cannot be run; an error that a program may cause counts
+    as theirs only if `gold`, or programs that give always the same, meet it too.
     """
     order = {"tests": list(tests), "entry_point": entry_point, "prompt": prompt, "all": all}
     verdict, suspect = _run_tests(server, program, order, limits)
     if suspect:
         names = sorted(unknown([*tests, entry_point], {}))
-        constant = ["\n".join(f"def {name}(*_, **__): return {value}" for name in names) for value in (None, 1)]
+        constant = [
+            "\n".join(f"def {name}(*_, **__): return {value}" for name in names)
+            for value in (None, 1)
+        ]
         if _all_fail_so(server, [gold] if gold else constant, order, limits):
             raise BrokenTests(f"the tests cannot be run: {suspect}")
     return verdict
 
 
-def _all_fail_so(server: ForkServer, programs: Sequence[str], order: dict[str, Any], limits: ProgramLimits) -> bool:
+def _all_fail_so(
+    server: ForkServer, programs: Sequence[str], order: dict[str, Any], limits: ProgramLimits
+) -> bool:
     return all(_run_tests(server, program, order, limits)[1] for program in programs)
 
 
-def _run_tests(server: ForkServer, program: str, order: dict[str, Any], limits: ProgramLimits) -> tuple[ProgramVerdict, str]:
+def _run_tests(
+    server: ForkServer, program: str, order: dict[str, Any], limits: ProgramLimits
+) -> tuple[ProgramVerdict, str]:
     """The verdict, and the error that a program or the tests themselves may have caused."""
     total = len(order["tests"])
     with _two(server, limits) as (process, runner):
@@ -148,20 +180,30 @@ def _run_tests(server: ForkServer, program: str, order: dict[str, Any], limits: 
             wire.send(runner.channel, order, largest=wire.LARGEST_ORDER, deadline=deadline)
             said = wire.receive(runner.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
         except TimeoutError:
-            return ProgramVerdict(0, total, "timeout", f"no verdict after {limits.timeout_s:g} s"), ""
+            return ProgramVerdict(
+                0, total, "timeout", f"no verdict after {limits.timeout_s:g} s"
+            ), ""
         except OSError:
             status = runner.ended()
             if status in (_XCPU, _KILLED):
-                return ProgramVerdict(0, total, "timeout", "the tests used up their processor time"), ""
-            raise SandboxError(f"the tests' process ended without a verdict (status {status})") from None
+                return ProgramVerdict(
+                    0, total, "timeout", "the tests used up their processor time"
+                ), ""
+            raise SandboxError(
+                f"the tests' process ended without a verdict (status {status})"
+            ) from None
         if "broken" in said:
             raise BrokenTests(f"the tests cannot be run: {said['broken']}")
-        reason, detail = said["reason"], said["detail"]
+        reason = said["reason"]
+        detail = said["detail"]
         if reason == "gone":
             ended = how_ended(process.ended(), detail, limits)
-            reason, detail = ended.reason, ended.detail
+            reason = ended.reason
+            detail = ended.detail
         ran = _memory(reason, detail)
-        return ProgramVerdict(said["passed"], said["total"], ran.reason, ran.detail), said.get("suspect", "")
+        return ProgramVerdict(said["passed"], said["total"], ran.reason, ran.detail), said.get(
+            "suspect", ""
+        )
 
 
 def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -> Ran:
@@ -169,7 +211,9 @@ def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -
     with server.start("run", limits) as process:
         deadline = time.monotonic() + limits.timeout_s
         try:
-            wire.send(process.channel, {"program": program}, largest=wire.LARGEST_ORDER, deadline=deadline)
+            wire.send(
+                process.channel, {"program": program}, largest=wire.LARGEST_ORDER, deadline=deadline
+            )
         except OSError as e:
             raise SandboxError(f"the sandbox does not take its program: {e}") from e
         output, errors, stopped = talk(process, stdin, deadline, limits)
@@ -185,11 +229,18 @@ def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -
 
 
 def _pair(server: ForkServer, program: str, given: str, wanted: str, limits: ProgramLimits) -> Ran:
-    ran = run(server, program, given.encode(), replace(limits, output_kb=limits.output_kb + (len(wanted) >> 8)))
+    ran = run(
+        server,
+        program,
+        given.encode(),
+        replace(limits, output_kb=limits.output_kb + (len(wanted) >> 8)),
+    )
     if ran.reason:
         return ran
     got = ran.output.decode(errors="replace")
-    return ran if same_output(got, wanted) else Ran("wrong_answer", f"printed {wire.short(got)}", b"")
+    return (
+        ran if same_output(got, wanted) else Ran("wrong_answer", f"printed {wire.short(got)}", b"")
+    )
 
 
 def same_output(got: str, wanted: str) -> bool:
@@ -211,7 +262,8 @@ def _close(a: str, b: str) -> bool:
 
 
 def _count(results: Iterable[Ran], total: int, all: bool) -> ProgramVerdict:
-    passed, first = 0, Ran("passed", "", b"")
+    passed = 0
+    first = Ran("passed", "", b"")
     for result in results:
         if not result.reason:
             passed += 1
@@ -222,11 +274,15 @@ def _count(results: Iterable[Ran], total: int, all: bool) -> ProgramVerdict:
     return ProgramVerdict(passed, total, first.reason, first.detail)
 
 
-def _load(process: SandboxedProcess, program: str, limits: ProgramLimits) -> tuple[Ran | None, float]:
+def _load(
+    process: SandboxedProcess, program: str, limits: ProgramLimits
+) -> tuple[Ran | None, float]:
     """How loading failed, if it did, and the deadline."""
     deadline = time.monotonic() + limits.timeout_s
     try:
-        wire.send(process.channel, {"program": program}, largest=wire.LARGEST_ORDER, deadline=deadline)
+        wire.send(
+            process.channel, {"program": program}, largest=wire.LARGEST_ORDER, deadline=deadline
+        )
         said = wire.receive(process.channel, largest=wire.LARGEST_REPLY, deadline=deadline)
     except TimeoutError:
         return Ran("timeout", f"loading took longer than {limits.timeout_s:g} s", b""), deadline
@@ -239,7 +295,9 @@ def _load(process: SandboxedProcess, program: str, limits: ProgramLimits) -> tup
 
 
 @contextlib.contextmanager
-def _two(server: ForkServer, limits: ProgramLimits) -> Iterator[tuple[SandboxedProcess, SandboxedProcess]]:
+def _two(
+    server: ForkServer, limits: ProgramLimits
+) -> Iterator[tuple[SandboxedProcess, SandboxedProcess]]:
     """The program's process and the test runner's, with a socket between them."""
     to_program, to_runner = socket.socketpair()
     with contextlib.ExitStack() as stack:
@@ -257,9 +315,15 @@ def _plain(value: Any) -> Any:
     raise BrokenTests(f"an argument is a {type(value).__name__}")
 
 
-def talk(process: Talking, stdin: bytes, deadline: float, limits: ProgramLimits) -> tuple[bytes, bytes, str]:
-    """Feeds and reads until the program ends.  (stdout, the end of stderr, why it has to be stopped)."""
-    output, errors, sent = bytearray(), b"", 0
+def talk(
+    process: Talking, stdin: bytes, deadline: float, limits: ProgramLimits
+) -> tuple[bytes, bytes, str]:
+    """Feeds and reads until the program ends.  (stdout, the end of stderr, why it has to be
+    stopped).
+    """
+    output = bytearray()
+    errors = b""
+    sent = 0
     with selectors.DefaultSelector() as ready:
         os.set_blocking(process.fds["stdin"], False)
         ready.register(process.fds["stdin"], selectors.EVENT_WRITE, "stdin")
@@ -299,14 +363,26 @@ def _feed(fd: int, data: bytes, sent: int) -> int:
 
 def was_stopped(why: str, limits: ProgramLimits) -> Ran:
     """Of a program that `talk` had to stop: timeout or output."""
-    return Ran(why, f"more than {limits.output_kb} KB" if why == "output" else f"no end after {limits.timeout_s:g} s", b"")
+    return Ran(
+        why,
+        f"more than {limits.output_kb} KB"
+        if why == "output"
+        else f"no end after {limits.timeout_s:g} s",
+        b"",
+    )
 
 
 def how_ended(status: int, detail: str, limits: ProgramLimits) -> Ran:
     if status == _XCPU or (status == _KILLED and not detail):
-        return Ran("timeout" if status == _XCPU else "killed", f"{limits.timeout_s:g} s of processor time are used up", b"")
+        return Ran(
+            "timeout" if status == _XCPU else "killed",
+            f"{limits.timeout_s:g} s of processor time are used up",
+            b"",
+        )
     if status >= 128:
-        return Ran("killed" if status == _KILLED else "crash", f"ended by signal {status - 128}", b"")
+        return Ran(
+            "killed" if status == _KILLED else "crash", f"ended by signal {status - 128}", b""
+        )
     if detail.startswith("MemoryError"):
         return Ran("memory", f"more than {limits.memory_mb} MB", b"")
     return Ran("error" if status else "exit", detail or f"exit status {status}", b"")

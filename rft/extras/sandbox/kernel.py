@@ -1,4 +1,6 @@
-"""System calls that Python does not offer: namespaces, mounts, privileges.  Each raises OSError with what was tried."""
+"""System calls that Python does not offer: namespaces, mounts, privileges.  Each raises OSError
+with what was tried.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,29 @@ import ctypes
 import os
 import struct
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_REC, MS_BIND, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x4000, 0x1000, 0x40000, 2, 4
-RDONLY, NOSUID, NODEV = 1, 2, 4  # MOUNT_ATTR_*
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+MS_REC = 0x4000
+MS_BIND = 0x1000
+MS_PRIVATE = 0x40000
+MS_NOSUID = 2
+MS_NODEV = 4
+RDONLY = 1  # MOUNT_ATTR_*
+NOSUID = 2
+NODEV = 4
 
-_AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_MNT_DETACH = 2
 _MOUNT_SETATTR = 442  # the same number on every machine
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 4, 38, 36
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -24,7 +40,13 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode() or None)
+    result = _libc.mount(
+        source.encode(),
+        target.encode(),
+        kind.encode(),
+        ctypes.c_ulong(flags),
+        data.encode() or None,
+    )
     _check(result, f"mount {kind or 'bind'} on {target}")
 
 
@@ -32,13 +54,20 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> N
     """Sets MOUNT_ATTR_* on a mount, and on those below it.  Linux 5.12."""
     data = ctypes.create_string_buffer(struct.pack("=QQQQ", attributes, 0, 0, 0), 32)
     flags = _AT_RECURSIVE if recursive else 0
-    result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, data, ctypes.c_size_t(32))
+    result = _libc.syscall(
+        _MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, data, ctypes.c_size_t(32)
+    )
     _check(result, f"mount_setattr of {target}")
 
 
 def swap_root(new: str, old: str) -> None:
-    """Makes `new` the root of this mount namespace and forgets everything else; `old` is an empty folder inside it."""
-    _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], new.encode(), f"{new}{old}".encode()), "pivot_root")
+    """Makes `new` the root of this mount namespace and forgets everything else; `old` is an empty
+    folder inside it.
+    """
+    _check(
+        _libc.syscall(_PIVOT_ROOT[os.uname().machine], new.encode(), f"{new}{old}".encode()),
+        "pivot_root",
+    )
     os.chdir("/")
     _check(_libc.umount2(old.encode(), _MNT_DETACH), "unmount of the old root")
 
@@ -58,7 +87,8 @@ def adopt_orphans() -> None:
 
 
 def drop_capabilities() -> None:
-    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)  # _LINUX_CAPABILITY_VERSION_3, this process
+    # _LINUX_CAPABILITY_VERSION_3, this process
+    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
     _check(_libc.capset(header, ctypes.create_string_buffer(24)), "capset")
 
 

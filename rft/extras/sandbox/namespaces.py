@@ -1,7 +1,8 @@
 """The file system, network and process space of a program, made of Linux namespaces.
 
-Inside there is Python with its libraries, read-only, four devices and, for each program, an empty /tmp of its own in memory that
-vanishes with it.  No network, no /proc, no other process.  Invariant: a step that fails raises OSError; nothing runs half protected.
+Inside there is Python with its libraries, read-only, four devices and, for each program, an empty
+/tmp of its own in memory that vanishes with it.  No network, no /proc, no other process.
+Invariant: a step that fails raises OSError; nothing runs half protected.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ _OUTSIDE_ID = 65534
 
 
 def readable(sites: Sequence[str]) -> list[str]:
-    """Folders that a program may read: Python with its libraries, and `sites`, the folders of installed packages."""
+    """Folders that a program may read: Python with its libraries, and `sites`, the folders of
+    installed packages.
+    """
     return [str(Path(sys.base_prefix) / "lib"), *_LIBRARIES, *sites]
 
 
 def enter(sites: Sequence[str]) -> None:
-    """Moves this process, and what it starts, into a place of its own.  `sites`: more folders that programs may import from."""
-    uid, gid = os.geteuid(), os.getegid()
+    """Moves this process, and what it starts, into a place of its own.  `sites`: more folders that
+    programs may import from.
+    """
+    uid = os.geteuid()
+    gid = os.getegid()
     spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     try:
         if uid != 0:
@@ -52,14 +58,18 @@ def private_tmp(megabytes: int) -> None:
 
 
 def private_root(sites: Sequence[str], megabytes: int) -> None:
-    """As `private_tmp`, but new folders may be made anywhere; what is shown of the machine stays read-only."""
+    """As `private_tmp`, but new folders may be made anywhere; what is shown of the machine stays
+    read-only.
+    """
     kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
     _swap_root(readable(sites), f"size={megabytes}m,nr_inodes=8192,mode=1777")
     Path("/tmp").chmod(0o1777)
 
 
 def show_processes() -> None:
-    """The process space's own /proc, which /dev/fd leads to.  A container may refuse it, and a shell then lacks `<(...)` alone."""
+    """The process space's own /proc, which /dev/fd leads to.  A container may refuse it, and a
+    shell then lacks `<(...)` alone.
+    """
     with contextlib.suppress(PermissionError):
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
 
@@ -82,7 +92,8 @@ def _swap_root(folders: Sequence[str], options: str) -> None:
 
 def _show(root: Path, folder: str) -> None:
     """Puts `folder` at the same place under `root`, read-only with all that is mounted below it."""
-    source, inside = Path(folder), root / folder.lstrip("/")
+    source = Path(folder)
+    inside = root / folder.lstrip("/")
     if not source.is_dir() or inside.exists() or inside.is_symlink():
         return
     inside.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""Our end of sandboxed processes: starts the server that they are forked from, and each with its limits and pipes.
+"""Our end of sandboxed processes: starts the server that they are forked from, and each with its
+limits and pipes.
 
-Usable from any thread.  Invariant: when a `SandboxedProcess` is closed, its program and all that it started are dead, or
-SandboxError is raised.
+Usable from any thread.  Invariant: when a `SandboxedProcess` is closed, its program and all that it
+started are dead, or SandboxError is raised.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ LEVELS: tuple[Level, ...] = ("namespaces", "landlock", "seccomp")  # strongest f
 START_S = 60.0  # a fork on a machine that is busy; and the server's first imports
 _HANGING_UP_S = 1.0
 END_S = 20.0  # for the kernel to take away a killed program
-_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from rft.extras.sandbox.forkserver import main; main(sys.argv[1:])"
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from rft.extras.sandbox.forkserver "
+    "import main; main(sys.argv[1:])"
+)
 
 
 class SandboxError(RuntimeError):
@@ -42,10 +46,13 @@ class SandboxUnavailable(SetupError):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one program may take.  `timeout_s`: wall clock and processor time; `output_kb`: of what it prints, and `file_mb` of files."""
+    """What one program may take.  `timeout_s`: wall clock and processor time; `output_kb`: of what
+    it prints, and `file_mb` of files.
+    """
 
     timeout_s: float = 10.0
-    deadlines: int = 1  # of `timeout_s`, one after the other; it may use the processor time of all of them
+    # of `timeout_s`, one after the other; it may use the processor time of all of them
+    deadlines: int = 1
     memory_mb: int = 1024
     output_kb: int = 1024
     file_mb: int = 16
@@ -56,7 +63,9 @@ class ProgramLimits:
 
 @dataclass(eq=False)
 class SandboxedProcess:
-    """A process under its limits, told nothing yet.  `status` after it ended: exit code, or 128 + signal."""
+    """A process under its limits, told nothing yet.  `status` after it ended: exit code, or 128 +
+    signal.
+    """
 
     lifeline: socket.socket
     channel: socket.socket
@@ -83,7 +92,10 @@ class SandboxedProcess:
             return None
         verb, _, rest = said.partition(" ")
         if verb != "exit":
-            raise SandboxError(rest or "the sandbox could not be started: the machine may be out of processes or memory")
+            raise SandboxError(
+                rest
+                or "the sandbox could not be started: the machine may be out of processes or memory"
+            )
         self.status = int(rest)
         return self.status
 
@@ -100,7 +112,9 @@ class SandboxedProcess:
         return status
 
     def ended(self) -> int:
-        """The status of a process that has hung up: it is about to end by itself, and only else killed."""
+        """The status of a process that has hung up: it is about to end by itself, and only else
+        killed.
+        """
         status = self.wait(_HANGING_UP_S)
         return self.end() if status is None else status
 
@@ -115,26 +129,39 @@ class SandboxedProcess:
 class ForkServer(ForkingProcess):
     """The process that programs are forked from.  `level`: how they are closed off, one of LEVELS.
 
-    `folders`: what they may read beside Python; `writable`: where they may write at level landlock; at level namespaces it is /tmp.
+    `folders`: what they may read beside Python; `writable`: where they may write at level landlock;
+    at level namespaces it is /tmp.
     """
 
     def __init__(
-        self, level: Level, python: str = sys.executable, *, folders: Sequence[str] = (), writable: str = ""
+        self,
+        level: Level,
+        python: str = sys.executable,
+        *,
+        folders: Sequence[str] = (),
+        writable: str = "",
     ) -> None:
         super().__init__(env=_ENVIRONMENT, cwd="/", start_s=START_S, answers=False)
-        self.level, self._python = level, python
-        self._folders, self._writable = folders, writable
+        self.level = level
+        self._python = python
+        self._folders = folders
+        self._writable = writable
         self._numbers = itertools.count()
         self._processes: weakref.WeakSet[SandboxedProcess] = weakref.WeakSet()
         self.aborted = False
 
-    def start(self, role: str, limits: ProgramLimits, *, link: socket.socket | None = None) -> SandboxedProcess:
-        """A process that waits for its work.  role "run" has pipes as stdin, stdout, stderr; "serve" and "judge" have a `link`.
+    def start(
+        self, role: str, limits: ProgramLimits, *, link: socket.socket | None = None
+    ) -> SandboxedProcess:
+        """A process that waits for its work.  role "run" has pipes as stdin, stdout, stderr;
+        "serve" and "judge" have a `link`.
 
         Raises SandboxError.
         """
-        lifeline, channel = socket.socketpair(), socket.socketpair()
-        theirs, ours = {"lifeline": lifeline[1].fileno(), "channel": channel[1].fileno()}, {}
+        lifeline = socket.socketpair()
+        channel = socket.socketpair()
+        theirs = {"lifeline": lifeline[1].fileno(), "channel": channel[1].fileno()}
+        ours = {}
         pipes = []
         if link is not None:
             theirs["link"] = link.fileno()
@@ -155,7 +182,9 @@ class ForkServer(ForkingProcess):
             for fd in pipes:
                 os.close(fd)
         try:
-            said = wire.receive(process.channel, largest=wire.LARGEST_REPLY, deadline=time.monotonic() + START_S)
+            said = wire.receive(
+                process.channel, largest=wire.LARGEST_REPLY, deadline=time.monotonic() + START_S
+            )
         except (BadMessage, OSError) as e:
             said = {"error": f"it did not answer ({type(e).__name__})"}
         if said != {"ready": True}:
@@ -171,7 +200,9 @@ class ForkServer(ForkingProcess):
         return process
 
     def abort(self) -> None:
-        """Kills the programs of all processes.  What is said of them from here on is no verdict; see `aborted`."""
+        """Kills the programs of all processes.  What is said of them from here on is no verdict;
+        see `aborted`.
+        """
         with self._lock:
             self.aborted = True
             processes = list(self._processes)
@@ -184,17 +215,36 @@ class ForkServer(ForkingProcess):
             "fds": list(fds),
             "number": next(self._numbers),
             "cpu_s": max(1, int(limits.timeout_s * limits.deadlines + 0.999)),
-            **{name: getattr(limits, name) for name in ("memory_mb", "file_mb", "files", "processes", "programs")},
+            **{
+                name: getattr(limits, name)
+                for name in ("memory_mb", "file_mb", "files", "processes", "programs")
+            },
         }
         if limits.processes > 1 and self.level == "seccomp":
-            raise SandboxUnavailable("programs with several processes need level namespaces or landlock; this sandbox is of level seccomp")
+            raise SandboxUnavailable(
+                "programs with several processes need level namespaces or landlock; this sandbox "
+                "is of level seccomp"
+            )
         with self._lock:
             self._order(json.dumps(order).encode(), list(fds.values()))
 
     def _command(self, control: int) -> list[str]:
         root = str(Path(__file__).resolve().parents[3])
         shown = ":".join(self._folders)
-        return [self._python, "-I", "-S", "-B", "-c", _BOOT, root, str(control), self.level, shown, self._writable, *_sites()]
+        return [
+            self._python,
+            "-I",
+            "-S",
+            "-B",
+            "-c",
+            _BOOT,
+            root,
+            str(control),
+            self.level,
+            shown,
+            self._writable,
+            *_sites(),
+        ]
 
     def _cannot_start(self, why: str) -> Exception:
         return SandboxError(why)
@@ -204,7 +254,8 @@ class ForkServer(ForkingProcess):
 
     def _started(self) -> socket.socket:
         control = super()._started()
-        if self.level != "namespaces":  # a second bolt: programs may have our user id, and a /proc that they cannot open
+        # a second bolt: programs may have our user id, and a /proc that they cannot open
+        if self.level != "namespaces":
             kernel.hide_memory()
         return control
 
@@ -221,7 +272,11 @@ _ENVIRONMENT = {
 
 def _sites() -> list[str]:
     """Folders of installed packages: programs may import NumPy."""
-    return [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()]
+    return [
+        p
+        for p in sys.path
+        if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()
+    ]
 
 
 def remaining(deadline: float) -> float:

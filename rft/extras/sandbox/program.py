@@ -1,7 +1,8 @@
-"""What runs inside a sandbox: a program that reads stdin and writes stdout, or one whose functions are called over a socket.
+"""What runs inside a sandbox: a program that reads stdin and writes stdout, or one whose functions
+are called over a socket.
 
-The program may do what it likes with this process: what it says over the socket are values that its functions returned, never a
-verdict, and no expected result ever comes here.
+The program may do what it likes with this process: what it says over the socket are values that its
+functions returned, never a verdict, and no expected result ever comes here.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def run(program: str) -> None:
 
 
 def serve(program: str, channel: socket.socket, link: socket.socket) -> None:
-    """Loads the program, says so on `channel`, then answers calls on `link` until it closes: does not return."""
+    """Loads the program, says so on `channel`, then answers calls on `link` until it closes: does
+    not return.
+    """
     module = _module("solution")
     try:
         exec(compile(program, NAME, "exec"), module.__dict__)  # noqa: S102
@@ -72,7 +75,8 @@ def _answer(link: socket.socket, order: Any, names: dict[str, Any], held: list[A
         return held[value.id] if isinstance(value, wire.Handle) else value
 
     try:
-        verb, target = order[0], order[1]
+        verb = order[0]
+        target = order[1]
         if isinstance(target, str) and target not in names:
             raise NameError(f"name {target!r} is not defined")
         thing = names[target] if isinstance(target, str) else held[target]
@@ -83,7 +87,12 @@ def _answer(link: socket.socket, order: Any, names: dict[str, Any], held: list[A
         else:
             args = [given(a) for a in order[2]]
             value = wire.encode(thing(*args, **{k: given(v) for k, v in order[3].items()}), hold)
-            reply = {"value": value, "args": [wire.encode(a, hold) if isinstance(a, list | dict | set) else None for a in args]}
+            reply = {
+                "value": value,
+                "args": [
+                    wire.encode(a, hold) if isinstance(a, list | dict | set) else None for a in args
+                ],
+            }
         wire.send(link, reply)
     except OSError:
         os._exit(0)
@@ -99,6 +108,7 @@ def _told(e: BaseException) -> str:
 
 
 def _module(name: str) -> types.ModuleType:
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # of Python's module site, which the sandbox leaves out
+    # of Python's module site, which the sandbox leaves out
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.argv, sys.modules[name] = [name], types.ModuleType(name)
     return sys.modules[name]

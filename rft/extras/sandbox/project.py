@@ -1,7 +1,9 @@
-"""Projects of several files, in a sandbox of either kind: run as they are, or judged by hidden tests.
+"""Projects of several files, in a sandbox of either kind: run as they are, or judged by hidden
+tests.
 
-Knows no container and no kernel.  Invariant: what a run writes is seen by no other run; where tests and project are in two processes
-(`served` and `judging`), the tests see what the project's functions give and nothing else of it.
+Knows no container and no kernel.  Invariant: what a run writes is seen by no other run; where tests
+and project are in two processes (`served` and `judging`), the tests see what the project's
+functions give and nothing else of it.
 """
 
 from __future__ import annotations
@@ -103,17 +105,24 @@ sys.meta_path[:0] = [_Files(_tests), _projects]
 
 
 class ProgramRunner(Protocol):
-    """A sandbox: `rft.extras.sandbox.code_sandbox.Sandbox` (local) or `rft.extras.sandbox.container.ContainerSandbox`."""
+    """A sandbox: `rft.extras.sandbox.code_sandbox.Sandbox` (local) or
+    `rft.extras.sandbox.container.ContainerSandbox`.
+    """
 
     async def run(self, program: str, limits: ProgramLimits, stdin: bytes = b"") -> Ran:
-        """What a Python program prints, and why it did not end well.  Raises SandboxError or SandboxUnavailable."""
+        """What a Python program prints, and why it did not end well.  Raises SandboxError or
+        SandboxUnavailable.
+        """
         ...
 
     def close(self) -> None: ...
 
 
-async def run_project(runner: ProgramRunner, files: Mapping[str, str], arguments: Sequence[str], limits: ProgramLimits) -> Ran:
-    """`python ARGUMENTS` (a file with its arguments, or -m and a module) in a folder of `files`, texts by relative path.
+async def run_project(
+    runner: ProgramRunner, files: Mapping[str, str], arguments: Sequence[str], limits: ProgramLimits
+) -> Ran:
+    """`python ARGUMENTS` (a file with its arguments, or -m and a module) in a folder of `files`,
+    texts by relative path.
 
     Raises ValueError for a path that leaves the folder.
     """
@@ -123,24 +132,31 @@ async def run_project(runner: ProgramRunner, files: Mapping[str, str], arguments
 
 
 def served(files: Mapping[str, str]) -> str:
-    """A program that has the project's modules, to be judged by `judging`.  Raises ValueError for a path that leaves the folder."""
+    """A program that has the project's modules, to be judged by `judging`.  Raises ValueError for a
+    path that leaves the folder.
+    """
     _inside(files)
     return f"{_MODULES}_files = {dict(files)!r}\n{_SERVED.format(folder=FOLDER)}"
 
 
 def judging(files: Mapping[str, str], tests: Mapping[str, str]) -> str:
-    """A test that passes where all unittests in `tests` do.  It runs in a process of its own: modules of the project are stand-ins there,
-    whose functions are called in the project's process and take and give plain data."""
+    """A test that passes where all unittests in `tests` do.  It runs in a process of its own:
+    modules of the project are stand-ins there, whose functions are called in the project's process
+    and take and give plain data.
+    """
     _inside(tests)
     names = dict.fromkeys((p for p in files if p not in tests), "")
     given = f"_files, _tests = {names!r}, {dict(tests)!r}\n"
     return f"{_MODULES}{given}{_JUDGING}{_TESTED}_tested({_test_modules(tests)!r})\n"
 
 
-async def passes_inside(runner: ProgramRunner, files: Mapping[str, str], tests: Mapping[str, str], limits: ProgramLimits) -> Ran:
+async def passes_inside(
+    runner: ProgramRunner, files: Mapping[str, str], tests: Mapping[str, str], limits: ProgramLimits
+) -> Ran:
     """All unittests in `tests`, run beside the project in one process.
 
-    That the process ended well is not enough, but a project that looks for the tests and changes them is believed.
+    That the process ended well is not enough, but a project that looks for the tests and changes
+    them is believed.
     """
     key = secrets.token_hex(16)
     runs = f"import importlib\n{_TESTED}_tested({_test_modules(tests)!r})\nprint({key!r})\n"
@@ -153,7 +169,11 @@ async def passes_inside(runner: ProgramRunner, files: Mapping[str, str], tests: 
 
 def _test_modules(tests: Mapping[str, str]) -> list[str]:
     """Of the files that `python -m unittest` would look into."""
-    return [p[:-3].replace("/", ".") for p in tests if p.rpartition("/")[2].startswith("test") and p.endswith(".py")]
+    return [
+        p[:-3].replace("/", ".")
+        for p in tests
+        if p.rpartition("/")[2].startswith("test") and p.endswith(".py")
+    ]
 
 
 def _inside(files: Mapping[str, str]) -> None:

@@ -1,4 +1,5 @@
-"""Reasoning with a Python tool: the model writes programs, is told what they print, and puts its result inside \\boxed{}.
+"""Reasoning with a Python tool: the model writes programs, is told what they print, and puts its
+result inside \\boxed{}.
 
 explorer_input:
   taskset: {path: questions.jsonl, default_workflow_type: python_math_workflow}
@@ -15,7 +16,8 @@ from rft import Task, ToolArgs, ToolWorkflow, register
 from rft.extras.sandbox.code_sandbox import ProgramLimits, Sandbox
 
 INSTRUCTION = (
-    "Solve the problem. You can run Python programs with the tool execute_python_code to calculate or to check a result; only what they "
+    "Solve the problem. You can run Python programs with the tool execute_python_code to calculate "
+    "or to check a result; only what they "
     "print is told to you. Put the final result inside \\boxed{}."
 )
 
@@ -28,16 +30,23 @@ def _sandbox() -> Sandbox:
 class PythonMathArgs(ToolArgs):
     """As ToolArgs; how long a program may run."""
 
-    max_tool_response_length: int = Field(1024, ge=1, description="characters of a program's output that the model is told")
+    max_tool_response_length: int = Field(
+        1024, ge=1, description="characters of a program's output that the model is told"
+    )
     python_timeout: float = Field(10.0, gt=0, description="seconds that one program may take")
-    system_prompt: str = Field(INSTRUCTION, description="what the model is told first, unless the task brings its own")
-    type: str = Field("gsm8k", pattern="^gsm8k$", description="Trinity-RFT's name of this kind of task")
+    system_prompt: str = Field(
+        INSTRUCTION, description="what the model is told first, unless the task brings its own"
+    )
+    type: str = Field(
+        "gsm8k", pattern="^gsm8k$", description="Trinity-RFT's name of this kind of task"
+    )
 
     @model_validator(mode="after")
     def _in_time(self) -> Self:
         if self.python_timeout >= self.tool_timeout:
             raise ValueError(
-                f"python_timeout {self.python_timeout:g} must be less than tool_timeout {self.tool_timeout:g}, which ends the whole call"
+                f"python_timeout {self.python_timeout:g} must be less than tool_timeout "
+                f"{self.tool_timeout:g}, which ends the whole call"
             )
         return self
 

@@ -1,10 +1,12 @@
-"""A remote sandbox service: programs go there with their input, what they print comes back and is compared here.
+"""A remote sandbox service: programs go there with their input, what they print comes back and is
+compared here.
 
     POST url {code, stdin, language, compile_timeout, run_timeout, memory_limit_MB}
-    -> {status: Success | Failed | SandboxError, message, run_result: {status: Finished | TimeLimitExceeded, return_code, stdout, stderr}}
+    -> {status: Success | Failed | SandboxError, message, run_result: {status: Finished |
+    TimeLimitExceeded, return_code, stdout, stderr}}
 
-which is the shape of Sandbox Fusion's /run_code.  Invariant: a service that is busy or broken is asked again and then raises
-SandboxError; only what a program did counts as its failure.
+which is the shape of Sandbox Fusion's /run_code.  Invariant: a service that is busy or broken is
+asked again and then raises SandboxError; only what a program did counts as its failure.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from rft.extras.sandbox.wire import same
 from rft.worker.threads import CLOCK
 
 ATTEMPTS = 5
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+_FIRST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 30.0
 _LARGEST = 16 << 20
 _MARK = "rft-result:"
 _CALL = """
@@ -49,16 +52,33 @@ class RemoteSandbox:
     A request may take `grace_s` longer than compiling and running its program.
     """
 
-    def __init__(self, url: str, *, max_concurrent: int = 64, grace_s: float = 10.0, first_wait_s: float = _FIRST_WAIT_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        max_concurrent: int = 64,
+        grace_s: float = 10.0,
+        first_wait_s: float = _FIRST_WAIT_S,
+    ) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"sandbox_url is {url!r}; it begins with http:// or https://", given=url)
-        self._url, self._grace_s, self._first_wait_s = url, grace_s, first_wait_s
+            raise ConfigError(
+                f"sandbox_url is {url!r}; it begins with http:// or https://", given=url
+            )
+        self._url = url
+        self._grace_s = grace_s
+        self._first_wait_s = first_wait_s
         self._max_concurrent = max_concurrent
-        self._room: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._room: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            WeakKeyDictionary()
+        )
         self._under_way: set[asyncio.Task[Any]] = set()
 
-    async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict:
-        """As `rft.extras.sandbox.code_sandbox.ProgramJudge`; tests that are code are refused, since there they would run beside the program."""
+    async def judge(
+        self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False
+    ) -> ProgramVerdict:
+        """As `rft.extras.sandbox.code_sandbox.ProgramJudge`; tests that are code are refused, since
+        there they would run beside the program.
+        """
         if isinstance(checks, Pairs):
             cases = [(program, given, wanted) for given, wanted in checks.pairs]
         elif isinstance(checks, Calls):
@@ -66,10 +86,12 @@ class RemoteSandbox:
             cases = [(called, json.dumps(list(args)), wanted) for args, wanted in checks.cases]
         else:
             raise ConfigError(
-                "sandbox_url judges inputs and outputs.  Tests that are code would run beside the program, which could fake their "
+                "sandbox_url judges inputs and outputs.  Tests that are code would run beside the "
+                "program, which could fake their "
                 "result: leave sandbox_url away, they are judged on this machine"
             )
-        passed, first = 0, Ran("passed", "", b"")
+        passed = 0
+        first = Ran("passed", "", b"")
         for code, given, wanted in cases:
             ran = await self._run(code, given, limits)
             if not ran.reason:
@@ -102,17 +124,27 @@ class RemoteSandbox:
                 if ran is not None:
                     return ran
             else:
-                why = f"HTTP {status}: {answer[:200].decode(errors='replace')}" if status else answer.decode()
+                why = (
+                    f"HTTP {status}: {answer[:200].decode(errors='replace')}"
+                    if status
+                    else answer.decode()
+                )
                 if status and status != 429 and status < 500:
                     break
             if attempt + 1 < ATTEMPTS:
-                wait = min(_LONGEST_WAIT_S, self._first_wait_s * 2**attempt * random.uniform(0.5, 1.5))
+                wait = min(
+                    _LONGEST_WAIT_S, self._first_wait_s * 2**attempt * random.uniform(0.5, 1.5)
+                )
                 await asyncio.sleep(max(wait, min(retry_after, _LONGEST_WAIT_S)))
         raise SandboxError(f"the sandbox at {self._url} gave no result: {why}")
 
     async def _asked(self, body: bytes, timeout_s: float) -> tuple[int, bytes, float]:
-        """(HTTP status or 0, body or what went wrong, seconds that the service asks to wait), when there is room for a request."""
-        room = self._room.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_concurrent))
+        """(HTTP status or 0, body or what went wrong, seconds that the service asks to wait), when
+        there is room for a request.
+        """
+        room = self._room.setdefault(
+            asyncio.get_running_loop(), asyncio.Semaphore(self._max_concurrent)
+        )
         async with CLOCK.get().turn(room):  # waiting for it is not the time of the run
             request = asyncio.ensure_future(self._post(body, 2 * timeout_s + self._grace_s))
             self._under_way.add(request)
@@ -126,7 +158,9 @@ class RemoteSandbox:
         return request.result()
 
     async def _post(self, body: bytes, allowed_s: float) -> tuple[int, bytes, float]:
-        """One request; `allowed_s` is for all of it, however slowly the service sends its head or its body."""
+        """One request; `allowed_s` is for all of it, however slowly the service sends its head or
+        its body.
+        """
         import httpx
 
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -143,17 +177,28 @@ class RemoteSandbox:
                     if len(got) >= most:
                         break
         except TimeoutError:
-            return 0, f"TimeoutError: its answer was not complete within {allowed_s:g} s ({len(got)} bytes came)".encode(), 0.0
+            return (
+                0,
+                f"TimeoutError: its answer was not complete within {allowed_s:g} s ({len(got)} "
+                f"bytes came)".encode(),
+                0.0,
+            )
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
             cause: BaseException = e
             while (deeper := cause.__cause__ or cause.__context__) is not None:
                 cause = deeper
             return 0, f"{type(cause).__name__}: {cause}".encode("utf-8", "replace"), 0.0
         after = reply.headers.get("Retry-After", "")
-        return reply.status_code, bytes(got[:most]), float(after) if after.isdecimal() and len(after) < 10 else 0.0
+        return (
+            reply.status_code,
+            bytes(got[:most]),
+            float(after) if after.isdecimal() and len(after) < 10 else 0.0,
+        )
 
     def close(self) -> None:
-        """See `rft.extras.sandbox.code_sandbox.ProgramJudge`.  Requests under way are given up at once."""
+        """See `rft.extras.sandbox.code_sandbox.ProgramJudge`.  Requests under way are given up at
+        once.
+        """
         for request in list(self._under_way):
             if not (loop := request.get_loop()).is_closed():
                 loop.call_soon_threadsafe(request.cancel)
@@ -168,7 +213,8 @@ def _read(answer: bytes) -> tuple[Ran | None, str]:
     """What the program did; None and the reason if the service does not say."""
     try:
         said: Any = json.loads(answer)
-        status, result = said["status"], said.get("run_result") or {}
+        status = said["status"]
+        result = said.get("run_result") or {}
         if status == "SandboxError":
             return None, str(said.get("message"))[:300]
         compiled = said.get("compile_result") or {}
@@ -176,15 +222,26 @@ def _read(answer: bytes) -> tuple[Ran | None, str]:
             return Ran("timeout", "the service stopped it", b""), ""
         if status == "Success":
             return Ran("", "", str(result["stdout"]).encode()), ""
-        errors = str(result.get("stderr") or compiled.get("stderr") or said.get("message")).strip().splitlines()
-        return Ran("error", errors[-1][:500] if errors else f"exit status {result.get('return_code')}", b""), ""
+        errors = (
+            str(result.get("stderr") or compiled.get("stderr") or said.get("message"))
+            .strip()
+            .splitlines()
+        )
+        return Ran(
+            "error", errors[-1][:500] if errors else f"exit status {result.get('return_code')}", b""
+        ), ""
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        return None, f"its answer cannot be read ({type(e).__name__}): {answer[:200].decode(errors='replace')}"
+        return (
+            None,
+            f"its answer cannot be read ({type(e).__name__}): "
+            f"{answer[:200].decode(errors='replace')}",
+        )
 
 
 def _compared(output: str, wanted: Any, called: bool) -> Ran:
     if not called:
-        right, got = same_output(output, wanted), output
+        right = same_output(output, wanted)
+        got = output
     else:
         _, found, got = output.rpartition(_MARK)
         try:
@@ -192,6 +249,7 @@ def _compared(output: str, wanted: Any, called: bool) -> Ran:
         except (ValueError, RecursionError):
             return Ran("error", "the result is no JSON", b"")
         right = bool(found) and (
-            same(value, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and same(value, wanted[0]))
+            same(value, wanted)
+            or (isinstance(wanted, list) and len(wanted) == 1 and same(value, wanted[0]))
         )
     return Ran("" if right else "wrong_answer", "" if right else f"gave {got.strip()[:200]!r}", b"")

@@ -1,7 +1,9 @@
-"""Repair a small project: the model sees its files and writes those anew that it changes; hidden tests decide.
+"""Repair a small project: the model sees its files and writes those anew that it changes; hidden
+tests decide.
 
 explorer_input:
-  taskset: {path: "rft.taskset.task_folders:task_folders", args: {folder: examples/repair/tasks}, default_workflow_type: repair_workflow}
+  taskset: {path: "rft.taskset.task_folders:task_folders", args: {folder: examples/repair/tasks},
+  default_workflow_type: repair_workflow}
 """
 
 import asyncio
@@ -18,7 +20,8 @@ from rft.extras.sandbox.processes import ProgramLimits
 from rft.extras.sandbox.project import judging, passes_inside, served
 
 INSTRUCTION = (
-    "Repair the project so that it does what is asked. Write each file that you change, whole, in a block whose first line is "
+    "Repair the project so that it does what is asked. Write each file that you change, whole, in "
+    "a block whose first line is "
     "```PATH and whose last line is ```."
 )
 BLOCK = re.compile(r"^```(\S+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -27,10 +30,12 @@ _CONTAINERS: dict[str, ContainerSandbox] = {}  # by image
 
 
 class RepairArgs(BaseModel):
-    """`sandbox: local` runs hidden tests in a process of their own, which sees what the project's functions give.
+    """`sandbox: local` runs hidden tests in a process of their own, which sees what the project's
+    functions give.
 
-    `sandbox: container` runs them in the process of the project, where an answer that changes unittest is believed: in the task's image; in
-    `image` where it names none; else in that of its Dockerfile.
+    `sandbox: container` runs them in the process of the project, where an answer that changes
+    unittest is believed: in the task's image; in `image` where it names none; else in that of its
+    Dockerfile.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -45,32 +50,51 @@ class RepairWorkflow(Workflow):
     """Asks once; reward 1 where the hidden tests pass (`python -m unittest`), else 0."""
 
     def __init__(
-        self, sandbox: Literal["local", "container"] = "local", image: str = "", timeout_s: float = 30.0, memory_mb: int = 512
+        self,
+        sandbox: Literal["local", "container"] = "local",
+        image: str = "",
+        timeout_s: float = 30.0,
+        memory_mb: int = 512,
     ) -> None:
-        self.sandbox, self.image = sandbox, image
+        self.sandbox = sandbox
+        self.image = image
         self.limits = ProgramLimits(timeout_s=timeout_s, memory_mb=memory_mb)
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         files = task.row["files"]
         shown = "\n\n".join(f"```{path}\n{text.rstrip()}\n```" for path, text in files.items())
         said = await ctx.chat(
-            [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": f"{task.prompt}\n\n{shown}"}]
+            [
+                {"role": "system", "content": INSTRUCTION},
+                {"role": "user", "content": f"{task.prompt}\n\n{shown}"},
+            ]
         )
         changed = {path: text for path, text in BLOCK.findall(said.answer) if path in files}
         if not changed:
-            return ctx.transcript(score=Score(value=0.0, reason="no file of the project was written"))
-        project, tests = {**files, **changed}, task.row["tests"]
+            return ctx.transcript(
+                score=Score(value=0.0, reason="no file of the project was written")
+            )
+        project = {**files, **changed}
+        tests = task.row["tests"]
         if self.sandbox == "container":
             ran = await passes_inside(await self._container(task), project, tests, self.limits)
-            passed, why = not ran.reason, f"{ran.reason}: {ran.detail}"
+            passed = not ran.reason
+            why = f"{ran.reason}: {ran.detail}"
         else:
-            verdict = await _LOCAL.judge(served(project), Tests([judging(project, tests)]), self.limits)
-            passed, why = verdict.right, f"{verdict.reason}: {verdict.detail}"
-        return ctx.transcript(score=Score(value=float(passed), reason="the tests pass" if passed else why))
+            verdict = await _LOCAL.judge(
+                served(project), Tests([judging(project, tests)]), self.limits
+            )
+            passed = verdict.right
+            why = f"{verdict.reason}: {verdict.detail}"
+        return ctx.transcript(
+            score=Score(value=float(passed), reason="the tests pass" if passed else why)
+        )
 
     async def _container(self, task: Task) -> ContainerSandbox:
         if not (image := task.row["image"] or self.image):
-            image = await asyncio.to_thread(built, {**task.row["files"], "Dockerfile": task.row["dockerfile"]})
+            image = await asyncio.to_thread(
+                built, {**task.row["files"], "Dockerfile": task.row["dockerfile"]}
+            )
         if image not in _CONTAINERS:
             _CONTAINERS[image] = ContainerSandbox(image)
         return _CONTAINERS[image]

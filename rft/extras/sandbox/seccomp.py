@@ -1,8 +1,10 @@
-"""Which system calls a sandboxed program may make: a list of allowed ones as a seccomp filter, made by hand, no library.
+"""Which system calls a sandboxed program may make: a list of allowed ones as a seccomp filter, made
+by hand, no library.
 
-Everything that is not listed fails with EPERM: sockets beyond this process, other processes, tracing, mounts, shared memory, io_uring,
-keys.  Invariant: a call is allowed by its name in the tables below, for the two machines whose numbers stand there.
-Source: Linux, Documentation/userspace-api/seccomp_filter.rst and include/uapi/linux/{seccomp,filter,audit}.h.
+Everything that is not listed fails with EPERM: sockets beyond this process, other processes,
+tracing, mounts, shared memory, io_uring, keys.  Invariant: a call is allowed by its name in the
+tables below, for the two machines whose numbers stand there. Source: Linux,
+Documentation/userspace-api/seccomp_filter.rst and include/uapi/linux/{seccomp,filter,audit}.h.
 """
 
 from __future__ import annotations
@@ -53,18 +55,30 @@ _PROGRAMS = """
 execve:59:221 fchdir:81:50 statfs:137:43 fstatfs:138:44 symlink:88:- symlinkat:266:36 link:86:- linkat:265:37
 """
 
-_MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column of the tables, AUDIT_ARCH
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_*
-_LOAD, _EQUAL, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x45, 0x54, 0x06  # BPF: LD|W|ABS, JEQ|K, JSET|K, ALU|AND|K, RET|K
-_NR, _ARCH, _X32 = 0, 4, 0x40000000
-_PR_SET_SECCOMP, _FILTER = 22, 2
+# column of the tables, AUDIT_ARCH
+_MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
+_ALLOW = 0x7FFF0000  # SECCOMP_RET_*
+_KILL = 0x80000000
+_ERRNO = 0x00050000
+_LOAD = 0x20  # BPF: LD|W|ABS, JEQ|K, JSET|K, ALU|AND|K, RET|K
+_EQUAL = 0x15
+_ANY_BIT = 0x45
+_AND = 0x54
+_RETURN = 0x06
+_NR = 0
+_ARCH = 4
+_X32 = 0x40000000
+_PR_SET_SECCOMP = 22
+_FILTER = 2
 
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}
 _THREAD = 0x00010000
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | 0x400000  # the last: __O_TMPFILE
-_TERMINAL = (0x5401, 0x5413, 0x5421, 0x541B, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONBIO FIONREAD FIONCLEX FIOCLEX
+# TCGETS TIOCGWINSZ FIONBIO FIONREAD FIONCLEX FIOCLEX
+_TERMINAL = (0x5401, 0x5413, 0x5421, 0x541B, 0x5450, 0x5451)
 
-_SIGNALLING = (8, 10, 15)  # F_SETOWN F_SETSIG F_SETOWN_EX: a file whose events send signals to another process
+# F_SETOWN F_SETSIG F_SETOWN_EX: a file whose events send signals to another process
+_SIGNALLING = (8, 10, 15)
 
 Files = Literal["none", "read", "write"]
 _Code = list[tuple[int, int, int, int]]
@@ -72,12 +86,18 @@ _Code = list[tuple[int, int, int, int]]
 
 def supported() -> str:
     """Empty, or why no filter can be made for this machine."""
-    return "" if platform.machine() in _MACHINES else f"no table of system calls for {platform.machine()}"
+    return (
+        ""
+        if platform.machine() in _MACHINES
+        else f"no table of system calls for {platform.machine()}"
+    )
 
 
 def make(*, files: Files, processes: bool, groups: bool = True, programs: bool = False) -> bytes:
-    """The filter as the kernel wants it.  `files`: what may be opened; `processes`: others may be started, and with `programs` other
-    programs too; without `groups` they stay in this process group and send no signals."""
+    """The filter as the kernel wants it.  `files`: what may be opened; `processes`: others may be
+    started, and with `programs` other programs too; without `groups` they stay in this process
+    group and send no signals.
+    """
     column, arch = _MACHINES[platform.machine()]
     code: _Code = [
         (_LOAD, 0, 0, _ARCH),
@@ -91,7 +111,12 @@ def make(*, files: Files, processes: bool, groups: bool = True, programs: bool =
     checks = dict(_checks(writes, processes))
     for name, number in _numbers(_CHECKED + (_OPENS if files != "none" else ""), column):
         code += _rule(number, checks[name])
-    offered = ((_WRITES, writes), (_PROCESSES, processes), (_GROUPS, processes and groups), (_PROGRAMS, programs))
+    offered = (
+        (_WRITES, writes),
+        (_PROCESSES, processes),
+        (_GROUPS, processes and groups),
+        (_PROGRAMS, programs),
+    )
     for table in (_ALWAYS, *(t for t, allowed in offered if allowed)):
         for _, number in _numbers(table, column):
             code += _rule(number, [(_RETURN, 0, 0, _ALLOW)])
@@ -100,23 +125,41 @@ def make(*, files: Files, processes: bool, groups: bool = True, programs: bool =
 
 
 def install(code: bytes) -> None:
-    """Puts this thread, and all that it starts, under the filter for good.  Needs PR_SET_NO_NEW_PRIVS.  Raises OSError."""
+    """Puts this thread, and all that it starts, under the filter for good.  Needs
+    PR_SET_NO_NEW_PRIVS.  Raises OSError.
+    """
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.create_string_buffer(program, len(program)), 0, 0) != 0:
+    if (
+        libc.prctl(
+            _PR_SET_SECCOMP, _FILTER, ctypes.create_string_buffer(program, len(program)), 0, 0
+        )
+        != 0
+    ):
         raise OSError(ctypes.get_errno(), f"seccomp filter: {os.strerror(ctypes.get_errno())}")
 
 
 def _checks(writes: bool, processes: bool) -> list[tuple[str, _Code]]:
-    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _fail(errno.EPERM))
+    allow = (_RETURN, 0, 0, _ALLOW)
+    refuse = (_RETURN, 0, 0, _fail(errno.EPERM))
 
     def without(argument: int, bits: int) -> _Code:
         return [_low(argument), (_ANY_BIT, 0, 1, bits), refuse, allow]
 
-    # a second descriptor table or another's limits are nobody's business; own limits can only go down
+    # a second descriptor table or another's limits are nobody's business; own limits can only go
+    # down
     own_limits = [_low(0), (_EQUAL, 0, 1, 0), allow, refuse]
-    pair = [_low(0), (_EQUAL, 0, 4, 1), _low(1), (_AND, 0, 0, 0xFF), (_EQUAL, 0, 1, 1), allow, refuse]  # AF_UNIX, SOCK_STREAM
+    # AF_UNIX, SOCK_STREAM
+    pair = [
+        _low(0),
+        (_EQUAL, 0, 4, 1),
+        _low(1),
+        (_AND, 0, 0, 0xFF),
+        (_EQUAL, 0, 1, 1),
+        allow,
+        refuse,
+    ]
     ioctl: _Code = [_low(1)]
     for request in _TERMINAL:
         ioctl += [(_EQUAL, 0, 1, request), allow]
@@ -128,8 +171,14 @@ def _checks(writes: bool, processes: bool) -> list[tuple[str, _Code]]:
         ("openat", [allow] if writes else without(2, _WRITING)),
         ("ioctl", [*ioctl, refuse]),
         ("fcntl", [*fcntl, allow]),
-        ("clone", without(0, _NEW_NAMESPACES) if processes else [_low(0), (_ANY_BIT, 0, 1, _THREAD), allow, refuse]),
-        ("clone3", [(_RETURN, 0, 0, _fail(errno.ENOSYS))]),  # its flags are behind a pointer; libraries fall back to clone
+        (
+            "clone",
+            without(0, _NEW_NAMESPACES)
+            if processes
+            else [_low(0), (_ANY_BIT, 0, 1, _THREAD), allow, refuse],
+        ),
+        # its flags are behind a pointer; libraries fall back to clone
+        ("clone3", [(_RETURN, 0, 0, _fail(errno.ENOSYS))]),
         ("socketpair", pair),
         ("prlimit64", own_limits),
     ]

@@ -1,8 +1,9 @@
 """Runs tests that are code, in a sandbox, against functions that live in another.
 
-The tests see stand-ins for the program's functions; what comes back from a call is plain data, decoded here, so an `==` that always
-agrees, a patched `assert` helper or `exit(0)` stay with the program.  Invariant: no line of the program is run in this process, and
-the verdict goes over `channel`, which the program does not have.  What the program sent is decoded here and nowhere else.
+The tests see stand-ins for the program's functions; what comes back from a call is plain data,
+decoded here, so an `==` that always agrees, a patched `assert` helper or `exit(0)` stay with the
+program.  Invariant: no line of the program is run in this process, and the verdict goes over
+`channel`, which the program does not have.  What the program sent is decoded here and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from rft.worker.framing import BadMessage
 
 NAME = "<tests>"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+_DEFINITIONS = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+)
 
 
 class ProgramRaised(Exception):
@@ -35,7 +44,8 @@ class Link:
     """The way to the program.  Once it is `gone` nothing passes, whatever the tests caught."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock, self.gone = sock, ""
+        self._sock = sock
+        self.gone = ""
 
     def ask(self, message: Any) -> dict[str, Any]:
         """The program's reply.  Raises ProgramRaised."""
@@ -66,13 +76,20 @@ class Link:
 
 
 class Stand:
-    """Stands for a function or object of the program.  It can be called and asked for attributes; it equals only itself."""
+    """Stands for a function or object of the program.  It can be called and asked for attributes;
+    it equals only itself.
+    """
 
     def __init__(self, link: Link, target: str | int, kind: str = "function") -> None:
         self.__dict__.update(_link=link, _target=target, _kind=kind)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        message = ["call", self._target, [_give(a) for a in args], {k: _give(v) for k, v in kwargs.items()}]
+        message = [
+            "call",
+            self._target,
+            [_give(a) for a in args],
+            {k: _give(v) for k, v in kwargs.items()},
+        ]
         reply = self._link.ask(message)
         changed = reply.get("args")
         for mine, theirs in zip(args, changed if isinstance(changed, list) else (), strict=False):
@@ -90,7 +107,8 @@ class Stand:
 
 
 def run_tests(order: dict[str, Any], channel: socket.socket, link: socket.socket) -> None:
-    """Judges and sends {passed, total, reason, detail} or {broken: why the tests themselves cannot be run}: does not return.
+    """Judges and sends {passed, total, reason, detail} or {broken: why the tests themselves cannot
+    be run}: does not return.
 
     `suspect`: an error that wrong tests have, and that a program can cause with what it returns.
     """
@@ -103,11 +121,14 @@ def run_tests(order: dict[str, Any], channel: socket.socket, link: socket.socket
 
 
 def compare(order: dict[str, Any], channel: socket.socket, link: socket.socket) -> None:
-    """Calls `function` with each case that comes, until `channel` closes, and sends {reason, detail} of it: does not return.
+    """Calls `function` with each case that comes, until `channel` closes, and sends {reason,
+    detail} of it: does not return.
 
     A case is {args, wanted}; `reason` is empty where the function gave what was wanted.
     """
-    through, function, target = Link(link), order["function"], None
+    through = Link(link)
+    function = order["function"]
+    target = None
     while True:
         try:
             case = wire.receive(channel, largest=wire.LARGEST_ORDER)
@@ -115,9 +136,15 @@ def compare(order: dict[str, Any], channel: socket.socket, link: socket.socket) 
             os._exit(0)
         try:
             target = target or _callable(through, function)
-            got, wanted = target(*map(wire.decode, case["args"])), wire.decode(case["wanted"])
-            right = wire.same(got, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and wire.same(got, wanted[0]))
-            said = {"reason": "" if right else "wrong_answer", "detail": "" if right else f"{function} gave {wire.short(got)}"}
+            got = target(*map(wire.decode, case["args"]))
+            wanted = wire.decode(case["wanted"])
+            right = wire.same(got, wanted) or (
+                isinstance(wanted, list) and len(wanted) == 1 and wire.same(got, wanted[0])
+            )
+            said = {
+                "reason": "" if right else "wrong_answer",
+                "detail": "" if right else f"{function} gave {wire.short(got)}",
+            }
         except ProgramRaised as e:
             said = {"reason": "gone" if through.gone else "error", "detail": str(e)}
         except Exception as e:  # made of what the program sent: nothing else is run here
@@ -138,14 +165,16 @@ def _callable(link: Link, function: str) -> Any:
 
 
 def _judge(order: dict[str, Any], link: Link) -> dict[str, Any]:
-    tests, entry = order["tests"], order["entry_point"]
+    tests = order["tests"]
+    entry = order["entry_point"]
     names: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     _run_prompt(order["prompt"], names)
     for name in unknown(tests, names) | unknown([entry], {}):
         names[name] = Stand(link, name)
     if entry:
         names[entry] = names["candidate"] = Stand(link, entry)
-    passed, first = 0, {"reason": "passed", "detail": ""}
+    passed = 0
+    first = {"reason": "passed", "detail": ""}
     for test in tests:
         failure = _one(test, names, entry)
         if failure is None and link.gone:
@@ -158,8 +187,15 @@ def _judge(order: dict[str, Any], link: Link) -> dict[str, Any]:
             first = failure
         if failure is not None and not order["all"]:
             break
-    if passed == len(tests) and not (entry and any("check" in test for test in tests)) and _only_define(tests):
-        return {"broken": "they only define functions or classes; write asserts, or `check` and an entry_point"}
+    if (
+        passed == len(tests)
+        and not (entry and any("check" in test for test in tests))
+        and _only_define(tests)
+    ):
+        return {
+            "broken": "they only define functions or classes; write asserts, or `check` and an "
+            "entry_point"
+        }
     return {"passed": passed, "total": len(tests), **first}
 
 
@@ -187,10 +223,13 @@ def _one(test: str, names: dict[str, Any], entry: str) -> dict[str, Any] | None:
         return {"reason": "gone" if isinstance(e, ProgramGone) else "error", "detail": _line(e)}
     except BaseException as e:
         where = _where(e, test)
-        if isinstance(e, ImportError) and where.startswith(("import ", "from ")):  # which no program can cause
+        # which no program can cause
+        if isinstance(e, ImportError) and where.startswith(("import ", "from ")):
             return {"broken": _line(e)}
         failure = {"reason": "wrong_answer", "detail": f"{where}: {_line(e)}"[:500]}
-        return failure | ({"suspect": _line(e)} if isinstance(e, NameError | ImportError | SyntaxError) else {})
+        return failure | (
+            {"suspect": _line(e)} if isinstance(e, NameError | ImportError | SyntaxError) else {}
+        )
     finally:
         if had is not None:
             names.setdefault("check", had)
@@ -201,14 +240,17 @@ def _only_define(tests: list[str]) -> bool:
     """Whether nothing is run that a program could fail at."""
     nodes = [n for test in tests for n in ast.parse(test).body]
     idle = [
-        isinstance(n, _DEFINITIONS) or isinstance(n.value if isinstance(n, ast.Expr) else n, ast.Constant | ast.Name)
+        isinstance(n, _DEFINITIONS)
+        or isinstance(n.value if isinstance(n, ast.Expr) else n, ast.Constant | ast.Name)
         for n in nodes
     ]
     return all(i or "Name(id='__name__'" in ast.dump(n) for i, n in zip(idle, nodes, strict=True))
 
 
 def unknown(tests: list[str], names: dict[str, Any]) -> set[str]:
-    """Names that the tests read before they bind them, and that neither Python nor the question has."""
+    """Names that the tests read before they bind them, and that neither Python nor the question
+    has.
+    """
     read: set[str] = set()
     for test in tests:
         try:
@@ -225,12 +267,16 @@ def unknown(tests: list[str], names: dict[str, Any]) -> set[str]:
 
 
 def _names(node: ast.AST, inner: bool = False) -> Iterator[tuple[str, bool]]:
-    """Names in the order in which they are evaluated, and whether each is bound there; bindings of inner scopes are none."""
+    """Names in the order in which they are evaluated, and whether each is bound there; bindings of
+    inner scopes are none.
+    """
     if isinstance(node, ast.Name):
         yield node.id, isinstance(node.ctx, ast.Store) and not inner
     children = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.For):
-        children.sort(key=lambda child: child is not (node.iter if isinstance(node, ast.For) else node.value))
+        children.sort(
+            key=lambda child: child is not (node.iter if isinstance(node, ast.For) else node.value)
+        )
     for child in children:
         yield from _names(child, inner or isinstance(node, _SCOPES))
 
@@ -254,7 +300,11 @@ def _give(value: Any) -> Any:
 def _refer(value: Any) -> Any:
     if isinstance(value, Stand):
         known = isinstance(value._target, int)
-        return ["h", value._target, "object"] if known else value._link.ask(["get", value._target]).get("value")
+        return (
+            ["h", value._target, "object"]
+            if known
+            else value._link.ask(["get", value._target]).get("value")
+        )
     if isinstance(value, wire.Handle):
         return ["h", value.id, value.kind]
     raise NameError(f"tests can hand over plain data only, not {type(value).__name__}")
@@ -270,7 +320,11 @@ def _update(mine: Any, changed: Any) -> None:
 def _where(e: BaseException, test: str) -> str:
     lines = test.splitlines()
     numbers = [f.lineno or 0 for f in traceback.extract_tb(e.__traceback__) if f.filename == NAME]
-    return lines[numbers[-1] - 1].strip()[:200] if numbers and 0 < numbers[-1] <= len(lines) else "the tests"
+    return (
+        lines[numbers[-1] - 1].strip()[:200]
+        if numbers and 0 < numbers[-1] <= len(lines)
+        else "the tests"
+    )
 
 
 def _line(e: BaseException) -> str:

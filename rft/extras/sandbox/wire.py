@@ -1,4 +1,5 @@
-"""Messages between the processes of a sandbox: JSON in bounded frames; and values of programs as JSON.
+"""Messages between the processes of a sandbox: JSON in bounded frames; and values of programs as
+JSON.
 
 Knows nothing of what is said.  Invariant: what is decoded holds only Python's own data types, made
 anew, and `Handle`s; nothing that a program wrote is ever run on the receiving side.
@@ -37,7 +38,9 @@ class Handle:
     kind: str
 
 
-def send(sock: socket.socket, message: Any, *, largest: int = LARGEST, deadline: float | None = None) -> None:
+def send(
+    sock: socket.socket, message: Any, *, largest: int = LARGEST, deadline: float | None = None
+) -> None:
     """Raises what `framing.send` raises."""
     framing.send(sock.fileno(), json.dumps(message).encode(), largest=largest, deadline=deadline)
 
@@ -58,7 +61,9 @@ def parse(data: bytes) -> Any:
 
 
 def encode(value: Any, hold: Callable[[Any], Any]) -> Any:
-    """`value` as JSON.  What is not plain data becomes what `hold(value)` gives: a handle's message."""
+    """`value` as JSON.  What is not plain data becomes what `hold(value)` gives: a handle's
+    message.
+    """
     if value is None or value is True or value is False:
         return value
     kind = type(value)
@@ -80,9 +85,12 @@ def encode(value: Any, hold: Callable[[Any], Any]) -> Any:
 
 
 _BASES: tuple[tuple[type, str, Callable[[Any], Iterator[Any]]], ...] = (
-    (list, "l", list.__iter__), (tuple, "t", tuple.__iter__), (set, "s", set.__iter__), (frozenset, "f", frozenset.__iter__),
+    (list, "l", list.__iter__),
+    (tuple, "t", tuple.__iter__),
+    (set, "s", set.__iter__),
+    (frozenset, "f", frozenset.__iter__),
     (deque, "q", deque.__iter__),
-)  # fmt: skip
+)
 
 
 def _scalar(value: Any) -> Any:
@@ -117,8 +125,8 @@ def _first(items: Iterator[Any]) -> list[Any]:
 def decode(message: Any) -> Any:
     """The value.  Raises BadMessage for what `encode` would not have made.
 
-    Each number takes bounded time, but keys can be chosen so that their hashes collide: only a sandboxed process
-    decodes what a program sent.
+    Each number takes bounded time, but keys can be chosen so that their hashes collide: only a
+    sandboxed process decodes what a program sent.
     """
     try:
         return _decode(message)
@@ -129,7 +137,8 @@ def decode(message: Any) -> Any:
 def _decode(m: Any) -> Any:
     if m is None or isinstance(m, bool | int | float | str):
         return m
-    tag, body = m[0], m[1:]
+    tag = m[0]
+    body = m[1:]
     if tag in _SEQUENCES:
         (items,) = body
         return _SEQUENCES[tag]([_decode(v) for v in _typed(items, list)])
@@ -141,7 +150,9 @@ def _decode(m: Any) -> Any:
 
 
 def _typed(value: Any, kind: type[Any]) -> Any:
-    """`value`, if it is just what `encode` makes: a constructor given a text instead of a number would parse that, at any cost."""
+    """`value`, if it is just what `encode` makes: a constructor given a text instead of a number
+    would parse that, at any cost.
+    """
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
     if kind is int and value.bit_length() > _BITS:
@@ -150,8 +161,13 @@ def _typed(value: Any, kind: type[Any]) -> Any:
 
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "l": lambda v: v, "t": tuple, "s": set, "f": frozenset, "q": deque, "i": iter,
-}  # fmt: skip
+    "l": lambda v: v,
+    "t": tuple,
+    "s": set,
+    "f": frozenset,
+    "q": deque,
+    "i": iter,
+}
 
 
 def _decimal(text: str) -> Decimal:
@@ -172,7 +188,9 @@ _SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
 
 
 def same(got: Any, wanted: Any) -> bool:
-    """Whether plain values are equal, tuples being lists and numbers equal to a relative 1e-9 where one of them is a float."""
+    """Whether plain values are equal, tuples being lists and numbers equal to a relative 1e-9 where
+    one of them is a float.
+    """
     if isinstance(got, bool) or isinstance(wanted, bool):
         return got is wanted
     if isinstance(got, int | float) and isinstance(wanted, int | float):

@@ -1,6 +1,7 @@
 """Who may ask, and how much: keys of clients, known by their hashes alone, and limits for each key.
 
-Knows no HTTP.  Invariant: what was refused has taken nothing; a key is compared by its hash and never shown.
+Knows no HTTP.  Invariant: what was refused has taken nothing; a key is compared by its hash and
+never shown.
 """
 
 from __future__ import annotations
@@ -25,30 +26,39 @@ _MOST = 1 << 20
 
 
 def clients(settings: ServeSettings) -> dict[str, str]:
-    """{hash of the key: client}.  Raises SetupError where there is no key, or one that cannot be read or is too short."""
+    """{hash of the key: client}.  Raises SetupError where there is no key, or one that cannot be
+    read or is too short.
+    """
     found: dict[str, str] = {}
     if settings.clients_file is not None:
         try:
             lines = read_regular(settings.clients_file, _MOST).decode().splitlines()
         except (OSError, UnicodeDecodeError) as e:
-            raise SetupError(f"explorer.serve.clients_file {settings.clients_file} cannot be read: {e}") from e
+            raise SetupError(
+                f"explorer.serve.clients_file {settings.clients_file} cannot be read: {e}"
+            ) from e
         for number, line in enumerate(lines, 1):
             if not (text := line.partition("#")[0].strip()):
                 continue
             if (match := _LINE.fullmatch(text)) is None:
                 raise SetupError(
-                    f"{settings.clients_file}, line {number}: write NAME and the SHA-256 of its key as 64 hex digits; `rft serve --new-key "
+                    f"{settings.clients_file}, line {number}: write NAME and the SHA-256 of its "
+                    f"key as 64 hex digits; `rft serve --new-key "
                     "NAME` makes both"
                 )
             found[match["hash"]] = match["name"]
     if key := os.environ.get(ENVIRONMENT):
         if len(key) < LEAST_KEY:
-            raise SetupError(f"the key in {ENVIRONMENT} has {len(key)} characters; use a random one of at least {LEAST_KEY}")
+            raise SetupError(
+                f"the key in {ENVIRONMENT} has {len(key)} characters; use a random one of at least "
+                f"{LEAST_KEY}"
+            )
         learn_secrets([key])
         found[hashed(key)] = "environment"
     if not found:
         raise SetupError(
-            f"no client key: set {ENVIRONMENT} to a random key, or name explorer.serve.clients_file (`rft serve --new-key NAME` makes a "
+            f"no client key: set {ENVIRONMENT} to a random key, or name "
+            f"explorer.serve.clients_file (`rft serve --new-key NAME` makes a "
             "line for it)"
         )
     return found
@@ -88,7 +98,8 @@ class Quota:
     """The limits of one key."""
 
     def __init__(self, limits: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self.clock = limits, clock
+        self._limits = limits
+        self.clock = clock
         now = clock()
         self._requests = TokenBucket(limits.requests_per_minute, limits.requests_per_minute, now)
         self._tokens = TokenBucket(limits.tokens_per_minute, limits.tokens_per_minute, now)
@@ -96,15 +107,20 @@ class Quota:
 
     def check(self) -> None:
         """Raises TooMuch where one more request is too many."""
-        now, limits = self.clock(), self._limits
+        now = self.clock()
+        limits = self._limits
         self._requests.fill(now)
         self._tokens.fill(now)
         if self._under_way >= limits.max_concurrent:
             raise TooMuch(f"{limits.max_concurrent} requests of this key are under way", 1.0)
         if wait := self._requests.wait_s(1):
-            raise TooMuch(f"{limits.requests_per_minute} requests a minute are the limit of this key", wait)
+            raise TooMuch(
+                f"{limits.requests_per_minute} requests a minute are the limit of this key", wait
+            )
         if wait := self._tokens.wait_s(1):
-            raise TooMuch(f"{limits.tokens_per_minute} tokens a minute are the limit of this key", wait)
+            raise TooMuch(
+                f"{limits.tokens_per_minute} tokens a minute are the limit of this key", wait
+            )
 
     @contextmanager
     def request(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""What clients send beside OpenAI's requests, checked by pydantic; errors name the field, in OpenAI's form.
+"""What clients send beside OpenAI's requests, checked by pydantic; errors name the field, in
+OpenAI's form.
 
 Knows no sessions.  Invariant: a body is understood wholly or refused.
 """
@@ -39,7 +40,9 @@ class OpenSession(ServeBody):
 
 
 class RewardBody(ServeBody):
-    """POST /v1/sessions/{id}/reward.  `message`: the id of one answer; `final`: no reward of the whole session follows."""
+    """POST /v1/sessions/{id}/reward.  `message`: the id of one answer; `final`: no reward of the
+    whole session follows.
+    """
 
     reward: Value | Annotated[dict[Text, Value], Field(min_length=1)]
     message: Text | None = None

@@ -1,7 +1,8 @@
-"""All sessions that wait: opened, rewarded, joined, withdrawn, given up.  Every change is in the store before it is here.
+"""All sessions that wait: opened, rewarded, joined, withdrawn, given up.  Every change is in the
+store before it is here.
 
-Knows no HTTP and no batches.  Invariant: a session is here exactly as long as it waits in the store; one of a single call also while that
-is under way, and is stored with its answer.
+Knows no HTTP and no batches.  Invariant: a session is here exactly as long as it waits in the
+store; one of a single call also while that is under way, and is stored with its answer.
 """
 
 from __future__ import annotations
@@ -33,18 +34,23 @@ from rft.workflow.endpoint_wire import ApiError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-TASKSET, WORKFLOW = "serve", "session"  # of the rows
+TASKSET = "serve"  # of the rows
+WORKFLOW = "session"
 _DISK_RETRY_S = 1.0
 
 
 def steady_clock() -> Callable[[], float]:
-    """The time of day as it is now, and from then on as seconds pass: no session ends because a clock is set."""
+    """The time of day as it is now, and from then on as seconds pass: no session ends because a
+    clock is set.
+    """
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 
 
 async def patient(call: Callable[[], Awaitable[T]]) -> T:
-    """The result of `call`, which no client waits for: on a full disk, where it changes nothing, it is made again."""
+    """The result of `call`, which no client waits for: on a full disk, where it changes nothing, it
+    is made again.
+    """
     while True:
         try:
             return await call()
@@ -65,13 +71,20 @@ class SessionBook:
         on_over: Callable[[LiveSession], Any],
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._settings, self._model, self._store, self.clock = settings, model, store, clock or steady_clock()
-        self._on_open, self.on_over = on_open, on_over
+        self._settings = settings
+        self._model = model
+        self._store = store
+        self.clock = clock or steady_clock()
+        self._on_open = on_open
+        self.on_over = on_over
         self.sessions: dict[str, LiveSession] = {}
-        self._alone: dict[tuple[str, str], LiveSession] = {}  # of one call that may be sent again, by client and retry key
+        # of one call that may be sent again, by client and retry key
+        self._alone: dict[tuple[str, str], LiveSession] = {}
         self.groups = SessionGroups(settings.num_runs, settings.group_deadline_s)
-        self.changed = asyncio.Event()  # a group closed, or a deadline is earlier than the ones before
-        self.counts: Counter[str] = Counter()  # of what became of sessions, since this process began
+        # a group closed, or a deadline is earlier than the ones before
+        self.changed = asyncio.Event()
+        # of what became of sessions, since this process began
+        self.counts: Counter[str] = Counter()
         self._per_client: Counter[str] = Counter()
         self._expiries: list[tuple[float, str]] = []
 
@@ -80,11 +93,15 @@ class SessionBook:
         stored = await self._store.open_sessions()
         for s in stored:
             self._enter(s, fresh=False)
-        for s in sorted((s for s in stored if s.state == "rewarded"), key=lambda s: s.rewarded or 0.0):
+        for s in sorted(
+            (s for s in stored if s.state == "rewarded"), key=lambda s: s.rewarded or 0.0
+        ):
             self.groups.add(s.task_id, s.id, s.rewarded or s.created)
         self.changed.set()
 
-    async def open(self, client: str, task_id: str, metadata: dict[str, Any], ttl_s: float | None = None) -> LiveSession:
+    async def open(
+        self, client: str, task_id: str, metadata: dict[str, Any], ttl_s: float | None = None
+    ) -> LiveSession:
         """A new session.  Raises ApiError 429 where the client has too many."""
         key = new_key()
         stored = self._made(client, hashed(key), task_id, metadata, ttl_s)
@@ -93,7 +110,9 @@ class SessionBook:
         return self._enter(stored, fresh=True, key=key)
 
     def alone(self, client: str, retry_key: str) -> LiveSession:
-        """A session for one call of a client.  The same call, sent again, has the same one.  Raises ApiError 429 as `open` does."""
+        """A session for one call of a client.  The same call, sent again, has the same one.  Raises
+        ApiError 429 as `open` does.
+        """
         if (session := self._alone.get((client, retry_key))) is not None:
             return session
         stored = self._made(client, "", "", {"retry_key": retry_key} if retry_key else {}, None)
@@ -101,7 +120,9 @@ class SessionBook:
         return self._enter(stored, fresh=True)
 
     async def abandon(self, session: LiveSession) -> None:
-        """A call failed.  A session of this call alone ends, whether the call reached the store or not."""
+        """A call failed.  A session of this call alone ends, whether the call reached the store or
+        not.
+        """
         if not session.opening or session.under_way or session.id not in self.sessions:
             return
         self._no_more_alone(session)  # its call, sent again meanwhile, opens another one
@@ -109,15 +130,33 @@ class SessionBook:
             self.counts["failed"] += 1
             self._leave(session)
 
-    def _made(self, client: str, key_hash: str, task_id: str, metadata: dict[str, Any], ttl_s: float | None) -> StoredSession:
+    def _made(
+        self,
+        client: str,
+        key_hash: str,
+        task_id: str,
+        metadata: dict[str, Any],
+        ttl_s: float | None,
+    ) -> StoredSession:
         if self._per_client[client] >= self._settings.limits.max_sessions:
             why = f"{self._settings.limits.max_sessions} sessions of this client wait"
             raise ApiError(429, why, code="too_many_sessions", retry_s=10)
         now = self.clock()
-        ttl_s = self._settings.session_ttl_s if ttl_s is None else min(ttl_s, self._settings.session_ttl_s)
-        id, expires = f"s{secrets.token_hex(12)}", now + ttl_s
+        ttl_s = (
+            self._settings.session_ttl_s
+            if ttl_s is None
+            else min(ttl_s, self._settings.session_ttl_s)
+        )
+        id = f"s{secrets.token_hex(12)}"
+        expires = now + ttl_s
         return StoredSession(
-            id=id, client=client, key_hash=key_hash, task_id=task_id, metadata=metadata, created=now, expires=expires
+            id=id,
+            client=client,
+            key_hash=key_hash,
+            task_id=task_id,
+            metadata=metadata,
+            created=now,
+            expires=expires,
         )
 
     def _enter(self, stored: StoredSession, *, fresh: bool, key: str = "") -> LiveSession:
@@ -134,25 +173,43 @@ class SessionBook:
         self._on_open(session)
         return session
 
-    async def reward(self, session: LiveSession, score: Score, call: str | None, final: bool) -> str:
+    async def reward(
+        self, session: LiveSession, score: Score, call: str | None, final: bool
+    ) -> str:
         """ok | duplicate | replaced.  Raises ApiError where there is nothing to reward."""
         await session.load()
         async with session.scoring:
             return await self._rewarded(session, score, call, final)
 
-    async def _rewarded(self, session: LiveSession, score: Score, call: str | None, final: bool) -> str:
+    async def _rewarded(
+        self, session: LiveSession, score: Score, call: str | None, final: bool
+    ) -> str:
         if session.under_way:
             raise ApiError(
-                409, "calls of this session are under way; wait for their answers", code="calls_under_way", retry_s=1.0
+                409,
+                "calls of this session are under way; wait for their answers",
+                code="calls_under_way",
+                retry_s=1.0,
             )
         if call is not None and call not in session.calls:
-            raise ApiError(404, f"message {call!r} is none of this session's", param="message", code="unknown_message")
+            raise ApiError(
+                404,
+                f"message {call!r} is none of this session's",
+                param="message",
+                code="unknown_message",
+            )
         if not session.calls and (score.value is None or score.value > 0):
-            why = "the session has no answer that could have earned that; one whose first call failed takes a reward of 0 or less"
+            why = (
+                "the session has no answer that could have earned that; one whose first call "
+                "failed takes a reward of 0 or less"
+            )
             raise ApiError(400, why, code="no_calls")
         if call is not None and session.calls[call].answers > 1:
             raise ApiError(
-                400, "this message has several answers (n); reward the session", param="message", code="several_answers"
+                400,
+                "this message has several answers (n); reward the session",
+                param="message",
+                code="several_answers",
             )
         before = session.stored.score if call is None else session.scores.get(call)
         completes = (final or call is None) and session.stored.state == "open"
@@ -186,7 +243,9 @@ class SessionBook:
             self._leave(other)
 
     async def explain(self, ids: list[str], reason: str) -> bool:
-        """These sessions are never trained.  False: one of them did not wait any more, and is what it was."""
+        """These sessions are never trained.  False: one of them did not wait any more, and is what
+        it was.
+        """
         whole = not ids or await self._store.note(Explained(tuple(ids), reason))
         for id in ids if whole else [id for id in ids if await self._is_explained(id)]:
             self.groups.remove(id)
@@ -218,9 +277,14 @@ class SessionBook:
 
     @property
     def waiting(self) -> str:
-        """For people: sessions that wait for a reward, and those that wait for others of their task."""
+        """For people: sessions that wait for a reward, and those that wait for others of their
+        task.
+        """
         rewarded = sum(s.stored.state == "rewarded" for s in self.sessions.values())
-        return f"{len(self.sessions) - rewarded} sessions without a reward, {rewarded} rewarded ones in groups that are not full"
+        return (
+            f"{len(self.sessions) - rewarded} sessions without a reward, {rewarded} rewarded "
+            f"ones in groups that are not full"
+        )
 
     # ------------------------------------------------------------ deadlines
 
@@ -254,7 +318,8 @@ class SessionBook:
             session = self.sessions.get(id)
             if session is None or session.stored.state != "open":
                 continue
-            if session.under_way or session.scoring.locked():  # an answer that is being written may still be rewarded
+            # an answer that is being written may still be rewarded
+            if session.under_way or session.scoring.locked():
                 heapq.heappush(self._expiries, (now + 1.0, id))
                 return
             yield id
@@ -265,8 +330,12 @@ class SessionBook:
         return self._expiries[0][0] if self._expiries else None
 
     async def find(self, id: str) -> LiveSession | StoredSession | None:
-        """A session by its id or by that of one of its calls; one that does not wait any more as it is stored."""
-        if (session := self.sessions.get(id) or self.sessions.get(id.rpartition("-")[0])) is not None:
+        """A session by its id or by that of one of its calls; one that does not wait any more as it
+        is stored.
+        """
+        if (
+            session := self.sessions.get(id) or self.sessions.get(id.rpartition("-")[0])
+        ) is not None:
             return session
         stored = await self._store.find_session(id)
         return None if stored is None else self.sessions.get(stored.id, stored)
@@ -282,7 +351,14 @@ def task_of(settings: ServeSettings, task_id: str) -> Task:
     """What the rows of a session say of its task."""
     index = xxhash.xxh32_intdigest(task_id.encode()) & 0x7FFFFFFF
     row = {"task_id": task_id}
-    return Task(taskset=TASKSET, index=index, row=row, workflow=WORKFLOW, sampling=settings.sampling, num_runs=settings.num_runs)
+    return Task(
+        taskset=TASKSET,
+        index=index,
+        row=row,
+        workflow=WORKFLOW,
+        sampling=settings.sampling,
+        num_runs=settings.num_runs,
+    )
 
 
 def over(state: str, why: str) -> ApiError:

@@ -1,12 +1,14 @@
-"""A small client of `rft serve`: opens sessions and posts rewards.  What is asked in between goes through any OpenAI client.
+"""A small client of `rft serve`: opens sessions and posts rewards.  What is asked in between goes
+through any OpenAI client.
 
     with Client("http://127.0.0.1:8010", key) as rft:
         session = rft.session(task_id="sum-17")
-        answer = openai.OpenAI(base_url=session.base_url, api_key=session.api_key).chat.completions.create(...)
-        rft.reward(session, 1.0)
+        answer = openai.OpenAI(base_url=session.base_url,
+        api_key=session.api_key).chat.completions.create(...) rft.reward(session, 1.0)
 
-`AsyncClient` has the same methods, to be awaited.  A call that finds the service away or busy is sent again until `patience_s` is over;
-each may be sent twice without counting twice.  Knows no engine and no run; needs httpx alone.
+`AsyncClient` has the same methods, to be awaited.  A call that finds the service away or busy is
+sent again until `patience_s` is over; each may be sent twice without counting twice.  Knows no
+engine and no run; needs httpx alone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 import httpx
 
 _AGAIN = (429, 502, 503, 504)
-_AWAY = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError)  # nothing of these is a wrong address
+# nothing of these is a wrong address
+_AWAY = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError)
 _PAUSE_S = 1.0  # where the service does not say for how long
 _Call = Generator[httpx.Request | float, httpx.Response | None, Any]
 """Yields what is to be sent, or seconds to wait; is given the response, None where none came."""
@@ -33,7 +36,8 @@ class ServeError(Exception):
 
     def __init__(self, status: int, code: str | None, message: str) -> None:
         super().__init__(f"{status} {code or ''}: {message}")
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class _Calls:
     """The calls, without sending: one implementation for both clients."""
 
     def __init__(self, address: str, key: str, patience_s: float) -> None:
-        self._address, self._patience_s = address.rstrip("/").removesuffix("/v1"), patience_s
+        self._address = address.rstrip("/").removesuffix("/v1")
+        self._patience_s = patience_s
         self._headers = {"Authorization": f"Bearer {key}"}
 
     def _call(self, method: str, path: str, body: Any = None) -> _Call:
@@ -58,11 +63,15 @@ class _Calls:
             request = httpx.Request(method, self._address + path, json=body, headers=self._headers)
             response = yield request
             late = time.monotonic() >= deadline
-            busy = response is not None and (response.status_code in _AGAIN or "Retry-After" in response.headers)
+            busy = response is not None and (
+                response.status_code in _AGAIN or "Retry-After" in response.headers
+            )
             if response is not None and (not busy or late):
                 break
             if late:
-                raise ServeError(0, "unreachable", f"{self._address} did not answer for {self._patience_s:g} s")
+                raise ServeError(
+                    0, "unreachable", f"{self._address} did not answer for {self._patience_s:g} s"
+                )
             yield min(_pause_s(response), max(0.0, deadline - time.monotonic()))
         if response.is_error:
             try:
@@ -77,7 +86,13 @@ class _Calls:
         found = yield from self._call("POST", "/v1/sessions", body)
         return ClientSession(found["id"], f"{self._address}/run/{found['id']}/v1", found["api_key"])
 
-    def _reward(self, session: ClientSession, reward: float | dict[str, float], message: str | None, final: bool) -> _Call:
+    def _reward(
+        self,
+        session: ClientSession,
+        reward: float | dict[str, float],
+        message: str | None,
+        final: bool,
+    ) -> _Call:
         body = {"reward": reward, "message": message, "final": final}
         found = yield from self._call("POST", f"/v1/sessions/{session.id}/reward", body)
         return found["status"]
@@ -94,18 +109,29 @@ def _pause_s(response: httpx.Response | None) -> float:
 class Client(_Calls, contextlib.AbstractContextManager["Client"]):
     """`key`: the client's.  Raises ServeError for what the service refuses."""
 
-    def __init__(self, address: str, key: str, *, patience_s: float = 60.0, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, address: str, key: str, *, patience_s: float = 60.0, timeout_s: float = 60.0
+    ) -> None:
         super().__init__(address, key, patience_s)
         self._http = httpx.Client(timeout=timeout_s)
 
-    def session(self, task_id: str = "", metadata: dict[str, Any] | None = None, ttl_s: float | None = None) -> ClientSession:
+    def session(
+        self, task_id: str = "", metadata: dict[str, Any] | None = None, ttl_s: float | None = None
+    ) -> ClientSession:
         opened: ClientSession = self._do(self._open(task_id, metadata, ttl_s))
         return opened
 
     def reward(
-        self, session: ClientSession, reward: float | dict[str, float], *, message: str | None = None, final: bool = False
+        self,
+        session: ClientSession,
+        reward: float | dict[str, float],
+        *,
+        message: str | None = None,
+        final: bool = False,
     ) -> str:
-        """ok | replaced | duplicate.  `message`: of that answer alone; `final`: no reward of the whole session follows."""
+        """ok | replaced | duplicate.  `message`: of that answer alone; `final`: no reward of the
+        whole session follows.
+        """
         return str(self._do(self._reward(session, reward, message, final)))
 
     def withdraw(self, session: ClientSession) -> None:
@@ -123,7 +149,8 @@ class Client(_Calls, contextlib.AbstractContextManager["Client"]):
         given: httpx.Response | None = None
         try:
             while True:
-                step, given = call.send(given), None
+                step = call.send(given)
+                given = None
                 if isinstance(step, httpx.Request):
                     with contextlib.suppress(*_AWAY):
                         given = self._http.send(step)
@@ -142,7 +169,9 @@ class Client(_Calls, contextlib.AbstractContextManager["Client"]):
 class AsyncClient(_Calls, contextlib.AbstractAsyncContextManager["AsyncClient"]):
     """As `Client`; every method is awaited."""
 
-    def __init__(self, address: str, key: str, *, patience_s: float = 60.0, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, address: str, key: str, *, patience_s: float = 60.0, timeout_s: float = 60.0
+    ) -> None:
         super().__init__(address, key, patience_s)
         self._http = httpx.AsyncClient(timeout=timeout_s)
 
@@ -153,7 +182,12 @@ class AsyncClient(_Calls, contextlib.AbstractAsyncContextManager["AsyncClient"])
         return opened
 
     async def reward(
-        self, session: ClientSession, reward: float | dict[str, float], *, message: str | None = None, final: bool = False
+        self,
+        session: ClientSession,
+        reward: float | dict[str, float],
+        *,
+        message: str | None = None,
+        final: bool = False,
     ) -> str:
         return str(await self._do(self._reward(session, reward, message, final)))
 
@@ -170,7 +204,8 @@ class AsyncClient(_Calls, contextlib.AbstractAsyncContextManager["AsyncClient"])
         given: httpx.Response | None = None
         try:
             while True:
-                step, given = call.send(given), None
+                step = call.send(given)
+                given = None
                 if isinstance(step, httpx.Request):
                     with contextlib.suppress(*_AWAY):
                         given = await self._http.send(step)

@@ -8,8 +8,8 @@
     DELETE /v1/sessions/{id}                        it is never trained
     POST   /feedback  /commit                       as Trinity-RFT's client sends them
 
-Knows no batches.  Invariants: nothing but /health without a key; a session sees only itself, a client only its own sessions; what is
-refused has changed nothing.
+Knows no batches.  Invariants: nothing but /health without a key; a session sees only itself, a
+client only its own sessions; what is refused has changed nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ if TYPE_CHECKING:
 class Gateway(Endpoint):
     """`clients`: names by the hashes of their keys."""
 
-    def __init__(self, settings: ServeSettings, clients: Mapping[str, str], model: ChatModel) -> None:
+    def __init__(
+        self, settings: ServeSettings, clients: Mapping[str, str], model: ChatModel
+    ) -> None:
         super().__init__()
-        self._settings, self._clients, self._model = settings, dict(clients), model
+        self._settings = settings
+        self._clients = dict(clients)
+        self._model = model
         self.quotas = {name: Quota(settings.limits) for name in clients.values()}
         self._of_sessions: dict[str, Quota] = {}  # by id
         self._book: SessionBook | None = None
@@ -95,10 +99,13 @@ class Gateway(Endpoint):
             raise ApiError(401, "wrong key: this takes the key of a client", code="invalid_api_key")
         return name
 
-    async def respond(self, request: web.Request, asked: ApiRequest, retry_key: str) -> tuple[Session, ApiAnswer]:
+    async def respond(
+        self, request: web.Request, asked: ApiRequest, retry_key: str
+    ) -> tuple[Session, ApiAnswer]:
         name = None if "run" in request.match_info else self._clients.get(key_of(request))
         if name is not None:
-            with self._limited([self.quotas[name]]):  # before there is a session: what is refused leaves none behind
+            # before there is a session: what is refused leaves none behind
+            with self._limited([self.quotas[name]]):
                 session = self.book.alone(name, retry_key)
                 try:
                     answer = await session.answer(asked, retry_key)
@@ -118,13 +125,19 @@ class Gateway(Endpoint):
 
     def _count(self, session: LiveSession, answer: ApiAnswer, n: int) -> None:
         used = usage(answer.completions, n)
-        self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
+        self.counts.update(
+            calls=1,
+            prompt_tokens=used["prompt_tokens"],
+            completion_tokens=used["completion_tokens"],
+        )
         for quota in self._quotas(session):
             quota.spend(used["total_tokens"])
 
     @contextmanager
     def _limited(self, quotas: Sequence[Quota]) -> Iterator[None]:
-        """While a request is under way that counts for all of them.  Raises ApiError 429, which has taken nothing."""
+        """While a request is under way that counts for all of them.  Raises ApiError 429, which has
+        taken nothing.
+        """
         try:
             for quota in quotas:
                 quota.check()
@@ -137,8 +150,11 @@ class Gateway(Endpoint):
             yield
 
     async def _mine(self, request: web.Request) -> LiveSession | StoredSession:
-        """The session of the address, for its own key or its client's.  Others learn nothing, not even whether it is there."""
-        key, id = key_of(request), request.match_info["id"]
+        """The session of the address, for its own key or its client's.  Others learn nothing, not
+        even whether it is there.
+        """
+        key = key_of(request)
+        id = request.match_info["id"]
         found = await self.book.find(id) if key else None
         stored = found.stored if isinstance(found, LiveSession) else found
         if stored is not None:
@@ -157,13 +173,20 @@ class Gateway(Endpoint):
         asked = checked(bodies.OpenSession, await read_json(request))
         self._check_task(asked.task_id)
         session = await self.book.open(client, asked.task_id, asked.metadata, asked.ttl)
-        scheme = request.headers.get("X-Forwarded-Proto", request.scheme)  # of a proxy that speaks TLS
-        base_url = f"{scheme}://{request.host}/run/{session.id}/v1"  # the address that this client knows
-        return json_response({**_shown(session.stored), "api_key": session.key, "base_url": base_url}, status=201)
+        # of a proxy that speaks TLS
+        scheme = request.headers.get("X-Forwarded-Proto", request.scheme)
+        # the address that this client knows
+        base_url = f"{scheme}://{request.host}/run/{session.id}/v1"
+        return json_response(
+            {**_shown(session.stored), "api_key": session.key, "base_url": base_url}, status=201
+        )
 
     def _check_task(self, task_id: str) -> None:
         if self._settings.num_runs > 1 and not task_id:
-            why = "task_id is required, when a session is opened or in /feedback: runs of one task are compared with each other here"
+            why = (
+                "task_id is required, when a session is opened or in /feedback: runs of one task "
+                "are compared with each other here"
+            )
             raise ApiError(400, why, param="task_id", code="task_id_required")
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -177,7 +200,9 @@ class Gateway(Endpoint):
         call = None if asked.message is None else bodies.call_of(asked.message)
         return await self._rewarded(found, asked.score, call, asked.final)
 
-    async def _rewarded(self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool) -> web.Response:
+    async def _rewarded(
+        self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool
+    ) -> web.Response:
         if isinstance(found, LiveSession):
             status = await self.book.reward(found, score, call, final)
         elif found.state == "accepted" and call is None and found.score == score:
@@ -200,18 +225,33 @@ class Gateway(Endpoint):
     async def _feedback(self, request: web.Request) -> web.Response:
         client = self._client(request)
         asked = checked(bodies.Feedback, await read_json(request))
-        task_id, found = asked.task_id or "", dict[str, LiveSession | StoredSession]()
+        task_id = asked.task_id or ""
+        found = dict[str, LiveSession | StoredSession]()
         for message in asked.msg_ids:
             one = await self.book.find(bodies.call_of(message))
             stored = one.stored if isinstance(one, LiveSession) else one
             if one is None or stored is None or stored.client != client:
-                raise ApiError(404, f"message {message!r} is none of this client's", param="msg_ids", code="unknown_message")
+                raise ApiError(
+                    404,
+                    f"message {message!r} is none of this client's",
+                    param="msg_ids",
+                    code="unknown_message",
+                )
             found[stored.id], task_id = one, task_id or stored.task_id
         self._check_task(task_id)
         first = next(iter(found.values()))
-        waiting = [s for s in found.values() if isinstance(s, LiveSession) and s.stored.state == "open"]
-        if len(found) > 1 and (len(waiting) < len(found) or any(s.stored.key_hash for s in waiting[1:])):
-            raise ApiError(409, "some of these messages belong to other runs", param="msg_ids", code="session_over")
+        waiting = [
+            s for s in found.values() if isinstance(s, LiveSession) and s.stored.state == "open"
+        ]
+        if len(found) > 1 and (
+            len(waiting) < len(found) or any(s.stored.key_hash for s in waiting[1:])
+        ):
+            raise ApiError(
+                409,
+                "some of these messages belong to other runs",
+                param="msg_ids",
+                code="session_over",
+            )
         if waiting and (waiting[1:] or waiting[0].stored.task_id != task_id):
             await self.book.join(waiting[0], waiting[1:], task_id)
         return await self._rewarded(first, Score(value=asked.reward), None, False)
@@ -220,7 +260,9 @@ class Gateway(Endpoint):
         self._client(request)
         closed = self.book.groups.commit()
         self.book.changed.set()
-        return json_response({"status": "ok", "closed_groups": closed, "waiting_sessions": self.book.groups.waiting})
+        return json_response(
+            {"status": "ok", "closed_groups": closed, "waiting_sessions": self.book.groups.waiting}
+        )
 
     # ------------------------------------------------------------ what it does
 
@@ -233,16 +275,26 @@ class Gateway(Endpoint):
         from aiohttp import web
 
         self._client(request)
-        values = self.values() | {f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()}
-        waiting, closed = len(self.book.sessions), len(self.book.groups.closed)
+        values = self.values() | {
+            f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()
+        }
+        waiting = len(self.book.sessions)
+        closed = len(self.book.groups.closed)
         values |= {"serve/sessions/waiting": float(waiting), "serve/groups/closed": float(closed)}
         if isinstance(self._model, Measured):
             values |= reduce(await self._model.metrics())  # of several engines
-        lines = [f"rft_{re.sub('[^A-Za-z0-9]', '_', name)} {value:.15g}" for name, value in sorted(values.items())]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
+        lines = [
+            f"rft_{re.sub('[^A-Za-z0-9]', '_', name)} {value:.15g}"
+            for name, value in sorted(values.items())
+        ]
+        return web.Response(
+            text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8"
+        )
 
 
-def _to_its_end(handler: Callable[[web.Request], Awaitable[web.Response]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _to_its_end(
+    handler: Callable[[web.Request], Awaitable[web.Response]],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Also where the client has gone: a session is here as it is in the store."""
 
     async def handled(request: web.Request) -> web.Response:
@@ -252,5 +304,15 @@ def _to_its_end(handler: Callable[[web.Request], Awaitable[web.Response]]) -> Ca
 
 
 def _shown(s: StoredSession) -> dict[str, Any]:
-    shown = {"object": "session", "id": s.id, "task_id": s.task_id, "state": s.state, "expires": s.expires}
-    return shown | ({"reason": s.reason} if s.reason else {}) | ({"reward": s.score.value} if s.score is not None else {})
+    shown = {
+        "object": "session",
+        "id": s.id,
+        "task_id": s.task_id,
+        "state": s.state,
+        "expires": s.expires,
+    }
+    return (
+        shown
+        | ({"reason": s.reason} if s.reason else {})
+        | ({"reward": s.score.value} if s.score is not None else {})
+    )

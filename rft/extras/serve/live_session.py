@@ -1,7 +1,7 @@
 """One session of a client: its calls form one run, and each is stored before it is answered.
 
-Knows the store, not HTTP and not groups.  Invariant: an answer that left is in the store, and a request that is sent again with its key
-gets the same answer and counts once.
+Knows the store, not HTTP and not groups.  Invariant: an answer that left is in the store, and a
+request that is sent again with its key gets the same answer and counts once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import msgspec
 import xxhash
 
 from rft.types.completion import Score, Transcript, Turn
-from rft.types.sessions import CallStored, SessionStore, StoredCall, StoredSession, pack_turns, unpack_turns
+from rft.types.sessions import (
+    CallStored,
+    SessionStore,
+    StoredCall,
+    StoredSession,
+    pack_turns,
+    unpack_turns,
+)
 from rft.types.task import Task
 from rft.workflow.base import RunContext
 from rft.workflow.endpoint_sessions import RunSession, understood
@@ -35,9 +42,17 @@ class LiveSession(RunSession):
     """`stored` is the session as the ledger has it; `key`: the secret, where it was just made."""
 
     def __init__(
-        self, stored: StoredSession, ctx: RunContext, task: Task, store: SessionStore, *, fresh: bool, key: str = ""
+        self,
+        stored: StoredSession,
+        ctx: RunContext,
+        task: Task,
+        store: SessionStore,
+        *,
+        fresh: bool,
+        key: str = "",
     ) -> None:
-        own = stored.key_hash or "none " + stored.id  # a session without a key of its own is opened by none
+        # a session without a key of its own is opened by none
+        own = stored.key_hash or "none " + stored.id
         super().__init__(ctx, task, "taskset", True, id=stored.id, key=key, key_hash=own)
         self.name = "policy"
         self.stored = stored
@@ -47,7 +62,8 @@ class LiveSession(RunSession):
         self._retries: dict[str, _Retry] = {}
         self._number = 0
         self.calls: dict[str, StoredCall] = {}  # without payload
-        self.on_answer: Callable[[ApiAnswer, int], None] = lambda answer, n: None  # hears once of each that is stored
+        # hears once of each that is stored
+        self.on_answer: Callable[[ApiAnswer, int], None] = lambda answer, n: None
         self._owners: list[str] = []  # of each recorded turn: its call
         self.scores: dict[str, Score] = {}  # of single calls
         self.under_way = 0  # calls
@@ -66,7 +82,13 @@ class LiveSession(RunSession):
                 self._add(call, turns)
                 if call.retry_key:
                     done: asyncio.Future[ApiAnswer] = asyncio.get_running_loop().create_future()
-                    done.set_result(ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created))
+                    done.set_result(
+                        ApiAnswer(
+                            completions=[t.completion for t in turns],
+                            id=call.id,
+                            created=call.created,
+                        )
+                    )
                     self._retries[call.retry_key] = _Retry(call.asked, done)
             self._loading = None
 
@@ -82,19 +104,27 @@ class LiveSession(RunSession):
         digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked)) if retry_key else ""
         if (known := self._retries.get(retry_key)) is not None:
             if known.asked != digest:
-                why = "this Idempotency-Key was used with another request; give each request a key of its own"
+                why = (
+                    "this Idempotency-Key was used with another request; give each request a key "
+                    "of its own"
+                )
                 raise ApiError(409, why, param="Idempotency-Key", code="idempotency_conflict")
             return await asyncio.shield(known.answer)
         if not retry_key:
             return await self.call(self._answered(asked, "", ""))
-        job = asyncio.ensure_future(self.call(self._answered(asked, retry_key, digest)))  # goes on when the client has gone
+        # goes on when the client has gone
+        job = asyncio.ensure_future(self.call(self._answered(asked, retry_key, digest)))
         self._retries[retry_key] = _Retry(digest, job)
         job.add_done_callback(lambda done: self._forget(retry_key, done))
         return await asyncio.shield(job)
 
     async def reward(self, body: Any) -> dict[str, Any]:
         """What an agent posts that a run starts; here only what is in the store counts."""
-        raise ApiError(404, f"post the reward to /v1/sessions/{self.id}/reward; this key may", code="unknown_address")
+        raise ApiError(
+            404,
+            f"post the reward to /v1/sessions/{self.id}/reward; this key may",
+            code="unknown_address",
+        )
 
     def _forget(self, retry_key: str, done: asyncio.Future[ApiAnswer]) -> None:
         if done.cancelled() or done.exception() is not None:
@@ -103,7 +133,11 @@ class LiveSession(RunSession):
     async def _answered(self, asked: ApiRequest, retry_key: str, digest: str) -> ApiAnswer:
         async with self.scoring:  # a reward that is being stored completes the session
             if self.stored.state != "open":
-                raise ApiError(409, "the session has its reward: it is complete; open another one", code="session_complete")
+                raise ApiError(
+                    409,
+                    "the session has its reward: it is complete; open another one",
+                    code="session_complete",
+                )
             self.under_way += 1
         try:
             turns = await understood(self.generate(asked))
@@ -112,21 +146,40 @@ class LiveSession(RunSession):
             self.under_way -= 1
 
     async def _kept(self, turns: list[Turn], n: int, retry_key: str, digest: str) -> ApiAnswer:
-        """Stored, recorded and counted, also where the client has gone meanwhile: none is without the others."""
+        """Stored, recorded and counted, also where the client has gone meanwhile: none is without
+        the others.
+        """
         self.under_way += 1
         try:
-            number, self._number = self._number, self._number + 1
-            id, now, packed = f"{self.id}-{number}", time.time(), pack_turns(turns)
+            number = self._number
+            self._number = self._number + 1
+            id = f"{self.id}-{number}"
+            now = time.time()
+            packed = pack_turns(turns)
             call = StoredCall(
-                id=id, number=number, retry_key=retry_key, asked=digest, created=now, answers=len(turns), turns=packed
+                id=id,
+                number=number,
+                retry_key=retry_key,
+                asked=digest,
+                created=now,
+                answers=len(turns),
+                turns=packed,
             )
-            if not await self._store.note(CallStored(self.id, call, self.stored if self.opening else None)):
-                raise ApiError(409, "the session is over: withdrawn, or without a reward for too long", code="session_over")
+            if not await self._store.note(
+                CallStored(self.id, call, self.stored if self.opening else None)
+            ):
+                raise ApiError(
+                    409,
+                    "the session is over: withdrawn, or without a reward for too long",
+                    code="session_over",
+                )
             self.opening = False
             self._add(call, turns)
         finally:
             self.under_way -= 1
-        answer = ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created)
+        answer = ApiAnswer(
+            completions=[t.completion for t in turns], id=call.id, created=call.created
+        )
         self.on_answer(answer, n)
         return answer
 
@@ -142,14 +195,22 @@ class LiveSession(RunSession):
     def turns_of_calls(self) -> list[tuple[StoredCall, list[Any]]]:
         turns = self._ctx.transcript().turns
         return [
-            (call, [t for t, owner in zip(turns, self._owners, strict=True) if owner == id]) for id, call in self.calls.items()
+            (call, [t for t, owner in zip(turns, self._owners, strict=True) if owner == id])
+            for id, call in self.calls.items()
         ]
 
     def transcript(self) -> Transcript:
         """The run as it is trained: one row for each chain of calls."""
-        info: dict[str, Any] = {"session": self.id, "client": self.stored.client, "task_id": self.stored.task_id}
-        made = self._ctx.transcript(info=self.stored.metadata | info, layout="chains", score=self.stored.score)
+        info: dict[str, Any] = {
+            "session": self.id,
+            "client": self.stored.client,
+            "task_id": self.stored.task_id,
+        }
+        made = self._ctx.transcript(
+            info=self.stored.metadata | info, layout="chains", score=self.stored.score
+        )
         scored = [
-            msgspec.structs.replace(t, score=self.scores.get(owner)) for t, owner in zip(made.turns, self._owners, strict=True)
+            msgspec.structs.replace(t, score=self.scores.get(owner))
+            for t, owner in zip(made.turns, self._owners, strict=True)
         ]
         return msgspec.structs.replace(made, turns=tuple(scored))

@@ -1,4 +1,6 @@
-"""`rft serve`: answer OpenAI requests, take rewards, and train on them; the same as `rft run` with mode: serve."""
+"""`rft serve`: answer OpenAI requests, take rewards, and train on them; the same as `rft run` with
+mode: serve.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,20 @@ def serve(
     config: Config,
     overrides: Overrides = None,
     plugin_dir: PluginDirs = None,
-    in_process: Annotated[bool, typer.Option("--in-process", help="one process, no Ray: transformers engine, one rank")] = False,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="one process, no Ray: transformers engine, one rank"),
+    ] = False,
     new_key: Annotated[
-        str | None, typer.Option("--new-key", help="make a key for this client; nothing is started", show_default=False)
+        str | None,
+        typer.Option(
+            "--new-key", help="make a key for this client; nothing is started", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Serve the policy behind an OpenAI-compatible address and train it on the rewards that clients post."""
+    """Serve the policy behind an OpenAI-compatible address and train it on the rewards that clients
+    post.
+    """
     if new_key is not None:
         from rft.extras.serve.access import line_of
         from rft.workflow.endpoint_sessions import new_key as made

@@ -1,10 +1,12 @@
-"""Serves the policy and learns from it: rewarded sessions become groups, groups fill explore batches, the trainer takes them.
+"""Serves the policy and learns from it: rewarded sessions become groups, groups fill explore
+batches, the trainer takes them.
 
-    client ── calls, rewards ──> gateway ──> book (stored before answered) ──> closed groups ──> explore batches ──> buffer
+    client ── calls, rewards ──> gateway ──> book (stored before answered) ──> closed groups ──>
+    explore batches ──> buffer
 
-To the run it is an explorer: it joins, is assigned batches, appends and closes them.  It plays no task by itself.
-Invariant: a session becomes rows of one group in the transaction that ends its waiting, and of this attempt's weights only under
-verified ones.
+To the run it is an explorer: it joins, is assigned batches, appends and closes them.  It plays no
+task by itself. Invariant: a session becomes rows of one group in the transaction that ends its
+waiting, and of this attempt's weights only under verified ones.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def service_of_a_process(*args: Any, **sides: Any) -> Service:
 
 
 def settle() -> None:
-    """What this process has loaded stays: the garbage collector need not look through it while clients wait, 0.2 s each time.
+    """What this process has loaded stays: the garbage collector need not look through it while
+    clients wait, 0.2 s each time.
 
     What hundreds of requests under way are made of is no garbage either: it looks less often.
     """
@@ -69,15 +72,21 @@ def settle() -> None:
 class ServiceBuffer(BufferWriter, SessionStore, Protocol):
     """The buffer as a service sees it."""
 
-    async def append(self, frame: bytes, *, accepted: bool, reason: str = "", sessions: tuple[str, ...] = ()) -> AppendResult:
-        """As `BufferWriter`; the group's runs are those of `sessions`, in run order, which do not wait for anything any more."""
+    async def append(
+        self, frame: bytes, *, accepted: bool, reason: str = "", sessions: tuple[str, ...] = ()
+    ) -> AppendResult:
+        """As `BufferWriter`; the group's runs are those of `sessions`, in run order, which do not
+        wait for anything any more.
+        """
         ...
 
 
 class ServiceGate(Protocol):
     """What a service asks of the coordinator; see `ExploreGate`."""
 
-    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str: ...
+    async def next_batch(
+        self, *, lag: int | None, fingerprint: str, total: int | None
+    ) -> Assignment | str: ...
     async def wait_verified(self, version: Version) -> bool: ...
     async def explored(self, batch: int) -> None: ...
     async def finished(self) -> None:
@@ -88,7 +97,9 @@ class ServiceGate(Protocol):
 
 
 class Service:
-    """Serves under weights of `lineage`, and fills explore batches from the one that is assigned first."""
+    """Serves under weights of `lineage`, and fills explore batches from the one that is assigned
+    first.
+    """
 
     def __init__(
         self,
@@ -106,18 +117,27 @@ class Service:
     ) -> None:
         """`folder` gets serve.json, with the address.  Raises SetupError where no client has a key."""
         self.settings = settings
-        self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
-        self._lineage, self._models = lineage, models
-        self._folder, self._on_listening = folder, on_listening
+        self._model = model
+        self._buffer = buffer
+        self._gate = gate
+        self._sink = sink
+        self._lineage = lineage
+        self._models = models
+        self._folder = folder
+        self._on_listening = on_listening
         self._pipeline = ExperiencePipeline(pipeline, judge, settings.max_timeout_s)
-        self.gateway = Gateway(settings, clients(settings) if settings.clients is None else settings.clients, model)
+        self.gateway = Gateway(
+            settings, clients(settings) if settings.clients is None else settings.clients, model
+        )
         self.book = SessionBook(settings, model, buffer, self.gateway.add, self.gateway.remove)
         self._engines = engine_metrics(model, models)
         self._verified: set[Version] = set()
         self._main = StoppableWork()
 
     async def run(self) -> None:
-        """Serves until the trainer is finished.  Raises SetupError for a port that is taken, and what buffer and gate raise."""
+        """Serves until the trainer is finished.  Raises SetupError for a port that is taken, and
+        what buffer and gate raise.
+        """
         await self._main.run(self._run)
 
     async def stop(self) -> None:
@@ -130,11 +150,17 @@ class Service:
             given = await self._next_batch()  # engines serve from here on
             await self.book.restore()
             await self.gateway.serve(self.book)
-            write_whole(self._folder / ADDRESS, json.dumps({"base_url": f"{self.gateway.address}/v1"}))
+            write_whole(
+                self._folder / ADDRESS, json.dumps({"base_url": f"{self.gateway.address}/v1"})
+            )
             self._on_listening()
             step = given.batch + 1 if isinstance(given, Assignment) else 0
             where = f"the policy is served at {self.gateway.address}/v1"
-            await self._sink.log(MetricRecord(role="explorer", step=step, time=time.time(), values={}, notes=(where,)))
+            await self._sink.log(
+                MetricRecord(
+                    role="explorer", step=step, time=time.time(), values={}, notes=(where,)
+                )
+            )
             feeding = asyncio.ensure_future(self._feed(given))
             finished = asyncio.ensure_future(self._gate.finished())
             try:
@@ -169,12 +195,17 @@ class Service:
             given = await self._next_batch()
 
     async def _fill(self, batch: int, accepted: int, task: int) -> None:
-        """Fills a batch that has so many groups, the next one numbered `task`, closes it and reports."""
-        began, wanted = time.monotonic(), self.settings.batch_size
+        """Fills a batch that has so many groups, the next one numbered `task`, closes it and
+        reports.
+        """
+        began = time.monotonic()
+        wanted = self.settings.batch_size
         played: list[PlayedGroup] = []
         operated: list[Metric] = []
         reasons: Counter[str] = Counter()
-        with works(lambda: f"explore step {batch + 1}: {accepted} of {wanted} groups, {self.book.waiting}"):
+        with works(
+            lambda: f"explore step {batch + 1}: {accepted} of {wanted} groups, {self.book.waiting}"
+        ):
             while accepted < wanted:
                 closed = await self.book.next_group()
                 group = await self._append(GroupId(self._lineage, 0, batch, task), closed, operated)
@@ -185,12 +216,18 @@ class Service:
                 played.append(group)
                 if not group.accepted:
                     reasons[group.reason] += 1
-        await self._buffer.close_batch(batch, accepted=accepted, wanted=wanted, reasons=dict(reasons))
+        await self._buffer.close_batch(
+            batch, accepted=accepted, wanted=wanted, reasons=dict(reasons)
+        )
         await self._gate.explored(batch)
         await self._report(batch, played, time.monotonic() - began, operated)
 
-    async def _append(self, id: GroupId, closed: SessionGroup, operated: list[Metric]) -> PlayedGroup | None:
-        """Stores a closed group and returns it as it was rewarded; None where that cannot be trained: its sessions end or wait again."""
+    async def _append(
+        self, id: GroupId, closed: SessionGroup, operated: list[Metric]
+    ) -> PlayedGroup | None:
+        """Stores a closed group and returns it as it was rewarded; None where that cannot be
+        trained: its sessions end or wait again.
+        """
         found = [self.book.sessions[s] for s in closed.sessions if s in self.book.sessions]
         sessions = [s for s in found if await self._is_whole(s)]
         if len(sessions) < self.book.groups.needed:
@@ -211,7 +248,9 @@ class Service:
         return replace(played, accepted=group.accepted, reason=group.reason)
 
     async def _refused(self, error: FrameRejected, ids: list[str]) -> None:
-        """Explains the session whose row the buffer names, else all; the others wait for partners again."""
+        """Explains the session whose row the buffer names, else all; the others wait for partners
+        again.
+        """
         log.warning("%s", error)
         reason, _, text = str(error).partition(": ")
         waiting = [i for i in ids if i in self.book.sessions]  # one may be withdrawn by now
@@ -226,10 +265,16 @@ class Service:
         for id in ids:
             if (session := self.book.sessions.get(id)) is not None:
                 session.forming = False
-                self.book.groups.add(session.stored.task_id, id, session.stored.rewarded or session.stored.created)
+                self.book.groups.add(
+                    session.stored.task_id, id, session.stored.rewarded or session.stored.created
+                )
 
     async def _stored(self, group: PlayedGroup, ids: list[str]) -> None:
-        how: dict[str, Any] = {"accepted": group.accepted, "reason": group.reason, "sessions": tuple(ids)}
+        how: dict[str, Any] = {
+            "accepted": group.accepted,
+            "reason": group.reason,
+            "sessions": tuple(ids),
+        }
         await patient(lambda: self._buffer.append(encoded(group), **how))
 
     def _group(self, id: GroupId, task_id: str, sessions: list[LiveSession]) -> PlayedGroup:
@@ -239,19 +284,26 @@ class Service:
             transcript = session.transcript()
             try:
                 rows = _unanswered(task, session, id.run(number))
-                rows = rows or experiences(task, WORKFLOW, transcript, transcript.score, id, number, 0)
+                rows = rows or experiences(
+                    task, WORKFLOW, transcript, transcript.score, id, number, 0
+                )
             except ValueError as e:  # log-probs of an engine that are no numbers, for example
                 raise FrameRejected(f"not_storable: {id.run(number)} {e}") from e
             took = (session.stored.rewarded or session.stored.created) - session.stored.created
             runs.append(PlayedRun(rows, value(transcript, transcript.score), took, 0.0, 1))
-        needed = 1  # all runs are scored, so that a single one that can be trained is compared with the others
+        # all runs are scored, so that a single one that can be trained is compared with the others
+        needed = 1
         accepted, reason = judge([x for r in runs for x in r.experiences], len(runs), needed)
         return PlayedGroup(id, task, tuple(runs), accepted, reason, needed)
 
     async def _is_whole(self, session: LiveSession) -> bool:
-        """Whether all weights that wrote it are verified; else the store says why it is never trained."""
+        """Whether all weights that wrote it are verified; else the store says why it is never
+        trained.
+        """
         await session.load()
-        for version in {s.version for turn in session.transcript().turns for s in turn.completion.version_spans}:
+        for version in {
+            s.version for turn in session.transcript().turns for s in turn.completion.version_spans
+        }:
             if (
                 version in self._verified or version.lineage != self._lineage
             ):  # nobody verifies those of an attempt that has ended
@@ -262,21 +314,36 @@ class Service:
             self._verified.add(version)
         return True
 
-    async def _report(self, batch: int, played: list[PlayedGroup], wall_s: float, operated: list[Metric]) -> None:
+    async def _report(
+        self, batch: int, played: list[PlayedGroup], wall_s: float, operated: list[Metric]
+    ) -> None:
         values = rollout_metrics(played, wall_s, False) | pipeline_metrics(operated)
         values |= {f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()}
-        values |= {"serve/sessions/waiting": float(len(self.book.sessions)), **self.gateway.values()}
+        values |= {
+            "serve/sessions/waiting": float(len(self.book.sessions)),
+            **self.gateway.values(),
+        }
         for engines in self._engines:
             values |= await engines.since()
-        await self._sink.log(MetricRecord(role="explorer", step=batch + 1, time=time.time(), values=values))
+        await self._sink.log(
+            MetricRecord(role="explorer", step=batch + 1, time=time.time(), values=values)
+        )
 
 
 def _unanswered(task: Task, session: LiveSession, id: ExperienceId) -> tuple[Experience, ...]:
-    """The header row of a session whose first call failed: it has nothing to train, and its reward counts for its group."""
+    """The header row of a session whose first call failed: it has nothing to train, and its reward
+    counts for its group.
+    """
     if session.calls:
         return ()
     about = {"session": session.id, "client": session.stored.client}
-    told: dict[str, Any] = {"taskset": task.taskset, "task_index": task.index, "workflow": WORKFLOW, "info": about}
-    row, score = failed(id, **told, reason="the session has no answer"), session.stored.score
+    told: dict[str, Any] = {
+        "taskset": task.taskset,
+        "task_index": task.index,
+        "workflow": WORKFLOW,
+        "info": about,
+    }
+    row = failed(id, **told, reason="the session has no answer")
+    score = session.stored.score
     assert score is not None, "a session without answers is rewarded as a whole"
     return (msgspec.structs.replace(row, reward=score.value, reward_parts=score.parts),)

@@ -1,6 +1,8 @@
-"""Which rewarded sessions are compared with each other: the next `num_runs` of one task, or what is there at the deadline.
+"""Which rewarded sessions are compared with each other: the next `num_runs` of one task, or what is
+there at the deadline.
 
-Pure: no clock, no input or output.  Invariant: a session is in one group, open or closed, from its reward until it is taken or removed.
+Pure: no clock, no input or output.  Invariant: a session is in one group, open or closed, from its
+reward until it is taken or removed.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ class SessionGroups:
     """`needed`: the fewest sessions that can be trained together."""
 
     def __init__(self, num_runs: int, deadline_s: float) -> None:
-        self.num_runs, self._deadline_s = num_runs, deadline_s
+        self.num_runs = num_runs
+        self._deadline_s = deadline_s
         self.needed = min(2, num_runs)
-        self._open: dict[str, SessionGroup] = {}  # by task, the one that closes first before the others
+        # by task, the one that closes first before the others
+        self._open: dict[str, SessionGroup] = {}
         self._last = 0.0  # when the newest group was begun
         self._of: dict[str, tuple[str, SessionGroup]] = {}  # session: key and group, open or closed
         self.closed: deque[SessionGroup] = deque()
@@ -53,7 +57,9 @@ class SessionGroups:
             del self._open[key]
 
     def take(self) -> SessionGroup | None:
-        """The group that was closed first.  What is left of one that has lost sessions, and is now too small, waits for others again."""
+        """The group that was closed first.  What is left of one that has lost sessions, and is now
+        too small, waits for others again.
+        """
         while self.closed:
             group = self.closed.popleft()
             for session in group.sessions:
@@ -66,12 +72,17 @@ class SessionGroups:
 
     def expire(self, now: float) -> list[str]:
         """Closes the groups whose deadline has passed; the sessions that have too few partners."""
-        return self._close([key for key, _ in takewhile(lambda item: item[1].closes <= now, self._open.items())], give_up=True)
+        return self._close(
+            [key for key, _ in takewhile(lambda item: item[1].closes <= now, self._open.items())],
+            give_up=True,
+        )
 
     def commit(self) -> int:
         """Closes every group that can be trained; how many."""
         before = len(self.closed)
-        self._close([key for key, g in self._open.items() if len(g.sessions) >= self.needed], give_up=False)
+        self._close(
+            [key for key, g in self._open.items() if len(g.sessions) >= self.needed], give_up=False
+        )
         return len(self.closed) - before
 
     @property

@@ -1,6 +1,8 @@
-"""The file of `rft simulate`: a cluster that need not be here, and how fast it is, measured or assumed.
+"""The file of `rft simulate`: a cluster that need not be here, and how fast it is, measured or
+assumed.
 
-Knows runs' metrics, not the schedule.  Invariant: every number that a forecast uses is one of `assumptions`.
+Knows runs' metrics, not the schedule.  Invariant: every number that a forecast uses is one of
+`assumptions`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 _LENGTHS = ("runs", "response_length/mean", "response_length/max", "prompt_length/mean")
-_HARDWARE = ("peak_tflops", "memory_gbps", "link_gbps", "prompt_tokens", "response_tokens", "longest_response")
+_HARDWARE = (
+    "peak_tflops",
+    "memory_gbps",
+    "link_gbps",
+    "prompt_tokens",
+    "response_tokens",
+    "longest_response",
+)
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,11 +57,15 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     train_share: Share = 0.4  # of peak_tflops, forward and backward
     prefill_share: Share = 0.5  # of peak_tflops
     decode_share: Share = 0.6  # of memory_gbps
-    decode_step_ms: Annotated[float, Meta(ge=0)] = 5.0  # of one token of all texts, beside reading memory: scheduling, sampling
-    batch_s: Annotated[float, Meta(ge=0)] = 1.0  # of an explore batch, beside its tokens: rewards, storing
+    # of one token of all texts, beside reading memory: scheduling, sampling
+    decode_step_ms: Annotated[float, Meta(ge=0)] = 5.0
+    # of an explore batch, beside its tokens: rewards, storing
+    batch_s: Annotated[float, Meta(ge=0)] = 1.0
     step_s: Annotated[float, Meta(ge=0)] = 0.5  # of a train step, beside its tokens
-    sync_s: Annotated[float, Meta(ge=0)] = 1.0  # of a publication, beside its bytes: pause, probes, canary
-    overlap: Share | None = None  # speed of each side while both work; without GPUs they share the cores
+    # of a publication, beside its bytes: pause, probes, canary
+    sync_s: Annotated[float, Meta(ge=0)] = 1.0
+    # speed of each side while both work; without GPUs they share the cores
+    overlap: Share | None = None
     measured: tuple[str, ...] = ()  # folders of runs, whose times replace the speeds above
 
     @property
@@ -62,14 +75,21 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def facts(self) -> Facts:
         """Of a machine of it; neither its memory nor its disk is judged."""
         memory = None if self.gpu_memory_gib is None else int(self.gpu_memory_gib * GIB)
-        return Facts(gpus=self.nodes * self.gpus_per_node, memory=None, gpu_memory=memory, disk=lambda folder: None)
+        return Facts(
+            gpus=self.nodes * self.gpus_per_node,
+            memory=None,
+            gpu_memory=memory,
+            disk=lambda folder: None,
+        )
 
     def overrides(self) -> list[str]:
         return [f"cluster.node_num={self.nodes}", f"cluster.gpu_per_node={self.gpus_per_node}"]
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, and mean tokens.  `prompt_token` and `trained_token` are of one engine and of one rank."""
+    """Seconds, and mean tokens.  `prompt_token` and `trained_token` are of one engine and of one
+    rank.
+    """
 
     batch: float
     decode_step: float  # one token of every text that an engine writes
@@ -81,7 +101,8 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     prompt: float
     response: float
     longest: float
-    computed: float = 1.0  # share of positions that a step computes: groups with equal rewards are skipped
+    # share of positions that a step computes: groups with equal rewards are skipped
+    computed: float = 1.0
 
 
 def load(path: Path) -> ClusterFile:
@@ -90,21 +111,29 @@ def load(path: Path) -> ClusterFile:
         value, _ = parse(read_regular(path, 1 << 20).decode("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"cannot be read: {e}", key=KEY, given=str(path)) from None
-    if isinstance(value, dict) and (unknown := [k for k in value if k not in ClusterFile.__struct_fields__]):
+    if isinstance(value, dict) and (
+        unknown := [k for k in value if k not in ClusterFile.__struct_fields__]
+    ):
         allowed = ", ".join(ClusterFile.__struct_fields__)
         raise ConfigError(
-            f"has no key {unknown[0]}; it takes {allowed}.{nearest(unknown[0], ClusterFile.__struct_fields__)}", key=KEY
+            f"has no key {unknown[0]}; it takes "
+            f"{allowed}.{nearest(unknown[0], ClusterFile.__struct_fields__)}",
+            key=KEY,
         )
     try:
         found = msgspec.convert(value, ClusterFile, strict=True)
     except msgspec.ValidationError as e:
         raise ConfigError(
-            f"{path}: {str(e).replace('$.', '')}", key=KEY, given=value if not isinstance(value, dict) else None
+            f"{path}: {str(e).replace('$.', '')}",
+            key=KEY,
+            given=value if not isinstance(value, dict) else None,
         ) from None
     lacking = [k for k in _HARDWARE if getattr(found, k) is None]
     if lacking and not found.measured:
         raise ConfigError(
-            f"{path} lacks {', '.join(lacking)}; write them, or `measured: [RUN]` with the folder of a run", key=KEY
+            f"{path} lacks {', '.join(lacking)}; write them, or `measured: [RUN]` with the folder "
+            f"of a run",
+            key=KEY,
         )
     if found.nodes > 1 and found.network_gbps is None and not found.measured:
         raise ConfigError(f"{path} has {found.nodes} nodes and lacks network_gbps", key=KEY)
@@ -114,30 +143,59 @@ def load(path: Path) -> ClusterFile:
 def of_hardware(c: ClusterFile, plan: Plan, shape: ModelShape, texts: float) -> Speeds:
     """From peaks and shares, for an engine that writes `texts` at a time.
 
-    Decoding reads the weights once for a token of all texts, and the keys and values of each; prefill and training are counted in
-    multiplications: 2 a parameter and token forward, 4 backward (Kaplan et al. 2020, section 2.1), without those of attention.
+    Decoding reads the weights once for a token of all texts, and the keys and values of each;
+    prefill and training are counted in multiplications: 2 a parameter and token forward, 4 backward
+    (Kaplan et al. 2020, section 2.1), without those of attention.
     """
-    assert c.peak_tflops and c.memory_gbps and c.link_gbps and c.prompt_tokens and c.response_tokens and c.longest_response
-    engine, learner = plan.engines[0], plan.learner
-    gpus, active = max(1, engine.gpus), _active(shape)
-    memory, peak = gpus * c.memory_gbps * 1e9 * c.decode_share, c.peak_tflops * 1e12
+    assert (
+        c.peak_tflops
+        and c.memory_gbps
+        and c.link_gbps
+        and c.prompt_tokens
+        and c.response_tokens
+        and c.longest_response
+    )
+    engine = plan.engines[0]
+    learner = plan.learner
+    gpus = max(1, engine.gpus)
+    active = _active(shape)
+    memory = gpus * c.memory_gbps * 1e9 * c.decode_share
+    peak = c.peak_tflops * 1e12
     weights = shape.parameters * BYTES[engine.dtype] / memory
     cached = (c.prompt_tokens + c.response_tokens / 2) * shape.cached * BYTES[engine.dtype] / memory
     computed = 2 * active / (gpus * peak * c.prefill_share)
-    token = max(weights + texts * cached, texts * computed) - weights  # what bounds it: memory or arithmetic
+    # what bounds it: memory or arithmetic
+    token = max(weights + texts * cached, texts * computed) - weights
     passes = 6 + 2 * learner.gradient_checkpointing + 2 * _forward_passes(plan)
     ranks = learner.world_size
     trained = passes * active / (peak * c.train_share)
-    if ranks > 1:  # weights are gathered twice and gradients are spread once for each micro-batch, while others compute
-        link = c.link_gbps if ranks <= c.gpus_per_node or not c.network_gbps else c.network_gbps / c.gpus_per_node
+    # weights are gathered twice and gradients are spread once for each micro-batch, while others
+    # compute
+    if ranks > 1:
+        link = (
+            c.link_gbps
+            if ranks <= c.gpus_per_node or not c.network_gbps
+            else c.network_gbps / c.gpus_per_node
+        )
         moved = 3 * shape.parameters * BYTES[learner.dtype] * (ranks - 1) / ranks / (link * 1e9)
         trained = max(trained, moved / learner.max_token_len_per_gpu)
-    sent = shape.parameters * BYTES[learner.dtype] / ((c.network_gbps if c.nodes > 1 and c.network_gbps else c.link_gbps) * 1e9)
+    sent = (
+        shape.parameters
+        * BYTES[learner.dtype]
+        / ((c.network_gbps if c.nodes > 1 and c.network_gbps else c.link_gbps) * 1e9)
+    )
     return Speeds(
-        batch=c.batch_s, decode_step=c.decode_step_ms / 1e3 + weights, decode_token=token / max(1.0, texts), prompt_token=computed,
-        step=c.step_s, trained_token=trained, sync=c.sync_s + sent,
-        prompt=c.prompt_tokens, response=c.response_tokens, longest=c.longest_response,
-    )  # fmt: skip
+        batch=c.batch_s,
+        decode_step=c.decode_step_ms / 1e3 + weights,
+        decode_token=token / max(1.0, texts),
+        prompt_token=computed,
+        step=c.step_s,
+        trained_token=trained,
+        sync=c.sync_s + sent,
+        prompt=c.prompt_tokens,
+        response=c.response_tokens,
+        longest=c.longest_response,
+    )
 
 
 def _active(shape: ModelShape) -> int:
@@ -156,62 +214,112 @@ def _forward_passes(plan: Plan) -> int:
 
 
 def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
-    """From the times of runs on such machines: least squares with coefficients that are not negative.
+    """From the times of runs on such machines: least squares with coefficients that are not
+    negative.
 
     Raises ConfigError where there are too few steps.
     """
-    batches, steps, syncs, verified, lengths, computed = [], [], [], [], [], []
+    batches = []
+    steps = []
+    syncs = []
+    verified = []
+    lengths = []
+    computed = []
     for plan, records in runs.values():
-        for v in (r.values for r in records if r.role == "explorer" and "rollout/response_length/mean" in r.values):
+        for v in (
+            r.values
+            for r in records
+            if r.role == "explorer" and "rollout/response_length/mean" in r.values
+        ):
             texts, mean, longest, prompt = (v[f"rollout/{x}"] for x in _LENGTHS)
             texts /= len(plan.engines)
             prompts = texts / max(t.num_runs for t in plan.explorer.tasksets) * prompt
             batches.append(
-                ([1.0, decode_steps(texts, concurrent(plan), mean, longest), texts * mean, prompts], v["rollout/time/batch"])
+                (
+                    [
+                        1.0,
+                        decode_steps(texts, concurrent(plan), mean, longest),
+                        texts * mean,
+                        prompts,
+                    ],
+                    v["rollout/time/batch"],
+                )
             )
             lengths.append((mean, longest, prompt))
-        later = [r.values for r in records if r.role == "trainer" and r.step > 1]  # the first step compiles
+        # the first step compiles
+        later = [r.values for r in records if r.role == "trainer" and r.step > 1]
         for v in (v for v in later if "time/train_s" in v):
-            tokens = v["experience/response_tokens"] + prompts_of(plan) * v["experience/prompt_length/mean"]
+            tokens = (
+                v["experience/response_tokens"]
+                + prompts_of(plan) * v["experience/prompt_length/mean"]
+            )
             positions = v.get("perf/computed_positions", tokens)
             steps.append(([1.0, positions / plan.learner.world_size], v["time/train_s"]))
             computed.append(positions / tokens)
             syncs += [v["time/sync_s"]] if "time/sync_s" in v else []
-        verified += [v["sync/total_s"] - v["sync/opened_s"] for v in (r.values for r in records) if "sync/opened_s" in v]
+        verified += [
+            v["sync/total_s"] - v["sync/opened_s"]
+            for v in (r.values for r in records)
+            if "sync/opened_s" in v
+        ]
     if min(len(batches), len(steps), len(syncs)) < 3:
-        raise ConfigError(f"{', '.join(runs)}: three steps with a publication are the least to learn speeds from", key=KEY)
+        raise ConfigError(
+            f"{', '.join(runs)}: three steps with a publication are the least to learn speeds from",
+            key=KEY,
+        )
     batch, decode_step, decode_token, prompt_token = _fitted(batches)
     step, trained = _fitted(steps)
     mean, longest, prompt = (fmean(x[i] for x in lengths) for i in range(3))
     return Speeds(
-        batch=batch, decode_step=decode_step, decode_token=decode_token, prompt_token=prompt_token, step=step, trained_token=trained,
-        sync=median(syncs) - median(verified or [0.0]), prompt=prompt, response=mean, longest=longest,
+        batch=batch,
+        decode_step=decode_step,
+        decode_token=decode_token,
+        prompt_token=prompt_token,
+        step=step,
+        trained_token=trained,
+        sync=median(syncs) - median(verified or [0.0]),
+        prompt=prompt,
+        response=mean,
+        longest=longest,
         computed=fmean(computed),
-    )  # fmt: skip
+    )
 
 
 def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
-    """Least squares over all choices of columns whose coefficients come out positive; those of the others are 0."""
-    given, times = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
-    scale, width = given.max(axis=0).clip(1e-12), given.shape[1]
-    best, least = np.zeros(width), float(times @ times)
+    """Least squares over all choices of columns whose coefficients come out positive; those of the
+    others are 0.
+    """
+    given = np.array([r[0] for r in rows])
+    times = np.array([r[1] for r in rows])
+    scale = given.max(axis=0).clip(1e-12)
+    width = given.shape[1]
+    best = np.zeros(width)
+    least = float(times @ times)
     for columns in chain.from_iterable(combinations(range(width), n) for n in range(1, width + 1)):
         part = given[:, columns] / scale[list(columns)]
         found = np.linalg.lstsq(part, times, rcond=None)[0]
         off = part @ found - times
         if (found >= 0).all() and off @ off < least:
-            least, best = float(off @ off), np.zeros(width)
+            least = float(off @ off)
+            best = np.zeros(width)
             best[list(columns)] = found / scale[list(columns)]
     return [float(x) for x in best]
 
 
 def concurrent(plan: Plan) -> int:
     """Texts that one engine may write at a time."""
-    return max(1, min(plan.engines[0].max_num_seqs, -(-plan.explorer.max_concurrent_runs // len(plan.engines))))
+    return max(
+        1,
+        min(
+            plan.engines[0].max_num_seqs, -(-plan.explorer.max_concurrent_runs // len(plan.engines))
+        ),
+    )
 
 
 def decode_steps(texts: float, at_once: float, mean: float, longest: float) -> float:
-    """Tokens in a row that an engine writes until the last of `texts` answers ends, `at_once` of them at a time."""
+    """Tokens in a row that an engine writes until the last of `texts` answers ends, `at_once` of
+    them at a time.
+    """
     return longest + mean * max(0.0, texts / at_once - 1)
 
 
@@ -235,6 +343,8 @@ def measured(cluster: ClusterFile, beside: Path) -> dict[str, tuple[Plan, list[M
         folder = beside / name
         report = check(folder / "config.resolved.yaml", schema_only=True)
         if report.plan is None or not (folder / "metrics.jsonl").is_file():
-            raise ConfigError("is no folder of a run that has trained", key=f"{KEY}: measured", given=name)
+            raise ConfigError(
+                "is no folder of a run that has trained", key=f"{KEY}: measured", given=name
+            )
         found[name] = (report.plan, read(folder / "metrics.jsonl"))
     return found

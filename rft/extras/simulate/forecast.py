@@ -1,7 +1,9 @@
-"""How long the steps of a plan take on a cluster that need not be here, who waits, and which split, interval and style are faster.
+"""How long the steps of a plan take on a cluster that need not be here, who waits, and which split,
+interval and style are faster.
 
-The schedule is the run's own, on a simulated clock.  Invariant: a forecast follows from the plan, the model's sizes and `Speeds` alone.
-Not in it: evaluations, checkpoints, several turns of a run, judges.
+The schedule is the run's own, on a simulated clock.  Invariant: a forecast follows from the plan,
+the model's sizes and `Speeds` alone. Not in it: evaluations, checkpoints, several turns of a run,
+judges.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from rft.config.model_folder import ModelShape
 from rft.config.plan import Plan, schedule
 from rft.errors import ConfigError
 from rft.extras.simulate import cluster_file
-from rft.extras.simulate.cluster_file import ClusterFile, Speeds, concurrent, decode_steps, prompts_of, rows_of
+from rft.extras.simulate.cluster_file import (
+    ClusterFile,
+    Speeds,
+    concurrent,
+    decode_steps,
+    prompts_of,
+    rows_of,
+)
 from rft.sync.schedule import Style
 from rft.sync.timeline import Span, simulate
 
@@ -32,8 +41,9 @@ _BOUNDS = (0, 1, 2, 4, 8)  # of staleness, in steps
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Seconds of a step and its parts, each alone; shares of the time without a batch, and without a train step or a publication;
-    the steps that trained rows are old."""
+    """Seconds of a step and its parts, each alone; shares of the time without a batch, and without
+    a train step or a publication; the steps that trained rows are old.
+    """
 
     plan: Plan
     step_s: float
@@ -57,71 +67,125 @@ class Simulated:
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, how much), the assumptions last."""
-        f, c, s = self.forecast, self.cluster, self.speeds
+        f = self.forecast
+        c = self.cluster
+        s = self.speeds
         found = [
             ("step", f"{f.step_s:.3g} s, {f.tokens_per_s:,.0f} trained response tokens a second"),
-            ("parts alone", f"explore batch {f.explore_s:.3g} s, train step {f.train_s:.3g} s, publication {f.sync_s:.3g} s"),
+            (
+                "parts alone",
+                f"explore batch {f.explore_s:.3g} s, train step {f.train_s:.3g} s, publication "
+                f"{f.sync_s:.3g} s",
+            ),
             ("waits", f"explorer {f.explorer_idle:.0%}, trainer {f.trainer_idle:.0%} of the time"),
             ("staleness", f"{f.staleness:.3g} steps on average"),
             (
                 "answers",
-                f"prompts of {s.prompt:,.0f} tokens, {s.response:,.0f} generated, the longest of a batch {s.longest:,.0f}",
+                f"prompts of {s.prompt:,.0f} tokens, {s.response:,.0f} generated, the longest of a "
+                f"batch {s.longest:,.0f}",
             ),
         ]
         if c.measured:
             found.append(("measured in", ", ".join(c.measured)))
-            names = ("batch", "decode_step", "decode_token", "prompt_token", "step", "trained_token", "sync")
+            names = (
+                "batch",
+                "decode_step",
+                "decode_token",
+                "prompt_token",
+                "step",
+                "trained_token",
+                "sync",
+            )
         else:
-            names = ("train_share", "prefill_share", "decode_share", "decode_step_ms", "batch_s", "step_s", "sync_s")
-        values = {k: getattr(s if c.measured else c, k) for k in names} | {"overlap": c.shared_speed}
-        return [*found, ("seconds" if c.measured else "assumed", ", ".join(f"{k} {v:.3g}" for k, v in values.items()))]
+            names = (
+                "train_share",
+                "prefill_share",
+                "decode_share",
+                "decode_step_ms",
+                "batch_s",
+                "step_s",
+                "sync_s",
+            )
+        values = {k: getattr(s if c.measured else c, k) for k in names} | {
+            "overlap": c.shared_speed
+        }
+        return [
+            *found,
+            (
+                "seconds" if c.measured else "assumed",
+                ", ".join(f"{k} {v:.3g}" for k, v in values.items()),
+            ),
+        ]
 
     def choices(self) -> list[tuple[str, ...]]:
         """A row for each of `faster`."""
         return [
             (
-                f"{bound} step{'s' * (bound != 1)} old", str(len(f.plan.engines)), str(f.plan.learner.world_size),
-                f"{f.plan.sync.style}, sync_interval {f.plan.sync.interval}, sync_offset {f.plan.sync.offset}", f"{f.step_s:.3g}",
-                f"{f.explorer_idle:.0%}", f"{f.trainer_idle:.0%}",
+                f"{bound} step{'s' * (bound != 1)} old",
+                str(len(f.plan.engines)),
+                str(f.plan.learner.world_size),
+                f"{f.plan.sync.style}, sync_interval {f.plan.sync.interval}, sync_offset "
+                f"{f.plan.sync.offset}",
+                f"{f.step_s:.3g}",
+                f"{f.explorer_idle:.0%}",
+                f"{f.trainer_idle:.0%}",
             )
             for bound, f in self.faster.items()
-        ]  # fmt: skip
+        ]
 
     def to_json(self) -> dict[str, Any]:
         def told(f: Forecast) -> dict[str, Any]:
             sync = f.plan.sync
-            chosen = {"engines": len(f.plan.engines), "ranks": f.plan.learner.world_size, "sync_style": sync.style}
+            chosen = {
+                "engines": len(f.plan.engines),
+                "ranks": f.plan.learner.world_size,
+                "sync_style": sync.style,
+            }
             chosen |= {"sync_interval": sync.interval, "sync_offset": sync.offset}
             return chosen | {x.name: getattr(f, x.name) for x in fields(f) if x.name != "plan"}
 
-        speeds, cluster = msgspec.structs.asdict(self.speeds), msgspec.structs.asdict(self.cluster)
+        speeds = msgspec.structs.asdict(self.speeds)
+        cluster = msgspec.structs.asdict(self.cluster)
         faster = [{"max_staleness": k} | told(f) for k, f in self.faster.items()]
         return told(self.forecast) | {"speeds": speeds, "cluster": cluster, "faster": faster}
 
 
 def simulated(cluster: ClusterFile, plan: Plan, beside: Path) -> Simulated:
-    """`beside`: the folder of the cluster's file.  Raises ConfigError where nothing can be foretold."""
+    """`beside`: the folder of the cluster's file.  Raises ConfigError where nothing can be
+    foretold.
+    """
     there = Simulation(cluster, plan, beside)
-    return Simulated(cluster=cluster, speeds=there.speeds(plan), forecast=there.forecast(plan), faster=there.faster())
+    return Simulated(
+        cluster=cluster,
+        speeds=there.speeds(plan),
+        forecast=there.forecast(plan),
+        faster=there.faster(),
+    )
 
 
 class Simulation:
     """A configuration on a cluster."""
 
     def __init__(self, cluster: ClusterFile, plan: Plan, beside: Path) -> None:
-        """`beside`: the folder of the cluster's file.  Raises ConfigError where nothing can be foretold."""
+        """`beside`: the folder of the cluster's file.  Raises ConfigError where nothing can be
+        foretold.
+        """
         if plan.mode not in ("both", "colocate"):
             raise ConfigError(
-                "only modes both and colocate are simulated, whose explorer and trainer wait for each other",
+                "only modes both and colocate are simulated, whose explorer and trainer wait for "
+                "each other",
                 key="mode",
                 given=plan.mode,
             )
         sizes = model_folder.sizes(plan.learner.model_path)
         if sizes is None:
             raise ConfigError(
-                "has no config.json, so the model's sizes are not known", key="model.model_path", given=plan.learner.model_path
+                "has no config.json, so the model's sizes are not known",
+                key="model.model_path",
+                given=plan.learner.model_path,
             )
-        self._cluster, self._plan = cluster, plan
+        self._cluster = cluster
+        self._plan = plan
         self._memory = cluster.facts().gpu_memory
         self._shape: ModelShape = model_folder.shape(sizes[0])
         lora = plan.learner.lora
@@ -137,11 +201,15 @@ class Simulation:
 
     def _at_once(self, plan: Plan) -> float:
         """Texts that one engine writes at a time: as many as it may, and as its cache holds."""
-        most, e, c = concurrent(plan), plan.engines[0], self._cluster
+        most = concurrent(plan)
+        e = plan.engines[0]
+        c = self._cluster
         if not self._memory or e.device != "cuda" or not c.prompt_tokens or not c.response_tokens:
             return most
         cache = sum(
-            t.nbytes for t in engine(plan, e, self._shape, c.prompt_tokens, self._memory).terms if t.name == "key/value cache"
+            t.nbytes
+            for t in engine(plan, e, self._shape, c.prompt_tokens, self._memory).terms
+            if t.name == "key/value cache"
         )
         text = (c.prompt_tokens + c.response_tokens) * self._shape.cached * BYTES[e.dtype] / e.gpus
         return max(1.0, min(most, cache / text))
@@ -166,28 +234,45 @@ class Simulation:
         steps = -(-_STEPS // interval) * interval
         overlap = 1.0 if plan.mode == "colocate" else self._cluster.shared_speed
         found = simulate(
-            schedule(plan.sync), steps=steps, explore_s=explore_s, more_s=two - explore_s, at_once=batches, train_s=train_s,
-            sync_s=s.sync, overlap=overlap,
-        )  # fmt: skip
+            schedule(plan.sync),
+            steps=steps,
+            explore_s=explore_s,
+            more_s=two - explore_s,
+            at_once=batches,
+            train_s=train_s,
+            sync_s=s.sync,
+            overlap=overlap,
+        )
         first = steps // 3 // interval * interval
-        begin, end = found.trained[first - 1].end, found.trained[-1].end
-        passed, trained = end - begin, found.trained[first:]
+        begin = found.trained[first - 1].end
+        end = found.trained[-1].end
+        passed = end - begin
+        trained = found.trained[first:]
         synced = sum(begin < at <= end for at, _ in found.published) * s.sync
         return Forecast(
-            plan=plan, step_s=passed / len(trained), explore_s=explore_s, train_s=train_s, sync_s=s.sync,
+            plan=plan,
+            step_s=passed / len(trained),
+            explore_s=explore_s,
+            train_s=train_s,
+            sync_s=s.sync,
             explorer_idle=1 - _busy(found.explored, begin, end) / passed,
             trainer_idle=max(0.0, 1 - (_busy(found.trained, begin, end) + synced) / passed),
-            staleness=sum(x.number - 1 - x.version for x in trained) / len(trained), tokens_per_s=tokens * len(trained) / passed,
-        )  # fmt: skip
+            staleness=sum(x.number - 1 - x.version for x in trained) / len(trained),
+            tokens_per_s=tokens * len(trained) / passed,
+        )
 
     def faster(self) -> dict[int, Forecast]:
-        """For bounds of staleness the fastest split of the GPUs, interval and style that fit; no bound that gains nothing."""
+        """For bounds of staleness the fastest split of the GPUs, interval and style that fit; no
+        bound that gains nothing.
+        """
         found: dict[int, Forecast] = {}
         splits = [p for p in _splits(self._plan) if self._fits(p)]
         for bound in _BOUNDS:
             tried = [self.forecast(v) for p in splits for v in _styles(p, bound)]
             best = min(tried, key=lambda f: f.step_s, default=None)
-            if best is not None and best.step_s < 0.99 * min((f.step_s for f in found.values()), default=float("inf")):
+            if best is not None and best.step_s < 0.99 * min(
+                (f.step_s for f in found.values()), default=float("inf")
+            ):
                 found[bound] = best
         return found
 
@@ -199,7 +284,8 @@ class Simulation:
 def _splits(plan: Plan) -> Iterator[Plan]:
     """The plan with other numbers of engines and ranks on the same GPUs."""
     yield plan
-    size, free = plan.engines[0].gpus, plan.cluster.gpus - plan.cluster.auxiliary_gpus
+    size = plan.engines[0].gpus
+    free = plan.cluster.gpus - plan.cluster.auxiliary_gpus
     if plan.cluster.shared or not size or not plan.cluster.trainer_gpus:
         return
     most = (free - 1) // size
@@ -225,7 +311,14 @@ def _styles(plan: Plan, bound: int) -> Iterator[Plan]:
     styles: tuple[tuple[Style, int], ...] = (("fixed", 0), ("fixed", 1), ("trainer_driven", 0))
     for interval, (style, offset) in product((1, 2, 4, 8), styles):
         most = bound if style == "trainer_driven" else None
-        sync = replace(plan.sync, style=style, interval=interval, offset=offset, max_staleness=most, threshold=None)
+        sync = replace(
+            plan.sync,
+            style=style,
+            interval=interval,
+            offset=offset,
+            max_staleness=most,
+            threshold=None,
+        )
         with suppress(ConfigError):  # of a bound that the schedule cannot keep
             promised = schedule(sync).staleness_bound
             if promised is not None and promised <= bound:

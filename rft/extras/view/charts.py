@@ -1,4 +1,6 @@
-"""Which curves stand in which chart, and their points as plain values for the page.  Knows names of metrics, not how they are drawn."""
+"""Which curves stand in which chart, and their points as plain values for the page.  Knows names of
+metrics, not how they are drawn.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from rft.extras.view.metric_curves import AXES, TOKENS, Axis, Curves
 from rft.monitor.curves import REWARD, reward_parts
 from rft.monitor.pictures import covered
 
-CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart without curves is not drawn
+# title -> patterns of names; a chart without curves is not drawn
+CHARTS: dict[str, tuple[str, ...]] = {
     "Reward": (r"rollout/reward/mean", r"experience/reward/mean"),
     "Evaluation": (r"eval/.+/mean@\d+", r"eval/.+/loss"),
     "Response length (tokens)": (
@@ -30,7 +33,11 @@ CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart wi
         r"sync/canary_limit",
     ),
     "Staleness (train steps)": (r"experience/staleness/(mean|max)", r"sync/staleness_bound"),
-    "Throughput (tokens/s)": (r"rollout/tokens_per_s", r"perf/tokens_per_s", r"engine/tokens_per_s"),
+    "Throughput (tokens/s)": (
+        r"rollout/tokens_per_s",
+        r"perf/tokens_per_s",
+        r"engine/tokens_per_s",
+    ),
     "Seconds of a step": (r"perf/step_s", r"time/wait_s"),
     "Who waited (share)": (r"trainer/idle_ratio", r"explorer/idle_ratio"),
     "Loss": (r"actor/loss", r"critic/vf_loss"),
@@ -38,7 +45,15 @@ CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart wi
     "Judge cost (USD)": (r"judge/.+/cost_usd",),
 }
 _OF_WORKFLOWS = r"rollout/(?!reward/|response_length/|prompt_length/)[^/]+/mean"
-COMPARED = ("Reward", "Evaluation", "Response length (tokens)", "Entropy (nats)", "KL (nats)", "Staleness (train steps)", "Loss")
+COMPARED = (
+    "Reward",
+    "Evaluation",
+    "Response length (tokens)",
+    "Entropy (nats)",
+    "KL (nats)",
+    "Staleness (train steps)",
+    "Loss",
+)
 BUSY = {
     "exploring": "rollout/time/batch",
     "training": "time/train_s",
@@ -56,7 +71,9 @@ def numbers(curves: Curves) -> dict[str, Any]:
         "reward": next((curves.newest(n) for n in REWARD if n in curves.found), None),
         "evals": list(curves.evals()),
         "cost_usd": curves.cost_usd(),
-        "busy": {n: covered(c.times, c.values) for n, k in BUSY.items() if (c := curves.found.get(k))},
+        "busy": {
+            n: covered(c.times, c.values) for n, k in BUSY.items() if (c := curves.found.get(k))
+        },
         "names": sorted(curves.found),
         "num_records": curves.num_records,
         "problems": curves.problems[:3],
@@ -67,7 +84,11 @@ def numbers(curves: Curves) -> dict[str, Any]:
 
 def of_run(curves: Curves, axis: Axis, extra: str = "") -> dict[str, Any]:
     """All charts of one run; `extra` is a metric that gets one of its own."""
-    charts = [{"title": extra, "curves": [_curve(extra, curves, extra, axis)]}] if extra in curves.found else []
+    charts = (
+        [{"title": extra, "curves": [_curve(extra, curves, extra, axis)]}]
+        if extra in curves.found
+        else []
+    )
     charts += [
         {"title": t, "curves": [_curve(n, curves, n, axis) for n in names]}
         for t, names in charted(n for n, c in curves.found.items() if c).items()
@@ -81,14 +102,20 @@ def charted(measured: Iterable[str]) -> dict[str, list[str]]:
     parts = reward_parts(measured)
     found = {title: _names(measured, patterns) for title, patterns in CHARTS.items()}
     found["Reward parts"] = parts
-    found["Metrics of workflows"] = [n for n in measured if re.fullmatch(_OF_WORKFLOWS, n) and n not in parts]
+    found["Metrics of workflows"] = [
+        n for n in measured if re.fullmatch(_OF_WORKFLOWS, n) and n not in parts
+    ]
     return {title: names[:_MOST_CURVES] for title, names in found.items() if names}
 
 
 def may_be_charted(name: str) -> bool:
     """Whether `charted` can name it, among others, or an axis needs it."""
     of_charts = any(re.fullmatch(p, name) for patterns in CHARTS.values() for p in patterns)
-    return of_charts or name == TOKENS or (name.startswith("rollout/") and name.endswith(("/mean", "/std")))
+    return (
+        of_charts
+        or name == TOKENS
+        or (name.startswith("rollout/") and name.endswith(("/mean", "/std")))
+    )
 
 
 def several(runs: Mapping[str, Curves], axis: Axis) -> dict[str, Any]:
@@ -96,9 +123,14 @@ def several(runs: Mapping[str, Curves], axis: Axis) -> dict[str, Any]:
     charts = []
     for title in COMPARED:
         found = [
-            _curve(f"{key}: {name}" if title == "Evaluation" or i else key, curves, name, axis) | {"group": number, "dash": i}
+            _curve(f"{key}: {name}" if title == "Evaluation" or i else key, curves, name, axis)
+            | {"group": number, "dash": i}
             for number, (key, curves) in enumerate(runs.items())
-            for i, name in enumerate(_names(sorted(curves.found), CHARTS[title])[: 2 if title != "Evaluation" else _MOST_CURVES])
+            for i, name in enumerate(
+                _names(sorted(curves.found), CHARTS[title])[
+                    : 2 if title != "Evaluation" else _MOST_CURVES
+                ]
+            )
         ]
         if found:
             charts.append({"title": title, "curves": found})

@@ -1,4 +1,6 @@
-"""Which rollouts a page shows, and the same as SQL for people.  Knows the columns of v_experiences, no pages."""
+"""Which rollouts a page shows, and the same as SQL for people.  Knows the columns of v_experiences,
+no pages.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _MOST_TEXT = 200
 
 @dataclass(frozen=True)
 class Filters:
-    """What is empty or None does not matter.  `step`: the train step; `version`: step of the newest weights that wrote a row."""
+    """What is empty or None does not matter.  `step`: the train step; `version`: step of the newest
+    weights that wrote a row.
+    """
 
     step: int | None = None
     batch: int | None = None
@@ -52,7 +56,9 @@ class Filters:
             if allowed is not None and text not in allowed:
                 raise ConfigError(f"{text!r} is none of {', '.join(allowed)}", key=name, given=text)
             if len(text) > _MOST_TEXT:
-                raise ConfigError(f"has {len(text)} characters; {_MOST_TEXT} are the most", key=name)
+                raise ConfigError(
+                    f"has {len(text)} characters; {_MOST_TEXT} are the most", key=name
+                )
             found[name] = _number(name, text) if name in _NUMBERS else text
         return cls(**found)
 
@@ -64,7 +70,13 @@ class Filters:
     def query(self, **changed: Any) -> str:
         """As the query part of an address."""
         every = {f.name: getattr(self, f.name) for f in fields(self)} | changed
-        return urlencode({k: v for k, v in every.items() if v not in (None, "") and (k, v) != ("order", "newest")})
+        return urlencode(
+            {
+                k: v
+                for k, v in every.items()
+                if v not in (None, "") and (k, v) != ("order", "newest")
+            }
+        )
 
     def conditions(self, *, like: str = "LIKE") -> tuple[list[str], list[Any]]:
         """Conditions on the columns of v_experiences, with a ? for each of the values."""
@@ -77,14 +89,21 @@ class Filters:
 
         if self.step is not None:
             add("used_step = ?", self.step)
-        for name, column in (("batch", "batch"), ("version", "newest_step"), ("task", "task_index")):
+        for name, column in (
+            ("batch", "batch"),
+            ("version", "newest_step"),
+            ("task", "task_index"),
+        ):
             if (value := getattr(self, name)) is not None:
                 add(f"{column} = ?", value)
         for name in ("taskset", "status", "state"):
             if value := getattr(self, name):
                 add(f"{name} = ?", value)
         if self.reason:
-            add(rf"(reason {like} ? ESCAPE '\' OR explained {like} ? ESCAPE '\')", *[pattern(self.reason)] * 2)
+            add(
+                rf"(reason {like} ? ESCAPE '\' OR explained {like} ? ESCAPE '\')",
+                *[pattern(self.reason)] * 2,
+            )
         if self.low is not None:
             add("reward >= ?", self.low)
         if self.high is not None:
@@ -92,7 +111,10 @@ class Filters:
         if self.order in ("best", "worst"):
             add("reward IS NOT NULL")
         if self.text:
-            add(rf"(prompt_text {like} ? ESCAPE '\' OR response_text {like} ? ESCAPE '\')", *[pattern(self.text)] * 2)
+            add(
+                rf"(prompt_text {like} ? ESCAPE '\' OR response_text {like} ? ESCAPE '\')",
+                *[pattern(self.text)] * 2,
+            )
         return said, values
 
     def sql(self) -> str:
@@ -102,7 +124,10 @@ class Filters:
         for value in values:
             text = text.replace("?", _literal(value).replace("?", "\0"), 1)
         where = f"WHERE {text.replace(chr(0), '?')} " if text else ""
-        return f"SELECT id, reward, status, state, response_text FROM v_experiences {where}ORDER BY {ORDERS[self.order]} LIMIT 50"
+        return (
+            f"SELECT id, reward, status, state, response_text FROM v_experiences {where}ORDER "
+            f"BY {ORDERS[self.order]} LIMIT 50"
+        )
 
 
 def pattern(text: str) -> str:

@@ -1,6 +1,7 @@
 """Runs below a folder: where they are, in one line each, and what their configurations differ in.
 
-Knows files of runs.  Invariant: what an address names is one of the runs found; nothing else is opened.
+Knows files of runs.  Invariant: what an address names is one of the runs found; nothing else is
+opened.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from rft.monitor.curves import REWARD, is_evaluation
 
 _DEPTH = 5
 _MOST_RUNS = 2000
-_INSIDE = {"checkpoints", "buffer", "logs", "sync", "samples", "profile", "tensorboard", "wandb", "mlflow", "swanlab"}
+_INSIDE = {
+    "checkpoints",
+    "buffer",
+    "logs",
+    "sync",
+    "samples",
+    "profile",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "swanlab",
+}
 
 
 @dataclass(frozen=True)
@@ -56,14 +68,16 @@ class FoundRuns:
         paths = [self.folder] if self.single else list(_below(self.folder, _DEPTH))[:_MOST_RUNS]
         if not paths:
             raise ConfigError(
-                f"there is no run below {self.folder}; give the folder of a run, or one above several, such as checkpoint_root_dir",
+                f"there is no run below {self.folder}; give the folder of a run, or one above "
+                f"several, such as checkpoint_root_dir",
                 key="RUN",
                 given=str(self.folder),
             )
         self.found = {}
         for path in sorted(paths):
             name = "~".join(path.relative_to(self.folder).parts) or path.name or "run"
-            key = name.encode("utf-8", "replace").decode()  # a name that is no text cannot be part of an address
+            # a name that is no text cannot be part of an address
+            key = name.encode("utf-8", "replace").decode()
             while key in self.found:
                 key += "~"
             self.found[key] = path
@@ -76,12 +90,16 @@ class FoundRuns:
     def lines(self, patience_s: float = math.inf) -> list[RunLine]:
         """One for each run, the one that changed last first; read anew where files have changed.
 
-        After `patience_s` the others are given unread, or as they were read before; the next call goes on.
+        After `patience_s` the others are given unread, or as they were read before; the next call
+        goes on.
         """
         ends = time.monotonic() + patience_s
         self.look()
         made = []
-        changed = {path: max((f.stat().st_mtime for f in _files(path)), default=0.0) for path in self.found.values()}
+        changed = {
+            path: max((f.stat().st_mtime for f in _files(path)), default=0.0)
+            for path in self.found.values()
+        }
         for key, path in sorted(self.found.items(), key=lambda item: -changed[item[1]]):
             stamp = _stamp(path)
             known = self._lines.get(path)
@@ -91,18 +109,25 @@ class FoundRuns:
                 made.append(self._line(key, path, changed[path]))
                 self._lines[path] = (stamp, made[-1])
             else:
-                made.append(self._line(key, path, changed[path], read=False) if known is None else known[1])
+                made.append(
+                    self._line(key, path, changed[path], read=False) if known is None else known[1]
+                )
         return made
 
     def _line(self, key: str, path: Path, changed: float, *, read: bool = True) -> RunLine:
-        curves = self._curves.setdefault(path, Curves(path, lambda name: name in REWARD or is_evaluation(name)))
+        curves = self._curves.setdefault(
+            path, Curves(path, lambda name: name in REWARD or is_evaluation(name))
+        )
         if read:
             curves.refresh()
-        run, last = RunDir(path), curves.last
-        phase, seconds = "damaged", None
+        run = RunDir(path)
+        last = curves.last
+        phase = "damaged"
+        seconds = None
         with suppress(ConfigError):
             state = run.read_state()
-            phase, seconds = run.phase(state)[0], run.worked_s(state)
+            phase = run.phase(state)[0]
+            seconds = run.worked_s(state)
         rewards = next((curve for n in REWARD if (curve := curves.found.get(n))), None)
         return RunLine(
             key=key,
@@ -135,7 +160,11 @@ def _is_run(path: Path) -> bool:
 def _below(folder: Path, depth: int) -> Iterator[Path]:
     """Run folders, those of stages included; links are not followed."""
     try:
-        below = [e for e in os.scandir(folder) if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+        below = [
+            e
+            for e in os.scandir(folder)
+            if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")
+        ]
     except OSError:
         return
     if _is_run(folder):
@@ -149,7 +178,9 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def differences(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """Keys in which the configurations differ, with the value of each run; a run without a configuration has changed none."""
+    """Keys in which the configurations differ, with the value of each run; a run without a
+    configuration has changed none.
+    """
     from rft.config.save import changed, differing, saved
 
     found: list[dict[str, str]] = [{} for _ in folders]

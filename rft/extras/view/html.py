@@ -1,6 +1,8 @@
-"""Pages as HTML: what is written into them is escaped, and numbers are those that `rft buffer query` prints.
+"""Pages as HTML: what is written into them is escaped, and numbers are those that `rft buffer
+query` prints.
 
-Knows the templates.  Invariant: text of models and data reaches a page through `clean` or as an escaped value; there is no other way in.
+Knows the templates.  Invariant: text of models and data reaches a page through `clean` or as an
+escaped value; there is no other way in.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def environment() -> Environment:
 
 
 def clean(value: Any) -> str:
-    """Text with line breaks, everything that could deceive its reader written as an escape, cut if it is long."""
+    """Text with line breaks, everything that could deceive its reader written as an escape, cut if
+    it is long.
+    """
     text = str(value)
     cut = f"\n… {len(text) - SHOWN_CHARS:,} more characters" if len(text) > SHOWN_CHARS else ""
     return safe(text[:SHOWN_CHARS], lines=True) + cut

@@ -1,6 +1,7 @@
 """News of a run as server-sent events: something was written, look again.
 
-Knows files, no metrics.  Invariant: a page hears at most once a second, and a reader that has gone is noticed within `_BEAT_S`.
+Knows files, no metrics.  Invariant: a page hears at most once a second, and a reader that has gone
+is noticed within `_BEAT_S`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ _BEAT_S = 10.0
 _LEAST_S = 1.0
 
 
-async def live(request: web.Request, run_dir: Path, phase: Callable[[], str], closing: asyncio.Event) -> web.StreamResponse:
-    """One event "changed" for all that was written since the one before; its data is the phase of the run."""
+async def live(
+    request: web.Request, run_dir: Path, phase: Callable[[], str], closing: asyncio.Event
+) -> web.StreamResponse:
+    """One event "changed" for all that was written since the one before; its data is the phase of
+    the run.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    loop, news = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    news = asyncio.Event()
     watch = _watch(run_dir)
     if watch is not None:
         loop.add_reader(watch.fileno(), _take, watch, news)

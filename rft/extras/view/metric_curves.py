@@ -1,6 +1,7 @@
 """Metrics of a run as curves, kept up to date while the run writes them.
 
-Knows metrics.jsonl, no pages.  Invariant: a point is a value that a record holds; where a step was written again, the later one.
+Knows metrics.jsonl, no pages.  Invariant: a point is a value that a record holds; where a step was
+written again, the later one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from rft.monitor.read import AllSeries, MetricTail, Spent, begins
 from rft.types.metrics import MetricRecord
 
 Axis = Literal["step", "time", "tokens"]
-AXES: dict[Axis, str] = {"step": "step", "time": "hours since the first record", "tokens": "trained response tokens"}
+AXES: dict[Axis, str] = {
+    "step": "step",
+    "time": "hours since the first record",
+    "tokens": "trained response tokens",
+}
 TOKENS = "experience/response_tokens"
 _ALARM = "alarm/"
 _NOTES = 200
@@ -40,10 +45,14 @@ class AlarmLine:
 
 
 class Curves:
-    """All metrics of one run.  A name that two roles use is followed by the second one's role: `frac_reward_zero_std@trainer`."""
+    """All metrics of one run.  A name that two roles use is followed by the second one's role:
+    `frac_reward_zero_std@trainer`.
+    """
 
     def __init__(self, run_dir: Path, wanted: Callable[[str], bool] | None = None) -> None:
-        """`wanted`: which names are followed, without what the timeline is drawn from; None: all, and with it."""
+        """`wanted`: which names are followed, without what the timeline is drawn from; None: all,
+        and with it.
+        """
         self._tail = MetricTail(run_dir / "metrics.jsonl")
         self._wanted = wanted or (lambda name: True)
         self._recent = 0 if wanted else _RECENT
@@ -89,7 +98,9 @@ class Curves:
             self._first_sync = record
 
     def timeline(self, last: int) -> tuple[list[Bar], dict[str, float]]:
-        """What `rft timeline` draws of the last train steps.  Raises RunFailed where there is nothing to draw."""
+        """What `rft timeline` draws of the last train steps.  Raises RunFailed where there is
+        nothing to draw.
+        """
         records = list(self.recent)
         if self._first_sync is not None and not any(r is self._first_sync for r in records):
             records.insert(0, self._first_sync)
@@ -104,7 +115,9 @@ class Curves:
         return (curve.steps[-1], curve.values[-1]) if curve else None
 
     def points(self, name: str, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
-        """x and y of one metric, thinned to what can be drawn: of equal parts the lowest and the highest value stay."""
+        """x and y of one metric, thinned to what can be drawn: of equal parts the lowest and the
+        highest value stay.
+        """
         curve = self.found[name]
         values = np.array(curve.values)
         if axis == "step":
@@ -113,9 +126,11 @@ class Curves:
             x = (np.array(curve.times) - self.began) / 3600
         else:
             x = self._tokens(np.array(curve.times))
-        if axis != "step":  # records of several roles may be written in another order than their times
+        # records of several roles may be written in another order than their times
+        if axis != "step":
             order = np.argsort(x, kind="stable")
-            x, values = x[order], values[order]
+            x = x[order]
+            values = values[order]
         kept = _thinned(values)
         return x[kept], values[kept]
 
@@ -135,8 +150,14 @@ class Curves:
         """The first and the newest value of each evaluation."""
         for name, curve in sorted(self.found.items()):
             if is_evaluation(name) and curve:
-                ends = (("first", curve.values[0], curve.steps[0]), ("newest", curve.values[-1], curve.steps[-1]))
-                yield {"name": name.removeprefix("eval/"), **{k: {"value": v, "step": s} for k, v, s in ends}}
+                ends = (
+                    ("first", curve.values[0], curve.steps[0]),
+                    ("newest", curve.values[-1], curve.steps[-1]),
+                )
+                yield {
+                    "name": name.removeprefix("eval/"),
+                    **{k: {"value": v, "step": s} for k, v, s in ends},
+                }
 
 
 def _thinned(values: np.ndarray) -> np.ndarray:
@@ -146,7 +167,8 @@ def _thinned(values: np.ndarray) -> np.ndarray:
     size = -(-len(values) // (MOST_POINTS // 2))
     padded = np.full(-(-len(values) // size) * size, np.nan)
     padded[: len(values)] = values
-    parts, starts = padded.reshape(-1, size), np.arange(0, len(padded), size)
+    parts = padded.reshape(-1, size)
+    starts = np.arange(0, len(padded), size)
     gone = np.isnan(parts)
     lowest = starts + np.where(gone, np.inf, parts).argmin(1)
     highest = starts + np.where(gone, -np.inf, parts).argmax(1)
@@ -161,7 +183,10 @@ def spark(values: list[float], points: int = 60) -> str:
     if len(finite) > points:
         edges = [round(i * len(finite) / points) for i in range(points + 1)]
         finite = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(finite), max(finite)
+    low = min(finite)
+    high = max(finite)
     scale = 20 / (high - low) if high > low else 0.0
     step = 116 / (len(finite) - 1)
-    return "M" + " L".join(f"{2 + i * step:.1f},{22 - (v - low) * scale:.1f}" for i, v in enumerate(finite))
+    return "M" + " L".join(
+        f"{2 + i * step:.1f},{22 - (v - low) * scale:.1f}" for i, v in enumerate(finite)
+    )

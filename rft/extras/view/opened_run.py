@@ -1,6 +1,8 @@
-"""One run that is looked at: its curves, its ledger and the index of its rollouts, each refreshed when files have changed.
+"""One run that is looked at: its curves, its ledger and the index of its rollouts, each refreshed
+when files have changed.
 
-Knows files, not pages.  Invariant: the ledger is asked by one thread, in short transactions that only read.
+Knows files, not pages.  Invariant: the ledger is asked by one thread, in short transactions that
+only read.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class OpenedRun:
         self.index = RolloutIndex()
         self.users = 0  # requests under way
         self.words: TokenTexts | None = None  # once a rollout was shown
-        self.views: dict[str, tuple[str, ...]] = {}  # columns of the documented views, once they are known
+        # columns of the documented views, once they are known
+        self.views: dict[str, tuple[str, ...]] = {}
         self._metrics_lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._questions: Questions | None = None
@@ -57,7 +60,9 @@ class OpenedRun:
     # ------------------------------------------------------------ files
 
     async def metrics(self, read: Callable[[Curves], T]) -> T:
-        """What `read` finds in all metrics, as far as they are written; they do not change meanwhile."""
+        """What `read` finds in all metrics, as far as they are written; they do not change
+        meanwhile.
+        """
 
         def refreshed() -> T:
             with self._metrics_lock:
@@ -67,20 +72,28 @@ class OpenedRun:
         return await asyncio.to_thread(refreshed)
 
     def state(self) -> dict[str, Any]:
-        """Phase, process, and what the run has written of itself; a damaged file is a problem, no error."""
+        """Phase, process, and what the run has written of itself; a damaged file is a problem, no
+        error.
+        """
         run = RunDir(self.run_dir)
         try:
-            state, problem = run.read_state(), ""
+            state = run.read_state()
+            problem = ""
         except ConfigError as e:
-            state, problem = {}, str(e)
+            state = {}
+            problem = str(e)
         phase, holder = run.phase(state)
         return {"phase": phase, "holder": holder, "problem": problem, "state": state}
 
     # ------------------------------------------------------------ ledger
 
     async def ask(self, question: Callable[[Questions], T]) -> T:
-        """What `question` finds in the ledger, in the ledger's thread.  Raises ConfigError where none can be read."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: question(self._opened()))
+        """What `question` finds in the ledger, in the ledger's thread.  Raises ConfigError where
+        none can be read.
+        """
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: question(self._opened())
+        )
 
     def _opened(self) -> Questions:
         where = locate(self.run_dir)
@@ -97,7 +110,9 @@ class OpenedRun:
         except BaseException:
             questions.close()
             raise
-        self._questions, self._file, self._changes = questions, file, ()
+        self._questions = questions
+        self._file = file
+        self._changes = ()
         self.index = RolloutIndex()
         return questions
 
@@ -109,7 +124,9 @@ class OpenedRun:
     # ------------------------------------------------------------ index
 
     async def indexed(self) -> RolloutIndex | None:
-        """The index as the ledger is now; None on PostgreSQL.  The first call reads all rows: see `progress`."""
+        """The index as the ledger is now; None on PostgreSQL.  The first call reads all rows: see
+        `progress`.
+        """
         if not await self.ask(lambda q: q.sqlite):
             return None
         if self._building is None or self._building.done():
@@ -160,7 +177,11 @@ def _changes(questions: Questions) -> tuple[int, ...]:
 
 
 def _told(job: asyncio.Task[None]) -> None:
-    if not job.cancelled() and (error := job.exception()) is not None and not isinstance(error, RftError):
+    if (
+        not job.cancelled()
+        and (error := job.exception()) is not None
+        and not isinstance(error, RftError)
+    ):
         log.error("the index of rollouts ended: %s", error, exc_info=error)
 
 

@@ -1,4 +1,6 @@
-"""`rft report`: a run as one HTML file; `rft compare`: two runs and more beside each other.  From their files alone."""
+"""`rft report`: a run as one HTML file; `rft compare`: two runs and more beside each other.  From
+their files alone.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,26 @@ from rft.errors import ConfigError
 from rft.files.disk import write_whole
 
 KEYS = (  # of `rft compare`, where a run has them
-    "rollout/reward/mean", "experience/response_length/mean", "actor/loss", "actor/entropy", "actor/kl_loss", "mismatch/abs_diff_mean",
-    "experience/staleness/mean", "perf/step_s",
-)  # fmt: skip
+    "rollout/reward/mean",
+    "experience/response_length/mean",
+    "actor/loss",
+    "actor/entropy",
+    "actor/kl_loss",
+    "mismatch/abs_diff_mean",
+    "experience/staleness/mean",
+    "perf/step_s",
+)
 
 
 def report(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Option("-o", "--output", help="the HTML file; one that exists is replaced")] = Path("report.html"),
+    out: Annotated[
+        Path, typer.Option("-o", "--output", help="the HTML file; one that exists is replaced")
+    ] = Path("report.html"),
 ) -> None:
-    """Write one HTML file about a run: subject, curves, evaluations, answers, cost, alarms, settings, versions."""
+    """Write one HTML file about a run: subject, curves, evaluations, answers, cost, alarms,
+    settings, versions.
+    """
     from rft.api.stored_run import open_run
     from rft.extras.view.report.facts import collect
     from rft.extras.view.report.page import page
@@ -39,21 +51,32 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="folders of two runs or more", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(help="folders of two runs or more", show_default=False)
+    ],
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="also an SVG picture of their rewards and evaluations", show_default=False),
+        typer.Option(
+            "-o",
+            "--output",
+            help="also an SVG picture of their rewards and evaluations",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show runs beside each other: evaluations with intervals, newest numbers, cost, and every key that differs."""
+    """Show runs beside each other: evaluations with intervals, newest numbers, cost, and every key
+    that differs.
+    """
     from rft.api.stored_run import open_run
     from rft.cli import show
     from rft.extras.view.report import comparison
     from rft.extras.view.report.facts import collect
 
     if len(runs) < 2:
-        raise ConfigError("give the folders of two runs or more", key="RUNS", given=" ".join(map(str, runs)))
+        raise ConfigError(
+            "give the folders of two runs or more", key="RUNS", given=" ".join(map(str, runs))
+        )
     if out is not None and out.suffix != ".svg":
         raise ConfigError("must end in .svg", key="-o", given=str(out))
     found = [collect(open_run(r), answers=False, keys=KEYS) for r in runs]

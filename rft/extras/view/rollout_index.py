@@ -1,7 +1,9 @@
-"""What the table of rollouts is filtered and sorted by, in memory: the ledger has no index on rewards, and a viewer must not add one.
+"""What the table of rollouts is filtered and sorted by, in memory: the ledger has no index on
+rewards, and a viewer must not add one.
 
-Knows the ledger's tables on SQLite, where rows are numbered as they come; of PostgreSQL the server is asked instead.
-Invariant: the columns are those of the ledger at the last `refresh`; what is shown of a row is read from v_experiences.
+Knows the ledger's tables on SQLite, where rows are numbered as they come; of PostgreSQL the server
+is asked instead. Invariant: the columns are those of the ledger at the last `refresh`; what is
+shown of a row is read from v_experiences.
 """
 
 from __future__ import annotations
@@ -22,18 +24,36 @@ _MOST_OPEN = 20_000  # rows that may still change, and are looked at again
 _MOST_TEXTS = 60_000  # different reasons that are told apart
 _ID = ("lineage", "explorer", "batch", "task", "run", "attempt", "step")
 _TYPES: dict[str, Any] = {
-    "lineage": np.uint16, "explorer": np.uint16, "batch": np.uint32, "task": np.uint32, "run": np.uint32, "attempt": np.uint16,
-    "step": np.uint32, "taskset": np.uint16, "task_index": np.int64, "status": np.uint8, "reason": np.uint16, "explained": np.uint8,
-    "state": np.uint8, "reward": np.float64, "num_response_tokens": np.uint32, "newest_step": np.int32,
-}  # fmt: skip
+    "lineage": np.uint16,
+    "explorer": np.uint16,
+    "batch": np.uint32,
+    "task": np.uint32,
+    "run": np.uint32,
+    "attempt": np.uint16,
+    "step": np.uint32,
+    "taskset": np.uint16,
+    "task_index": np.int64,
+    "status": np.uint8,
+    "reason": np.uint16,
+    "explained": np.uint8,
+    "state": np.uint8,
+    "reward": np.float64,
+    "num_response_tokens": np.uint32,
+    "newest_step": np.int32,
+}
 _TEXTS = ("taskset", "status", "reason", "explained", "state")
-_READ = f"SELECT rowid, {', '.join(_TYPES)} FROM experiences WHERE rowid > ? ORDER BY rowid LIMIT {_PORTION}"
+_READ = (
+    f"SELECT rowid, {', '.join(_TYPES)} FROM experiences WHERE rowid > ? ORDER BY rowid LIMIT "
+    f"{_PORTION}"
+)
 _AGAIN = "SELECT id, reward, state, explained FROM v_experiences WHERE id IN (??)"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Positions of rows in order; `more`: there are others after them; `total` of all that fulfil the filters."""
+    """Positions of rows in order; `more`: there are others after them; `total` of all that fulfil
+    the filters.
+    """
 
     positions: np.ndarray
     more: bool
@@ -81,7 +101,10 @@ class RolloutIndex:
                 self._begin()
                 self._lineage = int(lineage or 0)
             if not self.ready:
-                self.total = int(tx.exec_driver_sql("SELECT coalesce(max(rowid), 0) FROM experiences").scalar() or 0)
+                self.total = int(
+                    tx.exec_driver_sql("SELECT coalesce(max(rowid), 0) FROM experiences").scalar()
+                    or 0
+                )
             rows: Sequence[Sequence[Any]] = ask(tx, _READ, (self._last,)).all()  # type: ignore[assignment]
             if rows:
                 self._add(rows)
@@ -96,11 +119,14 @@ class RolloutIndex:
         end = self.size + len(rows)
         for name, old in self._columns.items():
             if end > len(old):
-                self._columns[name] = np.concatenate([old, np.zeros(max(end, len(old) * 3 // 2) - len(old), old.dtype)])
+                self._columns[name] = np.concatenate(
+                    [old, np.zeros(max(end, len(old) * 3 // 2) - len(old), old.dtype)]
+                )
         numbers, *values = zip(*rows, strict=True)
         for (name, column), found in zip(self._columns.items(), values, strict=True):
             column[self.size : end] = self._coded(name, found)
-        self.size, self._last = end, int(numbers[-1])
+        self.size = end
+        self._last = int(numbers[-1])
 
     def _coded(self, name: str, found: Iterable[Any]) -> Any:
         if (words := self.texts.get(name)) is not None:
@@ -110,9 +136,14 @@ class RolloutIndex:
         return [-1 if x is None else x for x in found]
 
     def _look_again(self, tx: Any) -> None:
-        """States and rewards of rows that may still change: in the order in which they are trained, a limited number."""
+        """States and rewards of rows that may still change: in the order in which they are trained,
+        a limited number.
+        """
         codes = [self.texts["state"].number(s) for s in ("available", "leased")]
-        for at in np.array_split(p := np.flatnonzero(np.isin(self.column("state"), codes))[:_MOST_OPEN], len(p) // 500 + 1):
+        for at in np.array_split(
+            p := np.flatnonzero(np.isin(self.column("state"), codes))[:_MOST_OPEN],
+            len(p) // 500 + 1,
+        ):
             if not len(at):
                 continue
             known = dict(zip(self.ids(at), at.tolist(), strict=True))
@@ -147,7 +178,11 @@ class RolloutIndex:
         return found
 
     def _like(self, name: str, text: str) -> list[int]:
-        return [number for known, number in self.texts[name].numbers.items() if text.casefold() in known.casefold()]
+        return [
+            number
+            for known, number in self.texts[name].numbers.items()
+            if text.casefold() in known.casefold()
+        ]
 
     def choose(self, f: Filters, num: int, after: int | None = None) -> Chosen:
         """The first `num` positions in the filters' order behind position `after`."""
@@ -167,7 +202,9 @@ class RolloutIndex:
         return Chosen(_first(keys[every], every, num), len(every) > num, total)
 
     def _keys(self, f: Filters) -> np.ndarray | None:
-        """What is sorted by, ascending; equal ones stand in the order in which they were stored.  None: the newest come first."""
+        """What is sorted by, ascending; equal ones stand in the order in which they were stored.
+        None: the newest come first.
+        """
         if f.order in ("best", "worst"):
             reward = self.column("reward")
             return -reward if f.order == "best" else reward
@@ -180,13 +217,15 @@ class RolloutIndex:
 def _first(keys: np.ndarray, positions: np.ndarray, num: int) -> np.ndarray:
     """`positions` of the `num` smallest keys, in their order, without sorting all of them.
 
-    A bound from a sample leaves few keys; where many are equal, as rewards of 0 and 1 are, those of the smallest one often do.
+    A bound from a sample leaves few keys; where many are equal, as rewards of 0 and 1 are, those of
+    the smallest one often do.
     """
     if len(keys) > 64 * num:
         sample = keys[::64]
         near = np.flatnonzero(keys <= np.partition(sample, num // 8)[num // 8])
         if len(near) >= num:
-            keys, positions = keys[near], positions[near]
+            keys = keys[near]
+            positions = positions[near]
     if len(keys) > num:
         equal = np.flatnonzero(keys == keys.min())
         if len(equal) >= num:
@@ -195,6 +234,7 @@ def _first(keys: np.ndarray, positions: np.ndarray, num: int) -> np.ndarray:
         edge = np.partition(keys, num - 1)[num - 1]
         below = np.flatnonzero(keys < edge)
         kept = np.concatenate([below, np.flatnonzero(keys == edge)[: num - len(below)]])
-        keys, positions = keys[kept], positions[kept]
+        keys = keys[kept]
+        positions = positions[kept]
     ordered: np.ndarray = positions[np.argsort(keys, kind="stable")]
     return ordered

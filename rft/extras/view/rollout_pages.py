@@ -1,7 +1,8 @@
-"""What the pages about rollouts show, asked of the ledger: a page of the table, one rollout, a group, a task across weights.
+"""What the pages about rollouts show, asked of the ledger: a page of the table, one rollout, a
+group, a task across weights.
 
-Knows the views of the ledger, neither addresses nor HTML.  Invariant: every number of a row is the one in v_experiences, v_groups or
-v_lineage.
+Knows the views of the ledger, neither addresses nor HTML.  Invariant: every number of a row is the
+one in v_experiences, v_groups or v_lineage.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from rft.types.credit import Member, run_rewards
 PAGE = 50  # rows
 SEARCH_S = 0.08  # a page of a text search ends after this time, and says where it can go on
 _SEARCHED = 500  # rows of a search that are read at once
-_COLUMNS = """id, group_id, batch, task, run, taskset, task_index, status, reason, finish_reason, reward, credit, step, num_tokens, num_response_tokens,
+_COLUMNS = """id, group_id, batch, task, run, taskset, task_index, status, reason, finish_reason, reward, credit, step,
+  num_tokens, num_response_tokens,
   newest_lineage, newest_step, oldest_lineage, oldest_step, engine, state, explained, used_step, leased_step, created,
   substr(prompt_text, 1, 160) AS prompt, substr(response_text, 1, 240) AS response"""
 _FATES = {  # see docs/concepts/buffer.md
@@ -48,7 +50,9 @@ _FATES = {  # see docs/concepts/buffer.md
 
 @dataclass(frozen=True)
 class TablePage:
-    """A part of the table.  `after`: where the next one begins, "" at the end; `total` None: not counted."""
+    """A part of the table.  `after`: where the next one begins, "" at the end; `total` None: not
+    counted.
+    """
 
     rows: list[dict[str, Any]]
     total: int | None
@@ -57,7 +61,9 @@ class TablePage:
 
 
 def table(questions: Questions, index: RolloutIndex | None, f: Filters, after: str) -> TablePage:
-    """The rows behind `after`.  Without an index, or where an index of the ledger leads to few rows, the database chooses them."""
+    """The rows behind `after`.  Without an index, or where an index of the ledger leads to few
+    rows, the database chooses them.
+    """
     if index is None or f.few:
         return _by_database(questions, f, int(after or 0))
     begin = int(after) if after else None
@@ -71,7 +77,10 @@ def table(questions: Questions, index: RolloutIndex | None, f: Filters, after: s
 def newest(questions: Questions) -> TablePage:
     """The first page without any filter, which needs no index."""
     order = "rowid DESC" if questions.sqlite else "created DESC"
-    ids = [r["id"] for r in asked(questions, f"SELECT id FROM experiences ORDER BY {order} LIMIT {PAGE}")]
+    ids = [
+        r["id"]
+        for r in asked(questions, f"SELECT id FROM experiences ORDER BY {order} LIMIT {PAGE}")
+    ]
     return TablePage(by_ids(questions, ids), None, "")
 
 
@@ -79,11 +88,18 @@ def by_ids(questions: Questions, ids: Sequence[str]) -> list[dict[str, Any]]:
     """These rows of v_experiences, in this order."""
     if not ids:
         return []
-    found = {r["id"]: r for r in asked(questions, f"SELECT {_COLUMNS} FROM v_experiences WHERE id IN (??)", many=ids)}
+    found = {
+        r["id"]: r
+        for r in asked(
+            questions, f"SELECT {_COLUMNS} FROM v_experiences WHERE id IN (??)", many=ids
+        )
+    }
     return [found[x] for x in ids if x in found]
 
 
-def asked(questions: Questions, sql: str, values: Sequence[Any] = (), *, many: Sequence[Any] = ()) -> list[dict[str, Any]]:
+def asked(
+    questions: Questions, sql: str, values: Sequence[Any] = (), *, many: Sequence[Any] = ()
+) -> list[dict[str, Any]]:
     """The rows of a statement of ours, in a transaction of its own."""
     with questions.errors("RUN", PAGE_TIMEOUT_S), questions.reading(PAGE_TIMEOUT_S) as tx:
         return [dict(r) for r in ask(tx, sql, values, many=many).mappings()]
@@ -92,40 +108,66 @@ def asked(questions: Questions, sql: str, values: Sequence[Any] = (), *, many: S
 def _by_database(questions: Questions, f: Filters, skipped: int) -> TablePage:
     said, values = f.conditions(like="LIKE" if questions.sqlite else "ILIKE")
     if f.step is not None:  # the same rows, by an index: used_step alone would read all
-        said.append("id IN (SELECT experience FROM uses WHERE lineage IN (SELECT lineage FROM lineages) AND step = ?)")
+        said.append(
+            "id IN (SELECT experience FROM uses WHERE lineage IN (SELECT lineage FROM lineages) "
+            "AND step = ?)"
+        )
         values.append(f.step)
     if f.batch is not None:
         said.append("group_id IN (SELECT id FROM groups WHERE batch = ?)")
         values.append(f.batch)
     where = f"WHERE {' AND '.join(said)}" if said else ""
-    sql = f"SELECT id FROM v_experiences {where} ORDER BY {ORDERS[f.order]} LIMIT {PAGE + 1} OFFSET {skipped}"
+    sql = (
+        f"SELECT id FROM v_experiences {where} ORDER BY {ORDERS[f.order]} LIMIT {PAGE + 1} "
+        f"OFFSET {skipped}"
+    )
     ids = [r["id"] for r in asked(questions, sql, values)]
-    total = asked(questions, f"SELECT count(*) AS n FROM v_experiences {where}", values)[0]["n"] if f.few else None
+    total = (
+        asked(questions, f"SELECT count(*) AS n FROM v_experiences {where}", values)[0]["n"]
+        if f.few
+        else None
+    )
     rows = by_ids(questions, ids[:PAGE])
     return TablePage(rows, total, str(skipped + PAGE) if len(ids) > PAGE else "")
 
 
 def _search(questions: Questions, index: RolloutIndex, f: Filters, after: int | None) -> TablePage:
-    """Rows whose texts hold `f.text`, among those that the other filters leave, until a page is full or its time is over."""
+    """Rows whose texts hold `f.text`, among those that the other filters leave, until a page is
+    full or its time is over.
+    """
     like = pattern(f.text)
-    sql = r"SELECT experience FROM texts WHERE experience IN (??) AND (prompt_text LIKE ? ESCAPE '\' OR response_text LIKE ? ESCAPE '\')"
-    ends, found, searched = time.monotonic() + SEARCH_S, list[int](), 0
+    sql = (
+        r"SELECT experience FROM texts WHERE experience IN (??) AND (prompt_text LIKE ? ESCAPE "
+        r"'\' OR response_text LIKE ? ESCAPE '\')"
+    )
+    ends = time.monotonic() + SEARCH_S
+    found = list[int]()
+    searched = 0
     while len(found) < PAGE:
         chosen = index.choose(f, _SEARCHED, after)
         ids = index.ids(chosen.positions)
         sql_of_part = sql.replace("(??)", f"({', '.join('?' * len(ids))})")
-        holds = {r["experience"] for r in asked(questions, sql_of_part, [*ids, like, like])} if ids else set()
+        holds = (
+            {r["experience"] for r in asked(questions, sql_of_part, [*ids, like, like])}
+            if ids
+            else set()
+        )
         for at, id in zip(chosen.positions.tolist(), ids, strict=True):
-            after, searched = at, searched + 1
+            after = at
+            searched = searched + 1
             if id in holds:
                 found.append(at)
             if len(found) == PAGE:
                 break
         if not chosen.more and (not ids or after == chosen.positions[-1]):
-            return TablePage(by_ids(questions, index.ids(np.array(found, np.int64))), None, "", searched)
+            return TablePage(
+                by_ids(questions, index.ids(np.array(found, np.int64))), None, "", searched
+            )
         if time.monotonic() > ends:
             break
-    return TablePage(by_ids(questions, index.ids(np.array(found, np.int64))), None, str(after), searched)
+    return TablePage(
+        by_ids(questions, index.ids(np.array(found, np.int64))), None, str(after), searched
+    )
 
 
 # ------------------------------------------------------------ one rollout
@@ -138,7 +180,8 @@ class RolloutPage:
     x: Shown
     group: dict[str, Any]  # of v_groups
     siblings: list[dict[str, Any]]
-    advantage: tuple[float, float] | None  # reward − mean of the group, and the largest in size of the group
+    # reward − mean of the group, and the largest in size of the group
+    advantage: tuple[float, float] | None
     why: str
     path: list[tuple[str, str, str]]  # station, what, filters of the rollouts that share it
 
@@ -148,16 +191,25 @@ def rollout(questions: Questions, id: str) -> RolloutPage:
     (x,) = look(questions, id=id)
     group, siblings = group_page(questions, x.row["group_id"])
     mean = group.get("reward_mean")
-    scored = [] if mean is None else [s["reward"] - mean for s in siblings if s["reward"] is not None]
+    scored = (
+        [] if mean is None else [s["reward"] - mean for s in siblings if s["reward"] is not None]
+    )
     own = None if mean is None or x.row["reward"] is None else x.row["reward"] - mean
     advantage = None if own is None else (own, max(map(abs, scored)))
-    return RolloutPage(x, group, siblings, advantage, why(x.row, x.uses, group), path(x.row, x.uses))
+    return RolloutPage(
+        x, group, siblings, advantage, why(x.row, x.uses, group), path(x.row, x.uses)
+    )
 
 
 def group_page(questions: Questions, group_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The row of v_groups, {} where there is none, and the rows of its experiences by run."""
     found = asked(questions, "SELECT * FROM v_groups WHERE id = ?", (group_id,))
-    ids = [r["id"] for r in asked(questions, "SELECT id FROM experiences WHERE group_id = ? ORDER BY id", (group_id,))]
+    ids = [
+        r["id"]
+        for r in asked(
+            questions, "SELECT id FROM experiences WHERE group_id = ? ORDER BY id", (group_id,)
+        )
+    ]
     return (found[0] if found else {}), by_ids(questions, ids)
 
 
@@ -167,16 +219,35 @@ def why(row: dict[str, Any], uses: Sequence[Use], group: dict[str, Any]) -> str:
         reason = str(row["explained"])
         more = row["reason"] or group.get("reason") or ""
         text = _FATES.get(reason, "")
-        return f"Not trained, {reason}" + (f": {text}" if text else "") + (f" ({more})" if more and more != reason else "") + "."
-    equal = row["credit"] == "run" and group.get("num_scored", 0) > 1 and group.get("reward_min") == group.get("reward_max")
-    flat = " All rewards of its group are equal, so compared with its group it teaches nothing." if equal else ""
+        return (
+            f"Not trained, {reason}"
+            + (f": {text}" if text else "")
+            + (f" ({more})" if more and more != reason else "")
+            + "."
+        )
+    equal = (
+        row["credit"] == "run"
+        and group.get("num_scored", 0) > 1
+        and group.get("reward_min") == group.get("reward_max")
+    )
+    flat = (
+        " All rewards of its group are equal, so compared with its group it teaches nothing."
+        if equal
+        else ""
+    )
     counted = [u for u in uses if u.counts]
     if counted:
         return "Trained in step " + ", ".join(str(u.version) for u in counted) + "." + flat
     if uses:
-        return f"Trained in step {uses[-1].version}, of which no current weights know: the run resumed from before it."
+        return (
+            f"Trained in step {uses[-1].version}, of which no current weights know: the run "
+            f"resumed from before it."
+        )
     if row["state"] == "leased":
-        return f"Handed to the trainer for step {row['leased_step']}; the step is not recorded yet." + flat
+        return (
+            f"Handed to the trainer for step {row['leased_step']}; the step is not recorded yet."
+            + flat
+        )
     return "Waits for a train step." + flat
 
 
@@ -191,7 +262,13 @@ def path(row: dict[str, Any], uses: Sequence[Use]) -> list[tuple[str, str, str]]
     if row["leased_step"] is not None:
         found.append(("lease", f"step {row['leased_step']}", ""))
     for use in uses:
-        found.append(("step", str(use.version) + ("" if use.counts else ", left behind"), Filters(step=use.version.step).query()))
+        found.append(
+            (
+                "step",
+                str(use.version) + ("" if use.counts else ", left behind"),
+                Filters(step=use.version.step).query(),
+            )
+        )
         if use.checkpoint:
             found.append(("checkpoint", use.checkpoint + ("" if use.there else ", deleted"), ""))
         elif use.counts:
@@ -202,17 +279,28 @@ def path(row: dict[str, Any], uses: Sequence[Use]) -> list[tuple[str, str, str]]
 def taught(x: Shown) -> bool:
     """Whether the trainer's advantages are kept."""
     p = x.payload
-    return p is not None and x.trainer is not None and bool(np.isfinite(x.trainer.advantages[p.loss_mask]).any())
+    return (
+        p is not None
+        and x.trainer is not None
+        and bool(np.isfinite(x.trainer.advantages[p.loss_mask]).any())
+    )
 
 
 # ------------------------------------------------------------ a task
 
 
-def task(questions: Questions, index: RolloutIndex | None, taskset: str, number: int) -> list[dict[str, Any]]:
-    """The newest rollouts of one task, by the weights that wrote them: each version with its rows and their mean reward."""
+def task(
+    questions: Questions, index: RolloutIndex | None, taskset: str, number: int
+) -> list[dict[str, Any]]:
+    """The newest rollouts of one task, by the weights that wrote them: each version with its rows
+    and their mean reward.
+    """
     f = Filters(taskset=taskset, task=number)
     if index is None:
-        sql = "SELECT id FROM v_experiences WHERE taskset = ? AND task_index = ? ORDER BY created DESC, id DESC LIMIT 200"
+        sql = (
+            "SELECT id FROM v_experiences WHERE taskset = ? AND task_index = ? ORDER BY created "
+            "DESC, id DESC LIMIT 200"
+        )
         ids = [r["id"] for r in asked(questions, sql, (taskset, number))]
     else:
         ids = index.ids(index.choose(f, 200).positions)
@@ -232,6 +320,8 @@ def _mean_of_runs(rows: Sequence[dict[str, Any]]) -> float | None:
     runs: dict[tuple[str, int], list[Member]] = defaultdict(list)
     for r in rows:
         if r["reward"] is not None:
-            runs[r["group_id"], r["run"]].append(Member(r["reward"], r["run"], r["step"], r["num_response_tokens"], r["credit"]))
+            runs[r["group_id"], r["run"]].append(
+                Member(r["reward"], r["run"], r["step"], r["num_response_tokens"], r["credit"])
+            )
     rewards = [reward for members in runs.values() for reward in run_rewards(members).values()]
     return fmean(rewards) if rewards else None

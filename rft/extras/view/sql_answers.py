@@ -1,7 +1,7 @@
 """Answers to SQL questions of people: a limited table for the page, CSV or Parquet whole.
 
-Knows `Questions.ask`, which only reads.  Invariant: a question has a connection and a thread of its own, so it holds up no page; a long
-answer is sent as it is read.
+Knows `Questions.ask`, which only reads.  Invariant: a question has a connection and a thread of its
+own, so it holds up no page; a long answer is sent as it is read.
 """
 
 from __future__ import annotations
@@ -25,22 +25,28 @@ _FILE_TIMEOUT_S = 600.0
 _PORTION = 1000  # rows that are sent at once
 _AT_ONCE = asyncio.Semaphore(2)
 EXAMPLES = {
-    "How is each batch doing?": """SELECT batch, count(*) AS runs, avg(reward) AS reward, avg(num_response_tokens) AS length,
+    "How is each batch "
+    "doing?": """SELECT batch, count(*) AS runs, avg(reward) AS reward, avg(num_response_tokens) AS length,
   sum(CASE WHEN status = 'truncated' THEN 1 ELSE 0 END) AS truncated
 FROM v_runs WHERE status <> 'failed' GROUP BY batch ORDER BY batch""",
     "The worst answers of step 10": """SELECT id, reward, response_text FROM v_experiences
 WHERE used_step = 10 AND reward IS NOT NULL ORDER BY reward LIMIT 10""",
-    "Why was something not trained?": """SELECT explained, reason, count(*) AS experiences, max(batch) AS last_batch FROM v_experiences
+    "Why was something not "
+    "trained?": """SELECT explained, reason, count(*) AS experiences, max(batch) AS last_batch FROM v_experiences
 WHERE state = 'explained' OR status = 'failed' GROUP BY explained, reason ORDER BY experiences DESC""",
-    "Tasks whose runs all got the same reward": """SELECT taskset, task_index, reward_mean, num_scored FROM v_groups
+    "Tasks whose runs all got the same "
+    "reward": """SELECT taskset, task_index, reward_mean, num_scored FROM v_groups
 WHERE reward_min = reward_max ORDER BY reward_mean LIMIT 20""",
-    "How stale was each step?": """SELECT train_step, avg(staleness) AS mean, max(staleness) AS largest, count(*) AS experiences
+    "How stale was each "
+    "step?": """SELECT train_step, avg(staleness) AS mean, max(staleness) AS largest, count(*) AS experiences
 FROM v_lineage WHERE counts = 1 GROUP BY train_step ORDER BY train_step""",
-    "Tokens by weight version": """SELECT version_lineage, version_step, count(DISTINCT id) AS experiences, sum(num_tokens) AS tokens
+    "Tokens by weight "
+    "version": """SELECT version_lineage, version_step, count(DISTINCT id) AS experiences, sum(num_tokens) AS tokens
 FROM v_tokens GROUP BY version_lineage, version_step ORDER BY version_lineage, version_step""",
     "Tokens with the largest advantages (kept)": """SELECT id, token_start, advantage FROM v_tokens
 WHERE advantage IS NOT NULL ORDER BY abs(advantage) DESC LIMIT 20""",
-    "Engine and trainer apart (kept log-probs)": """SELECT id, token_start, logprob, trainer_logprob FROM v_tokens
+    "Engine and trainer apart (kept "
+    "log-probs)": """SELECT id, token_start, logprob, trainer_logprob FROM v_tokens
 WHERE trainer_logprob IS NOT NULL ORDER BY abs(trainer_logprob - logprob) DESC LIMIT 20""",
 }
 
@@ -68,7 +74,9 @@ async def answer(run_dir: Path, sql: str) -> SqlAnswer:
 
 async def chunks(run_dir: Path, sql: str, kind: str) -> AsyncGenerator[bytes]:
     """All rows as a file of `kind`, piece by piece.  Raises ConfigError."""
-    write: Callable[[tuple[str, ...], Iterator[Sequence[Any]]], Iterator[bytes]] = _csv if kind == "csv" else _parquet
+    write: Callable[[tuple[str, ...], Iterator[Sequence[Any]]], Iterator[bytes]] = (
+        _csv if kind == "csv" else _parquet
+    )
 
     def pieces() -> Generator[bytes, None, None]:
         with open_run(run_dir) as questions, questions.ask(sql, timeout_s=_FILE_TIMEOUT_S) as found:
@@ -99,12 +107,17 @@ def _csv(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterator[by
 
 
 def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterator[bytes]:
-    """Types are those of the first portion; a column whose values change their type later is refused."""
+    """Types are those of the first portion; a column whose values change their type later is
+    refused.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if len(set(columns)) < len(columns):
-        raise ConfigError("has two columns of one name, which Parquet does not allow; name them with AS", key="SQL")
+        raise ConfigError(
+            "has two columns of one name, which Parquet does not allow; name them with AS",
+            key="SQL",
+        )
     sink = _Sink()
     writer = None
     try:
@@ -113,7 +126,10 @@ def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterato
             columns_of = {c: [_plain(row[i]) for row in part] for i, c in enumerate(columns)}
             table = pa.table(columns_of, schema=None if writer is None else writer.schema)
             if writer is None:
-                types = [pa.field(f.name, pa.string() if pa.types.is_null(f.type) else f.type) for f in table.schema]
+                types = [
+                    pa.field(f.name, pa.string() if pa.types.is_null(f.type) else f.type)
+                    for f in table.schema
+                ]
                 writer = pq.ParquetWriter(sink, pa.schema(types))
             writer.write_table(table.cast(writer.schema))
             if len(part) < _PORTION:
@@ -121,7 +137,9 @@ def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterato
             yield sink.take()
     except (pa.ArrowInvalid, pa.ArrowTypeError) as e:
         raise ConfigError(
-            f"has a column of several types, which Parquet does not allow: {e}; CAST it, or take CSV", key="SQL"
+            f"has a column of several types, which Parquet does not allow: {e}; CAST it, or take "
+            f"CSV",
+            key="SQL",
         ) from e
     finally:
         if writer is not None:
@@ -130,7 +148,9 @@ def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterato
 
 
 class _Sink:
-    """A file that is sent while it is written: it knows how long it is, and holds what was not taken yet."""
+    """A file that is sent while it is written: it knows how long it is, and holds what was not
+    taken yet.
+    """
 
     closed = False
 

@@ -1,7 +1,8 @@
-"""Tokens of one experience with what is known of each, and the class of colour that shows one number of it.
+"""Tokens of one experience with what is known of each, and the class of colour that shows one
+number of it.
 
-Knows experiences, no pages.  Invariant: the numbers are those of the ledger and its payload; classes are steps of fixed scales, so that
-one colour means the same in every run.
+Knows experiences, no pages.  Invariant: the numbers are those of the ledger and its payload;
+classes are steps of fixed scales, so that one colour means the same in every run.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ COLOURS = {
     "version": "weights that wrote it",
 }
 SURPRISE = (0.01, 0.1, 0.3, 0.7, 1.5, 3.0, 6.0)  # −log-prob: edges of the classes s0 to s7
-APART = (1e-4, 1e-3, 1e-2, 0.1)  # size of a difference of log-probs: edges of the classes n0 to n4 and p0 to p4
+# size of a difference of log-probs: edges of the classes n0 to n4 and p0 to p4
+APART = (1e-4, 1e-3, 1e-2, 0.1)
 TAUGHT = (1e-9, 0.5, 1.0, 2.0)  # size of the trainer's advantage
-SHARES = (1e-9, 0.25, 0.5, 0.75)  # where that is not kept: of the largest distance from the mean in the group
+# where that is not kept: of the largest distance from the mean in the group
+SHARES = (1e-9, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,12 @@ class ShownToken:
     newline: bool
 
 
-def shown_tokens(x: Shown, words: TokenTexts, by: str, advantage: tuple[float, float] | None, most: int) -> Iterator[ShownToken]:
-    """The first `most` tokens.  `advantage`: reward of the row − mean of its group, and the largest such distance in the group."""
+def shown_tokens(
+    x: Shown, words: TokenTexts, by: str, advantage: tuple[float, float] | None, most: int
+) -> Iterator[ShownToken]:
+    """The first `most` tokens.  `advantage`: reward of the row − mean of its group, and the largest
+    such distance in the group.
+    """
     p = x.payload
     if p is None:
         return
@@ -51,7 +58,9 @@ def shown_tokens(x: Shown, words: TokenTexts, by: str, advantage: tuple[float, f
     spans = [(s.start, s.end, str(s.version)) for s in p.version_spans]
     names = {v: i for i, v in enumerate(dict.fromkeys(v for _, _, v in spans))}
     earned = None if p.token_rewards is None else p.token_rewards.tolist()
-    for at, (token, mine, *numbers) in enumerate(zip(p.tokens.tolist()[:most], trained, engine, kept, taught, strict=False)):
+    for at, (token, mine, *numbers) in enumerate(
+        zip(p.tokens.tolist()[:most], trained, engine, kept, taught, strict=False)
+    ):
         text = words(token)
         version = next((v for a, b, v in spans if a <= at < b), "")
         about = [f"token {at}: {token}"]
@@ -67,14 +76,26 @@ def shown_tokens(x: Shown, words: TokenTexts, by: str, advantage: tuple[float, f
             about.append("no log-prob" if theirs is None else f"log-prob {theirs:.6g}")
             if x.trainer is not None:
                 about.append("trainer's not known" if ours is None else f"trainer's {ours:.6g}")
-                about += [f"difference {ours - theirs:.3g}"] if ours is not None and theirs is not None else []
+                about += (
+                    [f"difference {ours - theirs:.3g}"]
+                    if ours is not None and theirs is not None
+                    else []
+                )
                 about += [f"advantage {own:.6g}"] if own is not None else []
         about += [f"weights {version}"] if version else []
         about += [f"reward {earned[at]:.6g}"] if earned is not None and earned[at] else []
-        yield ShownToken(safe(text, lines=True).replace("\n", "↵"), css, "; ".join(about), "\n" in text)
+        yield ShownToken(
+            safe(text, lines=True).replace("\n", "↵"), css, "; ".join(about), "\n" in text
+        )
 
 
-def _colour(by: str, theirs: float | None, ours: float | None, own: float | None, group: tuple[float, float] | None) -> str:
+def _colour(
+    by: str,
+    theirs: float | None,
+    ours: float | None,
+    own: float | None,
+    group: tuple[float, float] | None,
+) -> str:
     if by == "logprob" and theirs is not None:
         return f"s{bisect_right(SURPRISE, -theirs)}"
     if by == "mismatch" and theirs is not None and ours is not None:

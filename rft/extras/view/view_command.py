@@ -13,14 +13,25 @@ from rft.errors import ConfigError
 
 
 def view(
-    run: Annotated[Path, typer.Argument(metavar="[RUN | FOLDER]", help="folder of a run, or one above several")] = Path(),
+    run: Annotated[
+        Path, typer.Argument(metavar="[RUN | FOLDER]", help="folder of a run, or one above several")
+    ] = Path(),
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="on this machine alone; if it is in use, the next one; 0: any")
+        int,
+        typer.Option(
+            min=0, max=65535, help="on this machine alone; if it is in use, the next one; 0: any"
+        ),
     ] = 7373,
 ) -> None:
-    """Show runs in a browser, while they go on and afterwards: curves, rollouts token by token, SQL.  Nothing can be changed there."""
+    """Show runs in a browser, while they go on and afterwards: curves, rollouts token by token,
+    SQL.  Nothing can be changed there.
+    """
     if not run.is_dir():
-        raise ConfigError(f"{run} is no folder; give the folder of a run, or one above several", key="RUN", given=str(run))
+        raise ConfigError(
+            f"{run} is no folder; give the folder of a run, or one above several",
+            key="RUN",
+            given=str(run),
+        )
     asyncio.run(_serve(run, port))
 
 
@@ -35,7 +46,11 @@ async def _serve(folder: Path, port: int) -> None:
     await server.start()
     try:
         print(f"view  {server.address}", flush=True)
-        print("      for this machine alone; the address is its key, so do not pass it on.  Ctrl-C ends it", flush=True)
+        print(
+            "      for this machine alone; the address is its key, so do not pass it on.  Ctrl-C "
+            "ends it",
+            flush=True,
+        )
         await ended.wait()
     finally:
         await server.close()

@@ -1,7 +1,7 @@
 """The pages: which address shows what.
 
-Knows addresses, templates, and the run that an address names; not who may ask.  Invariant: a handler only reads, and what takes long is
-done beside the event loop.
+Knows addresses, templates, and the run that an address names; not who may ask.  Invariant: a
+handler only reads, and what takes long is done beside the event loop.
 """
 
 from __future__ import annotations
@@ -70,10 +70,17 @@ class ViewPages:
         router.add_static(f"{base}/static", HERE / "static")
         run = f"{base}/run/{{run}}"
         for name, handler in {
-            "": self._overview, "facts": self._facts, "curves.json": self._points, "timeline.svg": self._timeline,
-            "rollouts": self._rollouts, "rollout/{id}": self._rollout, "group/{id}": self._group, "task": self._task,
-            "sql": self._sql, "sql.{kind}": self._download,
-        }.items():  # fmt: skip
+            "": self._overview,
+            "facts": self._facts,
+            "curves.json": self._points,
+            "timeline.svg": self._timeline,
+            "rollouts": self._rollouts,
+            "rollout/{id}": self._rollout,
+            "group/{id}": self._group,
+            "task": self._task,
+            "sql": self._sql,
+            "sql.{kind}": self._download,
+        }.items():
             router.add_get(f"{run}/{name}", self._using(handler))
         router.add_get(f"{run}/events", self._events)
 
@@ -88,14 +95,24 @@ class ViewPages:
         return self._page("problem.html", {"message": text}, status=status)
 
     def _page(self, template: str, values: Mapping[str, Any], *, status: int = 200) -> web.Response:
-        made = self._html.get_template(template).render(base=self._base, run=None, **{"key": "", **values})
+        made = self._html.get_template(template).render(
+            base=self._base, run=None, **{"key": "", **values}
+        )
         return web.Response(
-            body=made.encode("utf-8", "backslashreplace"), content_type="text/html", charset="utf-8", status=status
+            body=made.encode("utf-8", "backslashreplace"),
+            content_type="text/html",
+            charset="utf-8",
+            status=status,
         )
 
     def _run_page(self, request: web.Request, page: str, values: Mapping[str, Any]) -> web.Response:
         key = request.match_info["run"]
-        where = {"key": key, "name": key.replace("~", "/"), "here": f"{self._base}/run/{quote(key)}", "page": page}
+        where = {
+            "key": key,
+            "name": key.replace("~", "/"),
+            "here": f"{self._base}/run/{quote(key)}",
+            "page": page,
+        }
         return self._page(f"{page}.html", {**where, **values})
 
     def _run(self, request: web.Request) -> OpenedRun:
@@ -132,14 +149,23 @@ class ViewPages:
     async def _runs(self, _: web.Request) -> web.Response:
         lines = await asyncio.to_thread(self.runs.lines, _PATIENCE_S)
         return self._page(
-            "runs.html", {"lines": lines, "unread": sum(not r.read for r in lines), "folder": self.runs.folder, "most": _COMPARED}
+            "runs.html",
+            {
+                "lines": lines,
+                "unread": sum(not r.read for r in lines),
+                "folder": self.runs.folder,
+                "most": _COMPARED,
+            },
         )
 
     def _compared(self, request: web.Request) -> dict[str, Path]:
         keys = list(dict.fromkeys(request.query.getall("run", [])))
         paths = {k: self.runs.path(k) for k in keys}
         if not 2 <= len(keys) <= _COMPARED or None in paths.values():
-            raise ConfigError(f"compares 2 to {_COMPARED} of the runs in the table; {len(keys)} were chosen", key="compare")
+            raise ConfigError(
+                f"compares 2 to {_COMPARED} of the runs in the table; {len(keys)} were chosen",
+                key="compare",
+            )
         return {k: p for k, p in paths.items() if p is not None}
 
     async def _compare(self, request: web.Request) -> web.Response:
@@ -148,11 +174,17 @@ class ViewPages:
         query = urlencode([("run", k) for k in paths])
         return self._page(
             "compare.html",
-            {"runs": list(paths), "differences": found, "axes": AXES, "points": f"{self._base}/compare.json?{query}"},
+            {
+                "runs": list(paths),
+                "differences": found,
+                "axes": AXES,
+                "points": f"{self._base}/compare.json?{query}",
+            },
         )
 
     async def _compare_points(self, request: web.Request) -> web.Response:
-        paths, axis = self._compared(request), _axis(request)
+        paths = self._compared(request)
+        axis = _axis(request)
 
         def read() -> dict[str, Any]:
             for curves in self._beside.values():
@@ -160,14 +192,18 @@ class ViewPages:
             return charts.several({key: self._beside[path] for key, path in paths.items()}, axis)
 
         async with self._comparing:
-            self._beside = {p: self._beside.get(p) or Curves(p, charts.may_be_charted) for p in paths.values()}
+            self._beside = {
+                p: self._beside.get(p) or Curves(p, charts.may_be_charted) for p in paths.values()
+            }
             return _json(await asyncio.to_thread(read))
 
     # ------------------------------------------------------------ overview
 
     async def _overview(self, request: web.Request, run: OpenedRun) -> web.Response:
         run.begin_index()
-        return self._run_page(request, "overview", {**await self._about(run, _PATIENCE_S), "axes": AXES})
+        return self._run_page(
+            request, "overview", {**await self._about(run, _PATIENCE_S), "axes": AXES}
+        )
 
     async def _facts(self, request: web.Request, run: OpenedRun) -> web.Response:
         return self._run_page(request, "facts", await self._about(run))
@@ -176,13 +212,22 @@ class ViewPages:
         """After `patience_s` without the metrics: the page asks for them again."""
         reading = asyncio.ensure_future(run.metrics(charts.numbers))
         await asyncio.wait({reading}, timeout=patience_s)
-        checkpoints = await asyncio.to_thread(lambda: [p.name for p in manifests.committed(run.run_dir / "checkpoints")])
+        checkpoints = await asyncio.to_thread(
+            lambda: [p.name for p in manifests.committed(run.run_dir / "checkpoints")]
+        )
         ready = reading.done()
         numbers = reading.result() if ready else charts.numbers(Curves(run.run_dir))
-        return {**run.state(), **numbers, "reading": not ready, "folder": run.run_dir, "checkpoints": checkpoints}
+        return {
+            **run.state(),
+            **numbers,
+            "reading": not ready,
+            "folder": run.run_dir,
+            "checkpoints": checkpoints,
+        }
 
     async def _points(self, request: web.Request, run: OpenedRun) -> web.Response:
-        axis, name = _axis(request), request.query.get("name", "")
+        axis = _axis(request)
+        name = request.query.get("name", "")
         return _json(await run.metrics(lambda curves: charts.of_run(curves, axis, name)))
 
     async def _timeline(self, request: web.Request, run: OpenedRun) -> web.Response:
@@ -199,7 +244,8 @@ class ViewPages:
     # ------------------------------------------------------------ rollouts
 
     async def _rollouts(self, request: web.Request, run: OpenedRun) -> web.Response:
-        f, after = Filters.read(request.query), request.query.get("after", "")
+        f = Filters.read(request.query)
+        after = request.query.get("after", "")
         if after and not (after.isdecimal() and len(after) <= _PLACE_DIGITS):
             raise ConfigError(f"{after!r} is no place in the table", key="after", given=after)
         run.begin_index()
@@ -209,7 +255,14 @@ class ViewPages:
             index = None if f.few else await run.indexed()
             page = await run.ask(lambda q: rollout_pages.table(q, index, f, after))
         tasksets = sorted(t for t in run.index.texts["taskset"].numbers if t)
-        values = {"f": f, "page_of": page, "tasksets": tasksets, "orders": list(ORDERS), "statuses": STATUS, "states": STATES}
+        values = {
+            "f": f,
+            "page_of": page,
+            "tasksets": tasksets,
+            "orders": list(ORDERS),
+            "statuses": STATUS,
+            "states": STATES,
+        }
         return self._run_page(request, "rollouts", {**values, "read": run.progress})
 
     async def _rollout(self, request: web.Request, run: OpenedRun) -> web.Response:
@@ -229,16 +282,25 @@ class ViewPages:
             ids = [s["id"] for s in found.siblings]
             at = ids.index(id)
             return {
-                "found": found, "x": found.x, "row": found.x.row, "tokens": tokens, "at": at,
+                "found": found,
+                "x": found.x,
+                "row": found.x.row,
+                "tokens": tokens,
+                "at": at,
                 "parts": json.loads(found.x.row["reward_parts"] or "{}"),
-                "said": conversation(found.x), "taught": rollout_pages.taught(found.x),
+                "said": conversation(found.x),
+                "taught": rollout_pages.taught(found.x),
                 "info": {} if found.x.payload is None else dict(found.x.payload.info),
-                "before": ids[at - 1] if at else "", "behind": ids[at + 1] if at + 1 < len(ids) else "",
-            }  # fmt: skip
+                "before": ids[at - 1] if at else "",
+                "behind": ids[at + 1] if at + 1 < len(ids) else "",
+            }
 
         values = await run.ask(read)
-        judged = values["info"].get("judge")  # of `rft.reward.exchanges`, or what somebody else has named so
-        if ours := isinstance(judged, list) and all(isinstance(j, dict) and {"question", "reply"} <= j.keys() for j in judged):
+        # of `rft.reward.exchanges`, or what somebody else has named so
+        judged = values["info"].get("judge")
+        if ours := isinstance(judged, list) and all(
+            isinstance(j, dict) and {"question", "reply"} <= j.keys() for j in judged
+        ):
             del values["info"]["judge"]
         values |= {"judged": judged if ours else [], "plain": plain_text}
         return self._run_page(request, "rollout", {**values, "by": by, "colours": COLOURS})
@@ -252,7 +314,11 @@ class ViewPages:
         def read(q: Questions) -> dict[str, Any]:
             group, rows = rollout_pages.group_page(q, id)
             ids = [r["id"] for r in rows]
-            texts = rollout_pages.asked(q, "SELECT id, prompt_text, response_text FROM v_experiences WHERE id IN (??)", many=ids)
+            texts = rollout_pages.asked(
+                q,
+                "SELECT id, prompt_text, response_text FROM v_experiences WHERE id IN (??)",
+                many=ids,
+            )
             return {"group": group, "rows": rows, "texts": {t["id"]: t for t in texts}}
 
         values = await run.ask(read)
@@ -266,15 +332,25 @@ class ViewPages:
             raise ConfigError("needs taskset and task", key="task")
         index = await run.indexed()
         versions = await run.ask(lambda q: rollout_pages.task(q, index, f.taskset, f.task or 0))
-        return self._run_page(request, "task", {"versions": versions, "taskset": f.taskset, "number": f.task})
+        return self._run_page(
+            request, "task", {"versions": versions, "taskset": f.taskset, "number": f.task}
+        )
 
     # ------------------------------------------------------------ SQL
 
     async def _sql(self, request: web.Request, run: OpenedRun) -> web.Response:
         text = request.query.get("q", "")
-        values: dict[str, Any] = {"q": text, "answer": None, "message": "", "examples": sql_answers.EXAMPLES, "views": {}}
+        values: dict[str, Any] = {
+            "q": text,
+            "answer": None,
+            "message": "",
+            "examples": sql_answers.EXAMPLES,
+            "views": {},
+        }
         try:
-            values["views"] = run.views = run.views or await run.ask(lambda q: {v: q.columns(v) for v in VIEWS})
+            values["views"] = run.views = run.views or await run.ask(
+                lambda q: {v: q.columns(v) for v in VIEWS}
+            )
             if text.strip():
                 values["answer"] = await sql_answers.answer(run.run_dir, text)
         except RftError as e:
@@ -282,13 +358,18 @@ class ViewPages:
         return self._run_page(request, "sql", values)
 
     async def _download(self, request: web.Request, run: OpenedRun) -> web.StreamResponse:
-        text, kind = request.query.get("q", ""), request.match_info["kind"]
+        text = request.query.get("q", "")
+        kind = request.match_info["kind"]
         if kind not in sql_answers.KINDS:
             raise web.HTTPNotFound
-        headers = {CONTENT_DISPOSITION: f'attachment; filename="answer.{kind}"', "Content-Type": sql_answers.KINDS[kind]}
+        headers = {
+            CONTENT_DISPOSITION: f'attachment; filename="answer.{kind}"',
+            "Content-Type": sql_answers.KINDS[kind],
+        }
         response = web.StreamResponse(headers=headers)
         async with aclosing(sql_answers.chunks(run.run_dir, text, kind)) as chunks:
-            first = await anext(chunks, b"")  # what is wrong with the query is told before anything is sent
+            # what is wrong with the query is told before anything is sent
+            first = await anext(chunks, b"")
             await response.prepare(request)
             await response.write(first)
             try:

@@ -1,7 +1,8 @@
 """The server of the pages: loopback only, one token in every address, reading only.
 
-Knows aiohttp and who may ask; not what pages show.  Invariants: an address without the token is answered with 403 and nothing else; only
-GET and HEAD are answered; a page may load nothing from elsewhere and runs no script but ours.
+Knows aiohttp and who may ask; not what pages show.  Invariants: an address without the token is
+answered with 403 and nothing else; only GET and HEAD are answered; a page may load nothing from
+elsewhere and runs no script but ours.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 PORT = 7373
 _MORE_PORTS = 20
-_NAMES = ("127.0.0.1", "localhost", "[::1]")  # in the Host header: another name is one that was made to lead here
+# in the Host header: another name is one that was made to lead here
+_NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src "
+    "'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -57,7 +60,9 @@ class ViewServer:
         app = web.Application(middlewares=[self._guarded], client_max_size=1 << 16)
         app.on_response_prepare.append(_with_headers)
         self.pages.routes(app.router, f"/{self.token}")
-        self._runner = web.AppRunner(app, access_log=None, logger=http_log("rft.view.http"), shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=http_log("rft.view.http"), shutdown_timeout=1.0
+        )
         await self._runner.setup()
         wanted = self._port
         for port in range(wanted, wanted + _MORE_PORTS) if wanted else (0,):
@@ -71,7 +76,10 @@ class ViewServer:
             self._port = self._runner.addresses[0][1]
             return
         await self.close()
-        raise SetupError(f"the ports {wanted} to {wanted + _MORE_PORTS - 1} are in use; choose another one with --port")
+        raise SetupError(
+            f"the ports {wanted} to {wanted + _MORE_PORTS - 1} are in use; choose another one with "
+            f"--port"
+        )
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -101,7 +109,9 @@ class ViewServer:
             except Exception:
                 log.exception("%s could not be shown", request.path.removeprefix(f"/{self.token}"))
                 return self.pages.problem(
-                    "This page could not be made; this is a bug in rft. The terminal of `rft view` says more.", 500
+                    "This page could not be made; this is a bug in rft. The terminal of `rft view` "
+                    "says more.",
+                    500,
                 )
 
         return guarded
@@ -110,12 +120,19 @@ class ViewServer:
         host = request.headers.get("Host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name.lower() not in _NAMES:
-            return web.Response(status=403, text="this server answers to 127.0.0.1 and localhost alone")
+            return web.Response(
+                status=403, text="this server answers to 127.0.0.1 and localhost alone"
+            )
         given = request.path.removeprefix("/").partition("/")[0]
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
-            return web.Response(status=403, text="the address lacks its token; open the one that `rft view` has printed")
+            return web.Response(
+                status=403,
+                text="the address lacks its token; open the one that `rft view` has printed",
+            )
         if request.method not in ("GET", "HEAD"):
-            return web.Response(status=405, text="nothing can be changed here", headers={"Allow": "GET, HEAD"})
+            return web.Response(
+                status=405, text="nothing can be changed here", headers={"Allow": "GET, HEAD"}
+            )
         return None
 
 

@@ -1,4 +1,5 @@
-"""Environments of other libraries as workflows: gymnasium, textarena, OpenEnv, verifiers; and any object of their shape.
+"""Environments of other libraries as workflows: gymnasium, textarena, OpenEnv, verifiers; and any
+object of their shape.
 
     class Blackjack(GymWorkflow):
         env_id = "Blackjack-v1"
@@ -6,7 +7,8 @@
         def describe(self, observation):
             return f"You hold {observation[0]}, the dealer shows {observation[1]}."
 
-Invariant: model calls are made by the run's own context, so their tokens are kept; an environment belongs to one run and closes with it.
+Invariant: model calls are made by the run's own context, so their tokens are kept; an environment
+belongs to one run and closes with it.
 """
 
 from __future__ import annotations
@@ -25,14 +27,29 @@ from rft.plugins import REGISTRY
 from rft.reward.extract import blocks
 from rft.types.completion import Completion
 from rft.types.task import Task
-from rft.workflow.turns import EnvWorkflow, Message, MultiTurnWorkflow, Reply, Step, TurnArgs, row_seed, waited
+from rft.workflow.turns import (
+    EnvWorkflow,
+    Message,
+    MultiTurnWorkflow,
+    Reply,
+    Step,
+    TurnArgs,
+    row_seed,
+    waited,
+)
 
 
 def chosen(text: str, words: Mapping[str, Any]) -> str | None:
-    """The action that an answer names: inside <action> tags if there are any, else the last of `words` in it."""
+    """The action that an answer names: inside <action> tags if there are any, else the last of
+    `words` in it.
+    """
     if tagged := blocks(text, "action", ignore_case=True):
         text = tagged[-1]
-    found = re.findall("|".join(rf"\b{re.escape(w)}\b" for w in sorted(words, key=len, reverse=True)), text, re.IGNORECASE)
+    found = re.findall(
+        "|".join(rf"\b{re.escape(w)}\b" for w in sorted(words, key=len, reverse=True)),
+        text,
+        re.IGNORECASE,
+    )
     by_name = {w.lower(): w for w in words}
     return by_name[found[-1].lower()] if found else None
 
@@ -42,7 +59,9 @@ def gymnasium() -> Any:
     try:
         import gymnasium as library
     except ImportError as e:
-        raise SetupError(f"this workflow needs gymnasium ({e}): pip install 'rft-platform[gymnasium]'") from e
+        raise SetupError(
+            f"this workflow needs gymnasium ({e}): pip install 'rft-platform[gymnasium]'"
+        ) from e
     return library
 
 
@@ -53,7 +72,9 @@ class GymArgs(TurnArgs):
 
 
 class GymWorkflow(EnvWorkflow):
-    """Base: give `env_id`, `actions` and `describe`; override `make` for environments that depend on the task."""
+    """Base: give `env_id`, `actions` and `describe`; override `make` for environments that depend
+    on the task.
+    """
 
     Args: type[BaseModel] = GymArgs
     scores_itself = True
@@ -80,7 +101,10 @@ class GymWorkflow(EnvWorkflow):
 
     def instruction(self, task: Task) -> str:
         names = ", ".join(self.actions)
-        return task.system_prompt or f"Choose one action in every turn and answer with its name alone: {names}."
+        return (
+            task.system_prompt
+            or f"Choose one action in every turn and answer with its name alone: {names}."
+        )
 
     def reset(self, task: Task) -> str:
         self.env = self.make(task)
@@ -92,7 +116,9 @@ class GymWorkflow(EnvWorkflow):
         if name is None:
             self.invalid += 1
             return Step(
-                f"That is no action. {self._seen}", reward=self.args.invalid_reward, info={"action": "", "success": False}
+                f"That is no action. {self._seen}",
+                reward=self.args.invalid_reward,
+                info={"action": "", "success": False},
             )
         observation, reward, terminated, truncated, _ = self.env.step(self.actions[name])
         success = self.succeeded(float(reward), bool(terminated))
@@ -121,12 +147,17 @@ class GymWorkflow(EnvWorkflow):
 class TextGameArgs(TurnArgs):
     """As TurnArgs; which game."""
 
-    env_id: str = Field(description="textarena's name, e.g. GuessTheNumber-v0; or pkg.module:make, path/file.py:make of your own")
+    env_id: str = Field(
+        description="textarena's name, e.g. GuessTheNumber-v0; or pkg.module:make, "
+        "path/file.py:make of your own"
+    )
     env_args: dict[str, Any] = Field(default_factory=dict, description="arguments of the game")
 
 
 class TextGame(EnvWorkflow):
-    """The game's reward of player 0 in the end; an invalid move is told by the game itself.  A row's `seed` seeds it."""
+    """The game's reward of player 0 in the end; an invalid move is told by the game itself.  A
+    row's `seed` seeds it.
+    """
 
     Args: type[BaseModel] = TextGameArgs
     blocking = True
@@ -145,7 +176,12 @@ class TextGame(EnvWorkflow):
         if not done:
             return Step(self._observed(), reward=0.0, info={"success": False})
         reward = self._closed()
-        return Step(str((info or {}).get("reason", "The game is over.")), reward=reward, done=True, info={"success": reward > 0})
+        return Step(
+            str((info or {}).get("reason", "The game is over.")),
+            reward=reward,
+            done=True,
+            info={"success": reward > 0},
+        )
 
     def leftover(self) -> float:
         return self._closed()
@@ -157,11 +193,19 @@ class TextGame(EnvWorkflow):
     def _observed(self) -> str:
         player, seen = self.game.get_observation()
         if player != 0:
-            raise ValueError(f"{self.args.env_id} is for {player + 1} players or more; only games for one are played")
+            raise ValueError(
+                f"{self.args.env_id} is for {player + 1} players or more; only games for one are "
+                f"played"
+            )
         if isinstance(seen, str):
             return seen
-        told = [str(m[1]) if isinstance(m, tuple) else str(m) for m in seen if not (isinstance(m, tuple) and m[0] == player)]
-        return "\n".join(told) or "Your turn."  # what the player said itself is in the conversation already
+        told = [
+            str(m[1]) if isinstance(m, tuple) else str(m)
+            for m in seen
+            if not (isinstance(m, tuple) and m[0] == player)
+        ]
+        # what the player said itself is in the conversation already
+        return "\n".join(told) or "Your turn."
 
     def _closed(self) -> float:
         """The reward, asked once."""
@@ -180,7 +224,8 @@ def _maker(name: str) -> Callable[..., Any]:
         import textarena
     except ImportError as e:
         raise SetupError(
-            f"{name} is a game of textarena, which is not installed ({e}): pip install 'rft-platform[textarena]'"
+            f"{name} is a game of textarena, which is not installed ({e}): pip install "
+            f"'rft-platform[textarena]'"
         ) from e
     # the plain name says all earlier turns again in every turn
     raw = name if name.endswith(("-raw", "-train")) else f"{name}-raw"
@@ -191,11 +236,21 @@ class OpenEnvArgs(TurnArgs):
     """As TurnArgs; which client, and how texts become actions and observations texts."""
 
     client: str = Field(description="the client's class: pkg.module:Name or path/file.py:Name")
-    base_url: str | None = Field(None, description="address of the environment's server; null: the client takes none")
-    action: str | None = Field(None, description="the action's class; null: the text itself is the action")
-    action_field: str = Field("message", description="which of the action's fields holds the answer's text")
-    observation_field: str | None = Field(None, description="which of the observation's fields is shown; null: all, as JSON")
-    reset_args: dict[str, Any] = Field(default_factory=dict, description="arguments of reset; a row's `seed` comes before theirs")
+    base_url: str | None = Field(
+        None, description="address of the environment's server; null: the client takes none"
+    )
+    action: str | None = Field(
+        None, description="the action's class; null: the text itself is the action"
+    )
+    action_field: str = Field(
+        "message", description="which of the action's fields holds the answer's text"
+    )
+    observation_field: str | None = Field(
+        None, description="which of the observation's fields is shown; null: all, as JSON"
+    )
+    reset_args: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of reset; a row's `seed` comes before theirs"
+    )
     instruction: str = Field("", description="system message")
     success_above: float = Field(0.0, description="a run succeeds if its last reward is above this")
 
@@ -214,17 +269,24 @@ class OpenEnvWorkflow(EnvWorkflow):
         cls = REGISTRY.get("environment", self.args.client).obj
         self.client = cls() if self.args.base_url is None else cls(base_url=self.args.base_url)
         seed = {} if task.row.get("seed") is None else {"seed": row_seed(task)}
-        return self._text((await self.call(self.client.reset, **{**self.args.reset_args, **seed})).observation)
+        return self._text(
+            (await self.call(self.client.reset, **{**self.args.reset_args, **seed})).observation
+        )
 
     async def step(self, action: str) -> Step:
         made: Any = action
         if self.args.action is not None:
-            made = REGISTRY.get("environment", self.args.action).obj(**{self.args.action_field: action})
+            made = REGISTRY.get("environment", self.args.action).obj(
+                **{self.args.action_field: action}
+            )
         result = await self.call(self.client.step, made)
         reward = 0.0 if result.reward is None else float(result.reward)
         done = bool(result.done)
         return Step(
-            self._text(result.observation), reward=reward, done=done, info={"success": done and reward > self.args.success_above}
+            self._text(result.observation),
+            reward=reward,
+            done=done,
+            info={"success": done and reward > self.args.success_above},
         )
 
     async def close(self) -> None:
@@ -236,26 +298,37 @@ class OpenEnvWorkflow(EnvWorkflow):
             return observation
         if self.args.observation_field is not None:
             return str(getattr(observation, self.args.observation_field))
-        plain = observation.model_dump() if isinstance(observation, BaseModel) else getattr(observation, "__dict__", observation)
+        plain = (
+            observation.model_dump()
+            if isinstance(observation, BaseModel)
+            else getattr(observation, "__dict__", observation)
+        )
         return msgspec.json.encode(plain, enc_hook=str).decode()
 
 
 class VerifiersArgs(TurnArgs):
     """As TurnArgs; which environment."""
 
-    env: str = Field(description="what makes the environment: pkg.module:load_environment or path/file.py:load_environment")
+    env: str = Field(
+        description="what makes the environment: pkg.module:load_environment or "
+        "path/file.py:load_environment"
+    )
     env_args: dict[str, Any] = Field(default_factory=dict, description="its arguments")
 
 
 class VerifiersWorkflow(MultiTurnWorkflow):
-    """A row's `prompt` (text or messages), `answer` and `info` become the state; the rubric's reward is the score."""
+    """A row's `prompt` (text or messages), `answer` and `info` become the state; the rubric's
+    reward is the score.
+    """
 
     Args: type[BaseModel] = VerifiersArgs
     scores_itself = True
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
-        self.env = environment(self.args.env, msgspec.json.encode(self.args.env_args, order="sorted").decode())
+        self.env = environment(
+            self.args.env, msgspec.json.encode(self.args.env_args, order="sorted").decode()
+        )
         self.state: dict[str, Any] = {}
         self._parts: dict[str, float] = {}
 
@@ -288,7 +361,10 @@ class VerifiersWorkflow(MultiTurnWorkflow):
         said = await waited(respond(self._messages(), self.state))
         if isinstance(said, tuple):
             said, self.state = said
-        messages = [dict(m) for m in ([{"role": "user", "content": said}] if isinstance(said, str) else said)]
+        messages = [
+            dict(m)
+            for m in ([{"role": "user", "content": said}] if isinstance(said, str) else said)
+        ]
         self.state["completion"] = [*self.state["completion"], *messages]
         return await self._scored_reply() if await self._completed() else Reply(tuple(messages))
 
@@ -325,7 +401,8 @@ def environment(name: str, args: str) -> Any:
     made = REGISTRY.get("environment", name).obj(**msgspec.json.decode(args))
     if not callable(getattr(getattr(made, "rubric", None), "score_rollout", None)):
         raise ConfigError(
-            f"{name} gives {type(made).__name__}, which has no rubric.score_rollout; environments of verifiers 1.x run their own agents: "
+            f"{name} gives {type(made).__name__}, which has no rubric.score_rollout; environments "
+            f"of verifiers 1.x run their own agents: "
             "let those call the endpoint (docs/howto/agent.md)",
             key="workflow_args.env",
         )

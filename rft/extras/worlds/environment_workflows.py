@@ -1,4 +1,5 @@
-"""Environments of other libraries: text games (textarena), verifiers, OpenEnv.  What they take stands in rft/extras/worlds/adapters.py.
+"""Environments of other libraries: text games (textarena), verifiers, OpenEnv.  What they take
+stands in rft/extras/worlds/adapters.py.
 
 explorer_input:
   taskset: {path: "rft.taskset.generated_tasks:seeds", default_workflow_type: text_game_workflow,
@@ -6,7 +7,14 @@ explorer_input:
 """
 
 from rft import register
-from rft.extras.worlds.adapters import OpenEnvArgs, OpenEnvWorkflow, TextGame, TextGameArgs, VerifiersArgs, VerifiersWorkflow
+from rft.extras.worlds.adapters import (
+    OpenEnvArgs,
+    OpenEnvWorkflow,
+    TextGame,
+    TextGameArgs,
+    VerifiersArgs,
+    VerifiersWorkflow,
+)
 
 register.workflow("text_game_workflow", args=TextGameArgs)(TextGame)
 register.workflow("verifiers_workflow", args=VerifiersArgs)(VerifiersWorkflow)

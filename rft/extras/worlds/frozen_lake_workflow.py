@@ -1,9 +1,12 @@
-"""Crossing a frozen lake: a move in every turn, until the goal, a hole, or the last turn (needs gymnasium).
+"""Crossing a frozen lake: a move in every turn, until the goal, a hole, or the last turn (needs
+gymnasium).
 
 explorer_input:
-  taskset: {path: "rft.taskset.generated_tasks:frozen_lake_maps", split: train, default_workflow_type: frozen_lake_workflow}
+  taskset: {path: "rft.taskset.generated_tasks:frozen_lake_maps", split: train,
+  default_workflow_type: frozen_lake_workflow}
 
-A row gives its map as `desc` (lines of S, F, H, G) or as `size`, `p` and `seed` of gymnasium's random maps.
+A row gives its map as `desc` (lines of S, F, H, G) or as `size`, `p` and `seed` of gymnasium's
+random maps.
 """
 
 from collections.abc import Mapping
@@ -25,14 +28,17 @@ class FrozenLakeArgs(GymArgs):
 
     max_turns: int = Field(8, ge=1, description="moves at most")
     agent_max_steps: int | None = Field(None, ge=1, description="Trinity-RFT's name of max_turns")
-    env_max_steps: int | None = Field(None, ge=1, description="moves of the environment at most; null: as max_turns")
+    env_max_steps: int | None = Field(
+        None, ge=1, description="moves of the environment at most; null: as max_turns"
+    )
     max_turn_tokens: int | None = Field(16, ge=1, description="tokens of one answer at most")
     is_slippery: bool = Field(False, description="moves go astray in two of three cases")
     desc: list[str] | None = Field(None, description="map of all rows, lines of S, F, H, G")
     size: int = Field(4, ge=2, le=16, description="size of random maps")
     p: float = Field(0.8, gt=0, le=1, description="share of ice on random maps")
     view: Literal["map", "words", "both"] = Field(
-        "both", description="show the map with P for the player, say where goal and holes are, or both"
+        "both",
+        description="show the map with P for the player, say where goal and holes are, or both",
     )
 
     def model_post_init(self, _: Any) -> None:
@@ -52,7 +58,10 @@ class FrozenLake(GymWorkflow):
         self.lake = self._map(task)
         # one place, not always the upper left corner, is the start: gymnasium takes any S
         return gymnasium().make(
-            self.env_id, desc=self.lake, is_slippery=self.args.is_slippery, max_episode_steps=self.args.env_max_steps
+            self.env_id,
+            desc=self.lake,
+            is_slippery=self.args.is_slippery,
+            max_episode_steps=self.args.env_max_steps,
         )
 
     def instruction(self, task: Task) -> str:
@@ -60,11 +69,21 @@ class FrozenLake(GymWorkflow):
 
     def describe(self, observation: Any) -> str:
         at = divmod(int(observation), len(self.lake[0]))
-        rows = ["".join("P" if (r, c) == at else cell for c, cell in enumerate(line)) for r, line in enumerate(self.lake)]
-        holes = [name.lower() for name, (dr, dc) in MOVES.items() if self._cell(at[0] + dr, at[1] + dc) == "H"]
+        rows = [
+            "".join("P" if (r, c) == at else cell for c, cell in enumerate(line))
+            for r, line in enumerate(self.lake)
+        ]
+        holes = [
+            name.lower()
+            for name, (dr, dc) in MOVES.items()
+            if self._cell(at[0] + dr, at[1] + dc) == "H"
+        ]
         goal = next((r, line.index("G")) for r, line in enumerate(self.lake) if "G" in line)
         words = f"Goal: {_towards(at, goal)}. Holes: {', '.join(holes) or 'none'}."
-        shown = [*(rows if self.args.view != "words" else []), *([words] if self.args.view != "map" else [])]
+        shown = [
+            *(rows if self.args.view != "words" else []),
+            *([words] if self.args.view != "map" else []),
+        ]
         return "\n".join(shown) + f" Reply with {ASKED} only."
 
     def _cell(self, row: int, column: int) -> str:
@@ -76,7 +95,8 @@ class FrozenLake(GymWorkflow):
         if desc is None:
             from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-            size, p = int(task.row.get("size", self.args.size)), float(task.row.get("p", self.args.p))
+            size = int(task.row.get("size", self.args.size))
+            p = float(task.row.get("p", self.args.p))
             desc = generate_random_map(size=size, p=p, seed=row_seed(task))
         lake = [str(line) for line in desc]
         if (
@@ -86,13 +106,15 @@ class FrozenLake(GymWorkflow):
             or "G" not in "".join(lake)
         ):
             raise ValueError(
-                f"task {task.taskset}[{task.index}]: {lake} is no lake; equally long lines of S, F, H and G with an S and a G"
+                f"task {task.taskset}[{task.index}]: {lake} is no lake; equally long lines of S, "
+                f"F, H and G with an S and a G"
             )
         return lake
 
 
 def _towards(at: tuple[int, int], goal: tuple[int, int]) -> str:
-    down, right = goal[0] - at[0], goal[1] - at[1]
+    down = goal[0] - at[0]
+    right = goal[1] - at[1]
     ways = [f"{abs(down)} {'down' if down > 0 else 'up'}"] * (down != 0) + [
         f"{abs(right)} {'right' if right > 0 else 'left'}"
     ] * (right != 0)

@@ -1,4 +1,6 @@
-"""Reward of reasoning-gym tasksets: the data set's own `score_answer` on the row it made, in a process that can be killed."""
+"""Reward of reasoning-gym tasksets: the data set's own `score_answer` on the row it made, in a
+process that can be killed.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,17 @@ POOL = WorkerPool("reasoning_gym", "rft.extras.worlds.gym_worker", codec=LITERAL
 
 
 @reward_function("reasoning_gym")
-async def reasoning_gym(task: Task, transcript: Transcript, *, timeout_s: Annotated[float, Field(gt=0)] = 10.0) -> float:
-    """Score in [0, 1] of the last <answer> block, else of the whole answer.  For reasoning_gym:// tasksets."""
+async def reasoning_gym(
+    task: Task, transcript: Transcript, *, timeout_s: Annotated[float, Field(gt=0)] = 10.0
+) -> float:
+    """Score in [0, 1] of the last <answer> block, else of the whole answer.  For reasoning_gym://
+    tasksets.
+    """
     name = task.row.get("metadata", {}).get("source_dataset")
     if name is None:
         raise ValueError(
-            f"task {task.taskset}[{task.index}] has no metadata.source_dataset; this reward is for reasoning_gym:// tasksets"
+            f"task {task.taskset}[{task.index}] has no metadata.source_dataset; this reward is for "
+            f"reasoning_gym:// tasksets"
         )
     answer = answer_block(transcript.answer).strip()
     score = float(await POOL.call({"name": name, "answer": answer, "entry": task.row}, timeout_s))

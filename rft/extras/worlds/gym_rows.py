@@ -1,7 +1,9 @@
-"""Rows of reasoning-gym.  `python -m rft.extras.worlds.gym_rows` makes them, in a process that hashes texts as every other start of it does.
+"""Rows of reasoning-gym.  `python -m rft.extras.worlds.gym_rows` makes them, in a process that
+hashes texts as every other start of it does.
 
-Some data sets draw from sets of texts, or from random generators that all code shares: in this process they gave other rows at each start.
-Invariant: a row depends on name, arguments and index alone, and is plain data.
+Some data sets draw from sets of texts, or from random generators that all code shares: in this
+process they gave other rows at each start. Invariant: a row depends on name, arguments and index
+alone, and is plain data.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from rft.worker.job_pool import WorkerPool
 from rft.worker.process import LITERALS, WorkerDied, WorkerError, serve
 
 POOL = WorkerPool(
-    "reasoning_gym_rows", "rft.extras.worlds.gym_rows", size=1, memo=False, codec=LITERALS, env={"PYTHONHASHSEED": "0"}
+    "reasoning_gym_rows",
+    "rft.extras.worlds.gym_rows",
+    size=1,
+    memo=False,
+    codec=LITERALS,
+    env={"PYTHONHASHSEED": "0"},
 )
 
 
@@ -37,7 +44,9 @@ def gym_rows(name: str, args: Mapping[str, Any]) -> ByIndex:
     Raises NoSuchData, ValueError for arguments that it does not take, or SetupError.
     """
     if find_spec("reasoning_gym") is None:
-        raise SetupError("tasks of reasoning-gym need that package: pip install 'rft-platform[gym]'")
+        raise SetupError(
+            "tasks of reasoning-gym need that package: pip install 'rft-platform[gym]'"
+        )
     request = {"name": name, "args": repr(dict(args))}
     found = _ask(request)
     if "known" in found:
@@ -59,7 +68,9 @@ def _ask(request: dict[str, Any]) -> Any:
         raise SetupError(f"the process that makes rows of reasoning-gym ended: {e}") from None
     except WorkerError as e:
         last = str(e).strip().splitlines()[-1]
-        raise ConfigError(f"reasoning-gym {request['name']!r} cannot make row {request.get('index')}: {last}") from e
+        raise ConfigError(
+            f"reasoning-gym {request['name']!r} cannot make row {request.get('index')}: {last}"
+        ) from e
     return answer
 
 
@@ -67,7 +78,9 @@ def _ask(request: dict[str, Any]) -> Any:
 
 
 def load() -> Callable[[dict[str, Any]], Any]:
-    """Gives the function that answers {name, args} with {size}, {known} or {refused}, and with an `index` with that row."""
+    """Gives the function that answers {name, args} with {size}, {known} or {refused}, and with an
+    `index` with that row.
+    """
     import numpy as np
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS, create_dataset
@@ -76,11 +89,15 @@ def load() -> Callable[[dict[str, Any]], Any]:
     def made(name: str, args: str) -> Any:
         given = ast.literal_eval(args)
         if name == "composite":
-            given["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **one}) for one in given.get("datasets", [])]
+            given["datasets"] = [
+                DatasetSpec(**{"weight": 1.0, "config": {}, **one})
+                for one in given.get("datasets", [])
+            ]
         return create_dataset(name, **given)
 
     def answer(request: dict[str, Any]) -> Any:
-        name, args = request["name"], request["args"]
+        name = request["name"]
+        args = request["args"]
         if name not in DATASETS:
             return {"known": sorted(DATASETS)}
         if "index" in request:
@@ -111,7 +128,8 @@ def _texts(value: object) -> object:
         return [_texts(v) for v in value]
     if value is None or isinstance(value, bool):
         return value
-    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))  # also of kinds derived from them
+    # also of kinds derived from them
+    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ REWARD = "reasoning_gym"
 
 
 def open_gym(settings: TasksetSettings) -> Taskset:
-    """The named reasoning-gym data set, scored by the reward "reasoning_gym".  A row is made when it is asked for.
+    """The named reasoning-gym data set, scored by the reward "reasoning_gym".  A row is made when
+    it is asked for.
 
-    `args` holds `size` (default 500), `seed` (default 42) and the data set's own settings.  Raises ConfigError for an unknown name or a
-    setting it does not have.
+    `args` holds `size` (default 500), `seed` (default 42) and the data set's own settings.  Raises
+    ConfigError for an unknown name or a setting it does not have.
     """
     name = settings.path.removeprefix("reasoning_gym://")
     key = f"taskset {settings.name}"
@@ -26,14 +27,24 @@ def open_gym(settings: TasksetSettings) -> Taskset:
     except NoSuchData as e:
         hint = nearest(name, e.known)
         raise ConfigError(
-            f"reasoning-gym has no data set {name!r}.{hint}  It has {len(e.known)}: {e}.", key=f"{key}.path"
+            f"reasoning-gym has no data set {name!r}.{hint}  It has {len(e.known)}: {e}.",
+            key=f"{key}.path",
         ) from None
     except ValueError as e:
         raise ConfigError(
-            f"reasoning-gym {name!r} does not take these arguments: {e}", key=f"{key}.args", given=settings.args
+            f"reasoning-gym {name!r} does not take these arguments: {e}",
+            key=f"{key}.args",
+            given=settings.args,
         ) from e
-    columns = replace(settings.format, prompt_key="question", response_key="answer", prompt_type="plaintext")
+    columns = replace(
+        settings.format, prompt_key="question", response_key="answer", prompt_type="plaintext"
+    )
     settings = replace(settings, format=columns, reward=settings.reward or REWARD)
     fingerprint = sample_fingerprint(rows, args, limit=50)
-    source = RowSource(rows=rows, where=lambda i: f"reasoning_gym://{name}, row {i}", fingerprint=fingerprint, check_all=False)
+    source = RowSource(
+        rows=rows,
+        where=lambda i: f"reasoning_gym://{name}, row {i}",
+        fingerprint=fingerprint,
+        check_all=False,
+    )
     return Taskset(settings, source)

@@ -1,9 +1,11 @@
-"""The process in which reasoning-gym scores answers.  `python -m rft.extras.worlds.gym_worker`, a worker of `rft.extras.worlds.gym_reward`.
+"""The process in which reasoning-gym scores answers.  `python -m rft.extras.worlds.gym_worker`, a
+worker of `rft.extras.worlds.gym_reward`.
 
-Some of its data sets evaluate an answer with `eval` or SymPy's `parse_expr`, which run any Python.  Here these names stand for readers of
-plain data and of formulas, which call nothing but elementary functions.  Besides, the process has an empty environment, can start no
-program, open no socket and write no file.
-Invariant: no text that is scored runs as code, so no answer changes the score of a later one.
+Some of its data sets evaluate an answer with `eval` or SymPy's `parse_expr`, which run any Python.
+Here these names stand for readers of plain data and of formulas, which call nothing but elementary
+functions.  Besides, the process has an empty environment, can start no program, open no socket and
+write no file. Invariant: no text that is scored runs as code, so no answer changes the score of a
+later one.
 """
 
 from __future__ import annotations
@@ -22,27 +24,44 @@ from rft.worker.process import LITERALS, serve
 
 MEMORY_MB = 1024  # beyond what its imports take
 FUNCTIONS = frozenset(  # not Integral: the question, repeated, is no answer
-    "Abs abs acos acosh acot acoth acsc asec asin asinh atan atan2 atanh cos cosh cot coth csc csch erf exp ln log sec sech sign sin sinh "
+    "Abs abs acos acosh acot acoth acsc asec asin asinh atan atan2 atanh cos cosh cot coth csc "
+    "csch erf exp ln log sec sech sign sin sinh "
     "sqrt tan tanh".split()
 )
 CONSTANTS = frozenset(("E", "I", "pi"))
 EVALUATES_ITS_PROBLEM = "bitwise_arithmetic"  # and never an answer
-NUMBERS_ONLY = ("countdown", "puzzle24")  # whose answers are made of given numbers: pi/pi would be one more
+# whose answers are made of given numbers: pi/pi would be one more
+NUMBERS_ONLY = ("countdown", "puzzle24")
 _LONGEST = 2000  # characters of a formula
 _DIGITS = re.compile(r"[0-9\s+*/()-]*")  # 0x18 and 2.4 are made of other numbers than they show
-_ARITHMETIC = (ast.Expression, ast.Load, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UnaryOp, ast.UAdd, ast.USub)
+_ARITHMETIC = (
+    ast.Expression,
+    ast.Load,
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.UnaryOp,
+    ast.UAdd,
+    ast.USub,
+)
 _ALGEBRA = (*_ARITHMETIC, ast.Pow)
 
 
 def load() -> Callable[[dict[str, Any]], float]:
-    """Imports reasoning-gym (seconds), closes the process off, and gives the function that scores {name, answer, entry}."""
+    """Imports reasoning-gym (seconds), closes the process off, and gives the function that scores
+    {name, answer, entry}.
+    """
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     tame({sys.modules[of_data.__module__] for of_data, _ in DATASETS.values()})
     scorer = cache(get_score_answer_fn)
     os.environ.clear()
     if why := seccomp.supported():
-        print(f"reasoning-gym's scorers are not closed off here: {why}", file=sys.stderr, flush=True)
+        print(
+            f"reasoning-gym's scorers are not closed off here: {why}", file=sys.stderr, flush=True
+        )
     else:
         kernel.no_new_privileges()
         seccomp.install(seccomp.make(files="read", processes=False))
@@ -54,14 +73,20 @@ def load() -> Callable[[dict[str, Any]], float]:
 
 
 def tame(modules: set[Any]) -> None:
-    """In these modules, and as functions of the package sympy, evaluators take formulas and data alone, and raise ValueError otherwise."""
+    """In these modules, and as functions of the package sympy, evaluators take formulas and data
+    alone, and raise ValueError otherwise.
+    """
     import sympy
 
     for name in ("parse_expr", "sympify"):
         whole = getattr(sympy, name)
         for module in (sympy, *modules):
             if vars(module).get(name) is whole:
-                setattr(module, name, _formulas_only(whole, names=not module.__name__.endswith(NUMBERS_ONLY)))
+                setattr(
+                    module,
+                    name,
+                    _formulas_only(whole, names=not module.__name__.endswith(NUMBERS_ONLY)),
+                )
     for module in modules:
         if not module.__name__.endswith(EVALUATES_ITS_PROBLEM):
             module.eval = ast.literal_eval  # in the place of the builtin
@@ -78,8 +103,9 @@ def _formulas_only(whole: Callable[..., Any], *, names: bool) -> Callable[..., A
 
 
 def _check(text: str, nodes: tuple[type[ast.AST], ...], known: set[str] | None) -> None:
-    """Raises ValueError unless `text` consists of numbers and `nodes` alone; with `known`, also of these names, other names that nothing
-    has, CONSTANTS and calls of FUNCTIONS."""
+    """Raises ValueError unless `text` consists of numbers and `nodes` alone; with `known`, also of
+    these names, other names that nothing has, CONSTANTS and calls of FUNCTIONS.
+    """
     if len(text) > _LONGEST or not text.isascii() or "#" in text:
         raise ValueError("no formula")
     try:
@@ -105,7 +131,9 @@ def _check(text: str, nodes: tuple[type[ast.AST], ...], known: set[str] | None) 
 def _is_variable(name: str, known: set[str]) -> bool:
     import sympy
 
-    return name in known or name in CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
+    return (
+        name in known or name in CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Data-Juicer's filters in this process: `pip install rft-platform[data-juicer]`, no service.
 
-Knows no rows, and of recipes the list `process` alone.  Invariant: a sample's texts never change; operators that write some are refused.
+Knows no rows, and of recipes the list `process` alone.  Invariant: a sample's texts never change;
+operators that write some are refused.
 """
 
 from __future__ import annotations
@@ -19,25 +20,41 @@ _MAX_RECIPE = 1 << 20
 
 
 class JuicerFilters:
-    """The filters by name with their arguments: {name: ..., args: {...}} or {NAME: {...}}, after those of a recipe."""
+    """The filters by name with their arguments: {name: ..., args: {...}} or {NAME: {...}}, after
+    those of a recipe.
+    """
 
-    def __init__(self, operators: Sequence[dict[str, Any]] = (), config_path: str | None = None) -> None:
+    def __init__(
+        self, operators: Sequence[dict[str, Any]] = (), config_path: str | None = None
+    ) -> None:
         listed = [*(_recipe(config_path) if config_path is not None else ()), *operators]
         if not listed:
-            raise ConfigError("Data-Juicer needs operators, or config_path: a recipe with a list `process`")
+            raise ConfigError(
+                "Data-Juicer needs operators, or config_path: a recipe with a list `process`"
+            )
         self._named = [_named(entry) for entry in listed]
         self._made: list[Any] = []
 
     def measure(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[bool, dict[str, float]]]:
-        """Of each sample whether all filters keep it, and the numbers that they measured.  `columns` have one value for each sample."""
+        """Of each sample whether all filters keep it, and the numbers that they measured.
+        `columns` have one value for each sample.
+        """
         count = len(next(iter(columns.values())))
         samples: dict[str, list[Any]] = {name: list(values) for name, values in columns.items()}
-        samples |= {"__dj__stats__": [{} for _ in range(count)], "__dj__meta__": [{} for _ in range(count)]}
+        samples |= {
+            "__dj__stats__": [{} for _ in range(count)],
+            "__dj__meta__": [{} for _ in range(count)],
+        }
         kept = [True] * count
         for one in self._loaded():
             samples = one.compute_stats_batched(samples)
-            kept = [k and bool(says) for k, says in zip(kept, one.process_batched(samples), strict=True)]
-        numbers = [{str(n): float(v) for n, v in s.items() if isinstance(v, int | float)} for s in samples["__dj__stats__"]]
+            kept = [
+                k and bool(says) for k, says in zip(kept, one.process_batched(samples), strict=True)
+            ]
+        numbers = [
+            {str(n): float(v) for n, v in s.items() if isinstance(v, int | float)}
+            for s in samples["__dj__stats__"]
+        ]
         return list(zip(kept, numbers, strict=True))
 
     def _loaded(self) -> list[Any]:
@@ -46,7 +63,9 @@ class JuicerFilters:
 
             made = load_ops([{name: args} for name, args in self._named])
             if wrong := next((one for one in made if not isinstance(one, Filter)), None):
-                raise ConfigError(f"{wrong._name} of Data-Juicer is no filter; texts stay as they are here")
+                raise ConfigError(
+                    f"{wrong._name} of Data-Juicer is no filter; texts stay as they are here"
+                )
             self._made = made
         return self._made
 
@@ -64,8 +83,19 @@ def _recipe(path: str) -> list[dict[str, Any]]:
 
 def _named(entry: Any) -> tuple[str, dict[str, Any]]:
     """{name: ..., args: {...}} or Data-Juicer's {NAME: {...}}.  Raises ConfigError."""
-    if isinstance(entry, dict) and isinstance(entry.get("name"), str) and entry.keys() <= {"name", "args"}:
+    if (
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and entry.keys() <= {"name", "args"}
+    ):
         return entry["name"], dict(entry.get("args") or {})
-    if isinstance(entry, dict) and len(entry) == 1 and isinstance(args := next(iter(entry.values())), dict | None.__class__):
+    if (
+        isinstance(entry, dict)
+        and len(entry) == 1
+        and isinstance(args := next(iter(entry.values())), dict | None.__class__)
+    ):
         return str(next(iter(entry))), dict(args or {})
-    raise ConfigError(f"{entry!r:.120} is no operator of Data-Juicer; write {{name: text_length_filter, args: {{min_len: 20}}}}")
+    raise ConfigError(
+        f"{entry!r:.120} is no operator of Data-Juicer; write {{name: text_length_filter, args: "
+        f"{{min_len: 20}}}}"
+    )

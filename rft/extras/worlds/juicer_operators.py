@@ -2,9 +2,11 @@
 
     operators:
       - {name: data_juicer, args: {operators: [{name: text_length_filter, args: {min_len: 20}}]}}      # or config_path: recipe.yaml
-      - {name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: text_len, op_type: ADD, weight: 0.01}]}}
+      - {name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: text_len, op_type:
+        ADD, weight: 0.01}]}}
 
-A row is the sample {text, query, response, prompt_text, response_text, reward}.  Invariant: a row's sequence never changes.
+A row is the sample {text, query, response, prompt_text, response_text, reward}.  Invariant: a row's
+sequence never changes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ KEPT = "data_juicer_kept"
 
 
 class DataJuicerArgs(OperatorArgs):
-    """The filters by name with their arguments, or a recipe of Data-Juicer that lists them under `process`."""
+    """The filters by name with their arguments, or a recipe of Data-Juicer that lists them under
+    `process`.
+    """
 
     operators: list[dict[str, Any]] = Field(default_factory=list)
     config_path: str | None = None
@@ -32,12 +36,16 @@ class DataJuicerArgs(OperatorArgs):
 
 @operator("data_juicer", args=DataJuicerArgs)
 class DataJuicer(Operator):
-    """Reports what filters measure as metrics of the row, and in `data_juicer_kept` whether all of them would keep it; drops nothing."""
+    """Reports what filters measure as metrics of the row, and in `data_juicer_kept` whether all of
+    them would keep it; drops nothing.
+    """
 
     stage: ClassVar[Stage] = "reward"  # before operators that shape rewards by what is measured
     needs: ClassVar[Mapping[str, str]] = NEEDS
 
-    def __init__(self, operators: Sequence[dict[str, Any]] = (), config_path: str | None = None) -> None:
+    def __init__(
+        self, operators: Sequence[dict[str, Any]] = (), config_path: str | None = None
+    ) -> None:
         self._filters = JuicerFilters(operators, config_path)
 
     def process(self, rows: Sequence[Experience], group: GroupView) -> Result:

@@ -14,16 +14,25 @@ from rft.taskset.row_operators import RowOperator, RowOperatorArgs, column, task
 
 
 class JuicerArgs(RowOperatorArgs):
-    """The filters by name with their arguments, or a recipe of Data-Juicer that lists them under `process`."""
+    """The filters by name with their arguments, or a recipe of Data-Juicer that lists them under
+    `process`.
+    """
 
-    operators: tuple[dict[str, Any], ...] = Field((), description="Filters: {name: ..., args: {...}}.")
+    operators: tuple[dict[str, Any], ...] = Field(
+        (), description="Filters: {name: ..., args: {...}}."
+    )
     config_path: str | None = Field(None, description="A recipe of Data-Juicer.")
-    field: str = Field("prompt", description="Column with the text that filters call text; the others keep their names.")
+    field: str = Field(
+        "prompt",
+        description="Column with the text that filters call text; the others keep their names.",
+    )
 
 
 @task_operator("data_juicer_filter", args=JuicerArgs)
 class JuicerFilter(WithArgs, RowOperator):
-    """Keeps rows that all filters of Data-Juicer keep, and writes what they measure as columns (text_len, for example)."""
+    """Keeps rows that all filters of Data-Juicer keep, and writes what they measure as columns
+    (text_len, for example).
+    """
 
     needs: ClassVar[Mapping[str, str]] = NEEDS
 
@@ -33,5 +42,7 @@ class JuicerFilter(WithArgs, RowOperator):
 
     def apply(self, row: Row) -> Row | None:
         sample = {**row, "text": column(row, self.args.field)}
-        ((kept, measured),) = self._filters.measure({name: [value] for name, value in sample.items()})
+        ((kept, measured),) = self._filters.measure(
+            {name: [value] for name, value in sample.items()}
+        )
         return {**row, **measured} if kept else None

@@ -1,7 +1,9 @@
-"""Driving a taxi on a grid of five by five places (needs gymnasium): fetch a passenger, bring them to their goal.
+"""Driving a taxi on a grid of five by five places (needs gymnasium): fetch a passenger, bring them
+to their goal.
 
 explorer_input:
-  taskset: {path: "rft.taskset.generated_tasks:seeds", split: train, default_workflow_type: taxi_workflow}
+  taskset: {path: "rft.taskset.generated_tasks:seeds", split: train, default_workflow_type:
+  taxi_workflow}
 """
 
 from collections.abc import Mapping
@@ -21,29 +23,52 @@ class TaxiArgs(GymArgs):
     max_turns: int = Field(20, ge=1, description="actions at most")
     max_turn_tokens: int | None = Field(16, ge=1, description="tokens of one answer at most")
     scale: float = Field(
-        0.05, gt=0, description="factor of the environment's rewards: -1 a move, -10 a wrong pickup, 20 in the end"
+        0.05,
+        gt=0,
+        description="factor of the environment's rewards: -1 a move, -10 a wrong pickup, 20 in the "
+        "end",
     )
 
 
 @register.workflow("taxi_workflow", args=TaxiArgs)
 class Taxi(GymWorkflow):
-    """The environment's rewards times `scale`; the part `success` says whether the passenger has arrived."""
+    """The environment's rewards times `scale`; the part `success` says whether the passenger has
+    arrived.
+    """
 
     needs: ClassVar[Mapping[str, str]] = {"gymnasium": "gymnasium"}
-    actions: ClassVar[Mapping[str, int]] = {"South": 0, "North": 1, "East": 2, "West": 3, "Pickup": 4, "Dropoff": 5}
+    actions: ClassVar[Mapping[str, int]] = {
+        "South": 0,
+        "North": 1,
+        "East": 2,
+        "West": 3,
+        "Pickup": 4,
+        "Dropoff": 5,
+    }
 
     def make(self, task: Task) -> Any:
         library = gymnasium()
-        newest = max((name for name in library.registry if name.startswith("Taxi-v")), default="Taxi-v3")
+        newest = max(
+            (name for name in library.registry if name.startswith("Taxi-v")), default="Taxi-v3"
+        )
         return library.make(newest, render_mode="ansi")
 
     def describe(self, observation: Any) -> str:
         taxi = self.env.unwrapped
         row, column, passenger, goal = taxi.decode(int(observation))
-        where = "in the taxi" if passenger == len(STANDS) else f"at {STANDS[passenger]} {_place(taxi.locs[passenger])}"
-        ways = [name for name, action in self.actions.items() if action < 4 and _moves(taxi, int(observation), action)]
+        where = (
+            "in the taxi"
+            if passenger == len(STANDS)
+            else f"at {STANDS[passenger]} {_place(taxi.locs[passenger])}"
+        )
+        ways = [
+            name
+            for name, action in self.actions.items()
+            if action < 4 and _moves(taxi, int(observation), action)
+        ]
         return (
-            f"Taxi {_place((row, column))}. Passenger {where}. Goal {STANDS[goal]} {_place(taxi.locs[goal])}. "
+            f"Taxi {_place((row, column))}. Passenger {where}. Goal {STANDS[goal]} "
+            f"{_place(taxi.locs[goal])}. "
             f"Ways: {', '.join(ways)}. Action?"
         )
 

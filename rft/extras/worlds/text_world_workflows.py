@@ -5,7 +5,8 @@ explorer_input:
   taskset: {path: games.jsonl, default_workflow_type: alfworld_workflow}                 # {"game_file": ".../game.tw-pddl"}
   taskset: {path: experiments.jsonl, default_workflow_type: sciworld_workflow}           # {"task_name": "boil", "var_num": 0}
 
-The model thinks and writes one command in <action>...</action>.  step_wise_alfworld_workflow is alfworld_workflow with `layout: steps`.
+The model thinks and writes one command in <action>...</action>.  step_wise_alfworld_workflow is
+alfworld_workflow with `layout: steps`.
 """
 
 import atexit
@@ -27,7 +28,9 @@ class WorldArgs(TurnArgs):
     max_turns: int = Field(30, ge=1, description="commands at most")
     max_env_steps: int | None = Field(None, ge=1, description="Trinity-RFT's name of max_turns")
     max_turn_tokens: int | None = Field(512, ge=1, description="tokens of one answer at most")
-    unfinished_reward: float = Field(0.0, description="reward, in the end, of a run that the last turn ended")
+    unfinished_reward: float = Field(
+        0.0, description="reward, in the end, of a run that the last turn ended"
+    )
 
     def model_post_init(self, _: Any) -> None:
         if self.max_env_steps is not None:
@@ -35,7 +38,9 @@ class WorldArgs(TurnArgs):
 
 
 class World(EnvWorkflow):
-    """Base: `start` gives the first observation, `act` what a command leads to as (observation, score in [0, 1] so far, over)."""
+    """Base: `start` gives the first observation, `act` what a command leads to as (observation,
+    score in [0, 1] so far, over).
+    """
 
     Args: type[BaseModel] = WorldArgs
     blocking = True
@@ -45,7 +50,8 @@ class World(EnvWorkflow):
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
-        self._score, self._over = 0.0, False
+        self._score = 0.0
+        self._over = False
 
     def start(self, task: Task) -> str:
         raise NotImplementedError
@@ -54,7 +60,10 @@ class World(EnvWorkflow):
         raise NotImplementedError
 
     def instruction(self, task: Task) -> str:
-        told = f"{self.role} In every turn think first, inside <think>...</think>, then write one command inside <action>...</action>."
+        told = (
+            f"{self.role} In every turn think first, inside <think>...</think>, then write one "
+            f"command inside <action>...</action>."
+        )
         return task.system_prompt or f"{told}{self.commands}"
 
     def reset(self, task: Task) -> str:
@@ -63,9 +72,13 @@ class World(EnvWorkflow):
     def step(self, action: str) -> Step:
         found = blocks(action, "action", ignore_case=True)
         if not found:
-            return Step("Observation: That is no command; write one inside <action>...</action>.", reward=0.0)
+            return Step(
+                "Observation: That is no command; write one inside <action>...</action>.",
+                reward=0.0,
+            )
         observation, score, self._over = self.act(found[-1].strip())
-        earned, self._score = score - self._score, score
+        earned = score - self._score
+        self._score = score
         info = {"action": found[-1].strip()[:200], "success": score >= 1.0}
         return Step(f"Observation: {observation}", reward=earned, done=self._over, info=info)
 
@@ -75,7 +88,9 @@ class World(EnvWorkflow):
 
 @register.workflow("textworld_workflow", args=WorldArgs)
 class TextWorld(World):
-    """The share of the game's points that is reached.  A row's `game_file`, or its prompt, names the game (.z8, .ulx, .tw-pddl)."""
+    """The share of the game's points that is reached.  A row's `game_file`, or its prompt, names
+    the game (.z8, .ulx, .tw-pddl).
+    """
 
     needs: ClassVar[Mapping[str, str]] = {"textworld": "textworld"}
     wrappers: ClassVar[tuple[str, ...]] = ()
@@ -86,7 +101,9 @@ class TextWorld(World):
         path = Path(str(task.row.get("game_file") or task.prompt)).expanduser()
         if not path.is_file():
             raise ValueError(f"task {task.taskset}[{task.index}]: there is no game {path}")
-        asked = textworld.EnvInfos(description=True, admissible_commands=True, max_score=True, score=True, won=True)
+        asked = textworld.EnvInfos(
+            description=True, admissible_commands=True, max_score=True, score=True, won=True
+        )
         self.game = textworld.start(str(path), asked, wrappers=self.made_wrappers())
         return str(self.game.reset().feedback).strip()
 
@@ -106,7 +123,9 @@ class TextWorld(World):
 class AlfWorldArgs(WorldArgs):
     """As WorldArgs, with Trinity-RFT's reward of an unfinished run."""
 
-    unfinished_reward: float = Field(-0.1, description="reward, in the end, of a run that the last turn ended")
+    unfinished_reward: float = Field(
+        -0.1, description="reward, in the end, of a run that the last turn ended"
+    )
 
 
 class AlfWorldStepsArgs(AlfWorldArgs):
@@ -123,8 +142,10 @@ class AlfWorld(TextWorld):
     needs: ClassVar[Mapping[str, str]] = {"alfworld": "alfworld"}
     role = "You act in a household of text."
     commands = (
-        " Commands: look, inventory, go to R, open R, close R, take O from R, move O to R, examine X, use O, heat O with R, clean O with "
-        "R, cool O with R, slice O with O; R is a receptacle such as cabinet 1, O an object such as mug 2. You can hold one object."
+        " Commands: look, inventory, go to R, open R, close R, take O from R, move O to R, examine "
+        "X, use O, heat O with R, clean O with "
+        "R, cool O with R, slice O with O; R is a receptacle such as cabinet 1, O an object such "
+        "as mug 2. You can hold one object."
     )
 
     def made_wrappers(self) -> list[Any]:
@@ -133,12 +154,15 @@ class AlfWorld(TextWorld):
         return [AlfredDemangler()]
 
 
-register.workflow("RAFT_alfworld_workflow", args=AlfWorldArgs)(AlfWorld)  # Trinity-RFT's; algorithm raft trains what succeeded
+# Trinity-RFT's; algorithm raft trains what succeeded
+register.workflow("RAFT_alfworld_workflow", args=AlfWorldArgs)(AlfWorld)
 
 
 @register.workflow("step_wise_alfworld_workflow", args=AlfWorldStepsArgs)
 class AlfWorldSteps(AlfWorld):
-    """The same, one row for each call with the reward of the whole run; `gigpo` compares them by state."""
+    """The same, one row for each call with the reward of the whole run; `gigpo` compares them by
+    state.
+    """
 
     Args: type[BaseModel] = AlfWorldStepsArgs
 
@@ -147,7 +171,8 @@ class AlfWorldSteps(AlfWorld):
         return {"info.env_state_hash"} if args.get("layout", "steps") == "steps" else set()
 
 
-_IDLE: list[Any] = []  # ScienceWorld's simulators: each is a Java program that takes seconds to start
+# ScienceWorld's simulators: each is a Java program that takes seconds to start
+_IDLE: list[Any] = []
 _LOCK = threading.Lock()
 
 
@@ -160,19 +185,25 @@ def _close_idle() -> None:
 class SciWorldArgs(WorldArgs):
     """As WorldArgs; which simplifications hold."""
 
-    simplification: str = Field("easy", description="ScienceWorld's, e.g. easy, or teleportAction,openDoors; empty: none")
+    simplification: str = Field(
+        "easy", description="ScienceWorld's, e.g. easy, or teleportAction,openDoors; empty: none"
+    )
 
 
 @register.workflow("sciworld_workflow", args=SciWorldArgs)
 class SciWorld(World):
-    """The best score of the experiment so far, as a share of 100.  A row has `task_name` and `var_num`, or its prompt is that as JSON."""
+    """The best score of the experiment so far, as a share of 100.  A row has `task_name` and
+    `var_num`, or its prompt is that as JSON.
+    """
 
     Args: type[BaseModel] = SciWorldArgs
     needs: ClassVar[Mapping[str, str]] = {"scienceworld": "scienceworld"}
     role = "You do an experiment in a world of text."
     commands = (
-        " Commands: open X, close X, activate X, deactivate X, connect X to Y, disconnect X, use X on Y, look around, examine X, "
-        "look at X, read X, move X to Y, pick up X, pour X into Y, mix X, teleport to PLACE, focus on X, wait, wait1."
+        " Commands: open X, close X, activate X, deactivate X, connect X to Y, disconnect X, use X "
+        "on Y, look around, examine X, "
+        "look at X, read X, move X to Y, pick up X, pour X into Y, mix X, teleport to PLACE, focus "
+        "on X, wait, wait1."
     )
     env: Any = None
 
@@ -190,7 +221,8 @@ class SciWorld(World):
         return f"{info['taskDesc'].strip()}\n{observation.strip()}"
 
     def act(self, command: str) -> tuple[str, float, bool]:
-        env, self.env = self.env, None  # of a run that is given up meanwhile no other run gets it
+        env = self.env  # of a run that is given up meanwhile no other run gets it
+        self.env = None
         observation, _, done, info = env.step(command)
         self.env = env
         return str(observation).strip(), max(self._score, info["score"] / 100), bool(done)

@@ -1,7 +1,8 @@
-"""Writes tensors into an open file and describes them: the part that all file-like transports share.
+"""Writes tensors into an open file and describes them: the part that all file-like transports
+share.
 
-Knows nothing of versions' lifetimes. The one invariant: the hash of a tensor is taken from the trainer's own memory,
-not from what was written, so damage on the way to an engine is always seen.
+Knows nothing of versions' lifetimes. The one invariant: the hash of a tensor is taken from the
+trainer's own memory, not from what was written, so damage on the way to an engine is always seen.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def write(
     tied: dict[str, str],
     mapped: torch.Tensor | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """Write every tensor to `fd` from offset 0 on.  Raises WeightSyncFailed on what no engine should ever load.
+    """Write every tensor to `fd` from offset 0 on.  Raises WeightSyncFailed on what no engine
+    should ever load.
 
     `mapped`: the bytes of `fd` from its beginning; what lies beyond is written through `fd`.
     """
@@ -54,7 +56,8 @@ def write(
     names: set[str] = set()
     end = 0
     carried: list[Future[TensorSpec]] = []
-    room_left = Semaphore(3 * THREADS)  # tensors may be made one by one, and are not to be in memory all at once
+    # tensors may be made one by one, and are not to be in memory all at once
+    room_left = Semaphore(3 * THREADS)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stage") as pool:
         for name, tensor in tensors:
             if name in names:
@@ -63,7 +66,8 @@ def write(
             host = tensor.detach().to("cpu").contiguous()
             if host.dtype not in _NAMES:
                 raise WeightSyncFailed(
-                    f"version {version}: tensor {name} is {host.dtype}; a transport carries {', '.join(_NAMES.values())}"
+                    f"version {version}: tensor {name} is {host.dtype}; a transport carries "
+                    f"{', '.join(_NAMES.values())}"
                 )
             start = aligned(end)
             end = start + host.nbytes
@@ -74,30 +78,44 @@ def write(
     return tuple(tensor.result() for tensor in carried)
 
 
-def _carry(fd: int, room: np.ndarray, version: Version, name: str, host: torch.Tensor, start: int) -> TensorSpec:
-    """Write one tensor to its place and describe it; each piece is looked at, hashed and copied while it is in the processor's cache."""
-    digest, flat = xxhash.xxh3_128(), host.reshape(-1)
-    data, count = flat.view(torch.uint8).numpy(), PIECE // flat.itemsize
+def _carry(
+    fd: int, room: np.ndarray, version: Version, name: str, host: torch.Tensor, start: int
+) -> TensorSpec:
+    """Write one tensor to its place and describe it; each piece is looked at, hashed and copied
+    while it is in the processor's cache.
+    """
+    digest = xxhash.xxh3_128()
+    flat = host.reshape(-1)
+    data = flat.view(torch.uint8).numpy()
+    count = PIECE // flat.itemsize
     for i, at in enumerate(range(0, len(data), PIECE)):
         if not _finite(flat[i * count : (i + 1) * count]):
-            raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
-        piece, begin = data[at : at + PIECE], start + at
+            raise WeightSyncFailed(
+                f"version {version}: tensor {name} holds NaN or infinity; it is not published"
+            )
+        piece = data[at : at + PIECE]
+        begin = start + at
         digest.update(piece)
         if begin + len(piece) <= len(room):
             np.copyto(room[begin : begin + len(piece)], piece)
         else:
             _pwrite(fd, piece.data, begin)
-    return TensorSpec(name, _NAMES[host.dtype], tuple(host.shape), start, host.nbytes, digest.hexdigest())
+    return TensorSpec(
+        name, _NAMES[host.dtype], tuple(host.shape), start, host.nbytes, digest.hexdigest()
+    )
 
 
 def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def same_layout(version: Version, specs: tuple[TensorSpec, ...], before: tuple[TensorSpec, ...]) -> None:
+def same_layout(
+    version: Version, specs: tuple[TensorSpec, ...], before: tuple[TensorSpec, ...]
+) -> None:
     """Raises WeightSyncFailed unless both name the same tensors with the same types and shapes."""
     if len(specs) == len(before) and all(
-        (a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape) for a, b in zip(specs, before, strict=True)
+        (a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape)
+        for a, b in zip(specs, before, strict=True)
     ):
         return
     old = {s.name: (s.dtype, s.shape) for s in before}
@@ -107,13 +125,16 @@ def same_layout(version: Version, specs: tuple[TensorSpec, ...], before: tuple[T
         return  # another order only
     name = wrong[0]
     raise WeightSyncFailed(
-        f"version {version}: {len(wrong)} tensors differ from the version staged before, first {name}: "
+        f"version {version}: {len(wrong)} tensors differ from the version staged before, first "
+        f"{name}: "
         f"was {old.get(name, 'absent')}, is {new.get(name, 'absent')}"
     )
 
 
 def _finite(values: torch.Tensor) -> bool:
-    """A sum is one pass at memory speed, and NaN and infinity stay in it; that of huge but finite values overflows, too."""
+    """A sum is one pass at memory speed, and NaN and infinity stay in it; that of huge but finite
+    values overflows, too.
+    """
     if not values.is_floating_point():
         return True
     wide = values.float() if values.itemsize == 1 else values  # eight bits have no arithmetic
@@ -131,6 +152,10 @@ def _check_tied(version: Version, names: set[str], tied: dict[str, str]) -> None
         raise WeightSyncFailed(f"version {version}: no tensors were given")
     for alias, target in tied.items():
         if alias in names:
-            raise WeightSyncFailed(f"version {version}: {alias} is given as a tensor and as tied to {target}")
+            raise WeightSyncFailed(
+                f"version {version}: {alias} is given as a tensor and as tied to {target}"
+            )
         if target not in names:
-            raise WeightSyncFailed(f"version {version}: {alias} is tied to {target}, which was not given")
+            raise WeightSyncFailed(
+                f"version {version}: {alias} is tied to {target}, which was not given"
+            )

@@ -1,7 +1,8 @@
-"""Weights through files in the run folder: for engines that share a file system with the trainer, but not its memory.
+"""Weights through files in the run folder: for engines that share a file system with the trainer,
+but not its memory.
 
-The one invariant: a file under its final name is whole (written aside, fsynced, renamed), and the versions an engine
-may still have to read keep theirs.
+The one invariant: a file under its final name is whole (written aside, fsynced, renamed), and the
+versions an engine may still have to read keep theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _KEPT = 2
 
 
 class CheckpointTransport:
-    """See `Transport`.  Files are `weights-LINEAGE-STEP.bin`; the first stage removes those of an earlier start of the run."""
+    """See `Transport`.  Files are `weights-LINEAGE-STEP.bin`; the first stage removes those of an
+    earlier start of the run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
@@ -30,10 +33,14 @@ class CheckpointTransport:
         self._layout: tuple[TensorSpec, ...] = ()
         self._swept = False
 
-    def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
+    def stage(
+        self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]
+    ) -> WeightManifest:
         final = self._folder / f"weights-{version.lineage}-{version.step}.bin"
         if version in self._kept:
-            raise WeightSyncFailed(f"version {version} is already staged as {final}; release it first")
+            raise WeightSyncFailed(
+                f"version {version} is already staged as {final}; release it first"
+            )
         aside = final.with_suffix(".tmp")
         try:
             self._sweep()
@@ -48,14 +55,18 @@ class CheckpointTransport:
             aside.replace(final)
             sync_path(self._folder)
         except OSError as e:
-            raise WeightSyncFailed(f"version {version}: writing the weights to {final} failed: {e}") from e
+            raise WeightSyncFailed(
+                f"version {version}: writing the weights to {final} failed: {e}"
+            ) from e
         finally:
             aside.unlink(missing_ok=True)
         self._layout = specs
         self._kept[version] = final
         for old in list(self._kept)[: -_KEPT - 1]:
             self.release(old)
-        return WeightManifest(version=version, transport="checkpoint", path=str(final), tensors=specs, tied=dict(tied))
+        return WeightManifest(
+            version=version, transport="checkpoint", path=str(final), tensors=specs, tied=dict(tied)
+        )
 
     def release(self, version: Version) -> None:
         if (file := self._kept.pop(version, None)) is not None:

@@ -22,15 +22,20 @@ class _Named:
     """A transport from outside; its manifests tell the engines whose `fetch` they need."""
 
     def __init__(self, name: str, made: OwnTransport) -> None:
-        self._name, self._made = name, made
-        self.release, self.close = made.release, made.close
+        self._name = name
+        self._made = made
+        self.release = made.release
+        self.close = made.close
 
-    def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
+    def stage(
+        self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]
+    ) -> WeightManifest:
         return replace(self._made.stage(version, tensors, tied), transport=self._name)
 
 
 def make(settings: SyncSettings, folder: Path, host: str = "127.0.0.1") -> Transport:
-    """The transport that `settings.method` names.  `folder` is the run's `sync` folder; it is made when first needed.
+    """The transport that `settings.method` names.  `folder` is the run's `sync` folder; it is made
+    when first needed.
 
     `host`: this machine's address for engines that are sent something.
     """
@@ -43,7 +48,9 @@ def make(settings: SyncSettings, folder: Path, host: str = "127.0.0.1") -> Trans
 
         return BroadcastTransport(settings, folder, host)
     if ":" in settings.method:
-        return _Named(settings.method, REGISTRY.get("transport", settings.method).obj(settings, folder))
+        return _Named(
+            settings.method, REGISTRY.get("transport", settings.method).obj(settings, folder)
+        )
     from rft.sync.transport.checkpoint import CheckpointTransport
 
     return CheckpointTransport(folder)

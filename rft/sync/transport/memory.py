@@ -1,9 +1,11 @@
-"""Weights through anonymous memory: no name in any folder, nothing left after a kill, not limited by the size of /dev/shm.
+"""Weights through anonymous memory: no name in any folder, nothing left after a kill, not limited
+by the size of /dev/shm.
 
-Engines open `/proc/PID/fd/N` of the publisher, which needs the same user on the same node. Where that is refused, from the start or
-since the publisher hides its memory from programs that it judges, the slots are files in /dev/shm (or in the run folder, when that
-has too little room); `place` says so. The one invariant is that of `Transport`: with releases two slots alternate, without them three
-rotate, and a slot that may be read is never written.
+Engines open `/proc/PID/fd/N` of the publisher, which needs the same user on the same node. Where
+that is refused, from the start or since the publisher hides its memory from programs that it
+judges, the slots are files in /dev/shm (or in the run folder, when that has too little room);
+`place` says so. The one invariant is that of `Transport`: with releases two slots alternate,
+without them three rotate, and a slot that may be read is never written.
 """
 
 from __future__ import annotations
@@ -54,29 +56,37 @@ class MemoryTransport:
         self._layout: tuple[TensorSpec, ...] = ()
         self._closed = False
         self._shared = shared
-        self._spare: Future[_Slot] | None = None  # a slot whose memory the kernel is asked for while nobody waits
+        # a slot whose memory the kernel is asked for while nobody waits
+        self._spare: Future[_Slot] | None = None
         self.place = "memory" if not shared or memory_is_readable() else ""
 
-    def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
+    def stage(
+        self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]
+    ) -> WeightManifest:
         if self._closed:
             raise WeightSyncFailed(f"version {version}: the transport is closed")
         slot = self._free_slot()
         try:
             specs = blob.write(slot.fd, version, tensors, tied, slot.mapped)
         except OSError as e:
-            raise WeightSyncFailed(f"version {version}: writing the weights to {slot.path} failed: {e}") from e
+            raise WeightSyncFailed(
+                f"version {version}: writing the weights to {slot.path} failed: {e}"
+            ) from e
         if self._layout:
             blob.same_layout(version, specs, self._layout)
         self._layout = specs
         self._staged += 1
-        slot.version, slot.order = version, self._staged
+        slot.version = version
+        slot.order = self._staged
         if slot.mapped is None and slot.file is None:
             slot.mapped = _mapped(slot.path, os.fstat(slot.fd).st_size)
         if self._staged == 1 and slot.file is None:  # a second version is sure to come
             pool = ThreadPoolExecutor(1, thread_name_prefix="spare")
             self._spare = pool.submit(_anonymous, sum(blob.aligned(spec.nbytes) for spec in specs))
             pool.shutdown(wait=False)
-        return WeightManifest(version=version, transport="memory", path=slot.path, tensors=specs, tied=dict(tied))
+        return WeightManifest(
+            version=version, transport="memory", path=slot.path, tensors=specs, tied=dict(tied)
+        )
 
     @property
     def held(self) -> tuple[Version, ...]:
@@ -122,7 +132,8 @@ class MemoryTransport:
         return slot
 
     def _take_spare(self) -> None:
-        spare, self._spare = self._spare, None
+        spare = self._spare
+        self._spare = None
         if spare is not None:
             self._slots.append(spare.result())
 
@@ -136,7 +147,11 @@ class MemoryTransport:
         if not self.place:
             shm = _SHM.is_dir() and os.access(_SHM, os.W_OK) and _room(_SHM) > max(need, 4 << 30)
             self.place = str(_SHM if shm else self._folder)
-            log.warning("anonymous memory cannot be read through /proc here: weights go through files in %s", self.place)
+            log.warning(
+                "anonymous memory cannot be read through /proc here: weights go through files in "
+                "%s",
+                self.place,
+            )
         folder = Path(self.place)
         folder.mkdir(parents=True, exist_ok=True)
         # The name tells the leftover check whose file it is.
@@ -154,7 +169,12 @@ def memory_is_readable() -> bool:
         return False
     try:
         path = f"/proc/{os.getpid()}/fd/{fd}"
-        return subprocess.run(["/bin/sh", "-c", ': < "$1"', "sh", path], stderr=subprocess.DEVNULL, timeout=30).returncode == 0
+        return (
+            subprocess.run(
+                ["/bin/sh", "-c", ': < "$1"', "sh", path], stderr=subprocess.DEVNULL, timeout=30
+            ).returncode
+            == 0
+        )
     finally:
         os.close(fd)
 
@@ -170,12 +190,16 @@ def _mapped(path: str, size: int) -> torch.Tensor:
     """All pages of it, so that writing asks the kernel for nothing."""
     mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     # an older kernel refuses, and gives each page when it is written
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE)
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE
+    )
     return mapped
 
 
 def _hidden() -> bool:
-    """Whether this process has been made unreadable for others of its account: then its part of /proc is root's."""
+    """Whether this process has been made unreadable for others of its account: then its part of
+    /proc is root's.
+    """
     return Path("/proc/self/fd").stat().st_uid != os.geteuid()
 
 

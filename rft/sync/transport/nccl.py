@@ -1,7 +1,9 @@
-"""Weights through a broadcast from the trainer's memory to all engine workers: for engines that share neither memory nor disk with it.
+"""Weights through a broadcast from the trainer's memory to all engine workers: for engines that
+share neither memory nor disk with it.
 
-Staging keeps a version, and the one before it, in memory of this process and sends nothing; each load asks for one round of sending
-(`rft.collective.broadcast`).  Knows nothing of who loads when.  The one invariant is that of `Transport`.
+Staging keeps a version, and the one before it, in memory of this process and sends nothing; each
+load asks for one round of sending (`rft.collective.broadcast`).  Knows nothing of who loads when.
+The one invariant is that of `Transport`.
 """
 
 from __future__ import annotations
@@ -41,10 +43,14 @@ class BroadcastTransport:
             timeout_s=min(settings.timeout_s, TIMEOUT_S),
         )
 
-    def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
+    def stage(
+        self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]
+    ) -> WeightManifest:
         made = self._memory.stage(version, tensors, tied)
         narrow = sum(t.nbytes for t in made.tensors if t.dtype in NARROW)
-        return replace(made, transport="nccl", broadcast=replace(self._open, changes=2 * narrow > made.nbytes))
+        return replace(
+            made, transport="nccl", broadcast=replace(self._open, changes=2 * narrow > made.nbytes)
+        )
 
     async def send(self, manifest: WeightManifest) -> None:
         """Runs in a thread, because a restarted engine is sent its weights while steps continue."""
@@ -55,10 +61,17 @@ class BroadcastTransport:
 
     def _send(self, manifest: WeightManifest) -> None:
         if manifest.broadcast is None or manifest.broadcast.token != self._open.token:
-            raise WeightSyncFailed(f"version {manifest.version} was not staged by this start of the trainer; publish it again")
+            raise WeightSyncFailed(
+                f"version {manifest.version} was not staged by this start of the trainer; publish "
+                f"it again"
+            )
         version = manifest.version.published
         data = self._bytes(version)
-        held = {str(v): self._bytes(v) for v in self._memory.held} if manifest.broadcast.changes else {}
+        held = (
+            {str(v): self._bytes(v) for v in self._memory.held}
+            if manifest.broadcast.changes
+            else {}
+        )
         self._trainer.send(manifest, data, held)
 
     def _bytes(self, version: Version) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""`rft bench --input`: what veRL's main_eval does with a file of stored answers, and the same with a taskset's own reward."""
+"""`rft bench --input`: what veRL's main_eval does with a file of stored answers, and the same with
+a taskset's own reward.
+"""
 
 from __future__ import annotations
 
@@ -62,26 +64,52 @@ def test_stored_answers_are_split_by_source(stored: Path) -> None:
         "math": pytest.approx(2 / 3),  # the one that could not be scored is left out
         "all": pytest.approx((0.75 + 0.25 + 2 / 3) / 3),
     }
-    assert sources["math"]["unscored"] == 1 and sources["all"]["answers"] == 12 and sources["gsm8k"]["pass@4"] == 1.0
+    assert (
+        sources["math"]["unscored"] == 1
+        and sources["all"]["answers"] == 12
+        and sources["gsm8k"]["pass@4"] == 1.0
+    )
     assert sources["gsm8k"]["pass@2"] == pytest.approx((1.0 + 0.5) / 2)
     assert "row 2: ValueError: cannot read this" in told["unscored"]
     lines = run("--input", str(stored), "--reward-fn", score).splitlines()
-    assert lines[0].split()[:3] == ["source", "rows", "answers"] and lines[1].startswith("gsm8k") and "not scored" in lines[-1]
+    assert (
+        lines[0].split()[:3] == ["source", "rows", "answers"]
+        and lines[1].startswith("gsm8k")
+        and "not scored" in lines[-1]
+    )
 
 
 def test_columns_may_have_other_names_and_answers_may_be_single(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(SCORE)
     rows = [{"q": "2+2?", "said": "4", "kind": k, "gold": "4"} for k in ("a", "b")]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    keys = ("--prompt-key", "q", "--response-key", "said", "--group-key", "kind", "--truth-key", "gold")
+    keys = (
+        "--prompt-key",
+        "q",
+        "--response-key",
+        "said",
+        "--group-key",
+        "kind",
+        "--truth-key",
+        "gold",
+    )
     told = json.loads(
-        run("--input", str(tmp_path / "x.jsonl"), "--reward-fn", f"{tmp_path / 'score.py'}:compute_score", *keys, "--json")
+        run(
+            "--input",
+            str(tmp_path / "x.jsonl"),
+            "--reward-fn",
+            f"{tmp_path / 'score.py'}:compute_score",
+            *keys,
+            "--json",
+        )
     )
     assert {s: v["mean"] for s, v in told["sources"].items()} == {"a": 1.0, "b": 1.0, "all": 1.0}
 
 
 def test_a_configuration_s_taskset_says_how(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text(json.dumps({"question": "2+2?", "answer": "4", "responses": ["It is 4.", "5"]}) + "\n")
+    (tmp_path / "x.jsonl").write_text(
+        json.dumps({"question": "2+2?", "answer": "4", "responses": ["It is 4.", "5"]}) + "\n"
+    )
     file = tmp_path / "c.yaml"
     file.write_text(
         f"""
@@ -96,7 +124,17 @@ buffer:
     eval_tasksets: [{{name: other, path: rows.jsonl, format: {{prompt_key: question, response_key: answer}}}}]
 """
     )
-    told = json.loads(run("--input", str(tmp_path / "x.jsonl"), "--config", str(file), "--taskset", "sums", "--json"))
+    told = json.loads(
+        run(
+            "--input",
+            str(tmp_path / "x.jsonl"),
+            "--config",
+            str(file),
+            "--taskset",
+            "sums",
+            "--json",
+        )
+    )
     assert told["sources"]["sums"]["mean"] == 0.5 and told["reward"] == "exact_answer"
     with pytest.raises(ConfigError, match="write one of sums, other"):
         run("--input", str(tmp_path / "x.jsonl"), "--config", str(file))
@@ -104,7 +142,9 @@ buffer:
 
 def test_a_judge_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "2+2?", "responses": ["It is 4.", "It is 5."]}) + "\n")
+    (tmp_path / "x.jsonl").write_text(
+        json.dumps({"prompt": "2+2?", "responses": ["It is 4.", "It is 5."]}) + "\n"
+    )
     with JudgeServer(FakeJudge(lambda prompt: 10 if "is 4" in prompt else 1)) as server:
         file = tmp_path / "c.yaml"
         file.write_text(
@@ -124,7 +164,9 @@ explorer:
 """
         )
         result = CliRunner().invoke(
-            make("bench"), ["bench", "-i", str(tmp_path / "x.jsonl"), "-c", str(file), "--json"], catch_exceptions=False
+            make("bench"),
+            ["bench", "-i", str(tmp_path / "x.jsonl"), "-c", str(file), "--json"],
+            catch_exceptions=False,
         )
         assert result.exit_code == 0 and len(server.asked) == 2
     assert json.loads(result.stdout)["sources"]["sums"]["mean"] == pytest.approx(0.55)
@@ -141,7 +183,9 @@ def test_what_is_missing_is_named(stored: Path, tmp_path: Path) -> None:
 
 
 def test_the_converter_writes_options_that_exist() -> None:
-    offered = {o for c in get_command(make("bench")).commands.values() for p in c.params for o in p.opts}  # type: ignore[attr-defined]
+    offered = {
+        o for c in get_command(make("bench")).commands.values() for p in c.params for o in p.opts
+    }  # type: ignore[attr-defined]
     assert set(verl_eval.OPTIONS.values()) <= offered
 
 

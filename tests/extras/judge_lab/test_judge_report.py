@@ -42,7 +42,11 @@ ROWS = [
 
 def opinion(prompt: str) -> float:
     """Right about good and bad; taken in by one of them."""
-    return 9 if "good" in prompt.split("<<<answer")[-1] or "flip" in prompt.split("<<<answer")[-1] else 2
+    return (
+        9
+        if "good" in prompt.split("<<<answer")[-1] or "flip" in prompt.split("<<<answer")[-1]
+        else 2
+    )
 
 
 @pytest.fixture
@@ -62,20 +66,40 @@ def written(folder: Path, url: str, reward: str = "rubric_judge") -> Path:
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(make("judge"), ["judge", "report", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        make("judge"), ["judge", "report", *arguments], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_a_file_with_labels(server: JudgeServer, tmp_path: Path) -> None:
     config = written(tmp_path, server.url)
-    options = ("-c", str(config), "-i", str(tmp_path / "labelled.jsonl"), "--response-key", "said", "--label-key", "ok")
+    options = (
+        "-c",
+        str(config),
+        "-i",
+        str(tmp_path / "labelled.jsonl"),
+        "--response-key",
+        "said",
+        "--label-key",
+        "ok",
+    )
     told = json.loads(run(*options, "--repeats", "2", "--json", "--to", str(tmp_path / "out.json")))
     assert json.loads((tmp_path / "out.json").read_text()) == told
-    assert told["judge"] == "rubric_judge" and told["answers"] == told["labelled"] == 6 and told["unscored"] == 0
+    assert (
+        told["judge"] == "rubric_judge"
+        and told["answers"] == told["labelled"] == 6
+        and told["unscored"] == 0
+    )
     assert told["accuracy"] == pytest.approx(5 / 6) and told["kappa"] == pytest.approx(2 / 3)
     assert told["auc"] == pytest.approx((3 * 2 + 3 * 0.5) / 9)
-    assert told["self_consistency"] == 1.0 and told["repeat_std"] == 0.0 and told["position_bias"] is None and told["drift"] == []
+    assert (
+        told["self_consistency"] == 1.0
+        and told["repeat_std"] == 0.0
+        and told["position_bias"] is None
+        and told["drift"] == []
+    )
     assert len(server.asked) == 12 and told["asked"]["calls"] == 12
     table = run(*options)
     assert len(server.asked) == 12, "the first repeat was in the cache"
@@ -86,7 +110,9 @@ def test_position_bias_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with JudgeServer(FakeJudge("first")) as server:
         config = written(tmp_path, server.url, "pairwise_judge")
-        (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "Is it?", "response": "7", "said": ["7", "8", "9"]}))
+        (tmp_path / "pairs.jsonl").write_text(
+            json.dumps({"prompt": "Is it?", "response": "7", "said": ["7", "8", "9"]})
+        )
         told = json.loads(
             run(
                 "-c",
@@ -108,11 +134,27 @@ def test_what_is_wrong_is_said(server: JudgeServer, tmp_path: Path) -> None:
     for more, why in (
         ((), "--input, or the folder of a run"),
         (("-i", str(tmp_path / "none.jsonl")), "is not a file"),
-        (("-i", str(tmp_path / "labelled.jsonl"), "--to", str(tmp_path / "none" / "r.json")), "--to: must be a file in a folder"),
+        (
+            ("-i", str(tmp_path / "labelled.jsonl"), "--to", str(tmp_path / "none" / "r.json")),
+            "--to: must be a file in a folder",
+        ),
         (("-i", str(tmp_path / "labelled.jsonl")), "no column 'response'"),
         (("-i", str(tmp_path / "labelled.jsonl"), "--response-key", "said"), "no column 'label'"),
-        (("-i", str(tmp_path / "labelled.jsonl"), "--response-key", "said", "--label-key", "said"), "is no label"),
-        (("-i", str(tmp_path / "labelled.jsonl"), "--taskset", "x"), "--taskset: write one of questions"),
+        (
+            (
+                "-i",
+                str(tmp_path / "labelled.jsonl"),
+                "--response-key",
+                "said",
+                "--label-key",
+                "said",
+            ),
+            "is no label",
+        ),
+        (
+            ("-i", str(tmp_path / "labelled.jsonl"), "--taskset", "x"),
+            "--taskset: write one of questions",
+        ),
     ):
         with pytest.raises(ConfigError, match=why):
             run("-c", str(config), *more)

@@ -38,18 +38,34 @@ def several_turns() -> Experience:
     )
     spans = (VersionSpan(x.version_spans[0].version, 2, 10),)
     return replace(
-        x, version_spans=spans, loss_mask=mask, logprobs=np.where(mask, -0.5, 0.0).astype(np.float32), messages=messages
+        x,
+        version_spans=spans,
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        messages=messages,
     )
 
 
 def test_a_transcript_has_the_turns_of_the_run() -> None:
     x = several_turns()
     found = transcript_of(x, TASK)
-    assert [t.completion.text for t in found.turns] == ["calling", "it is 4"] and found.answer == "it is 4"
-    assert [t.completion.tokens.tolist() for t in found.turns] == [x.tokens[2:4].tolist(), x.tokens[7:10].tolist()]
-    assert found.turns[1].messages == x.messages[:3] and found.turns[0].completion.tool_calls == ({"id": "1"},)
+    assert [t.completion.text for t in found.turns] == [
+        "calling",
+        "it is 4",
+    ] and found.answer == "it is 4"
+    assert [t.completion.tokens.tolist() for t in found.turns] == [
+        x.tokens[2:4].tolist(),
+        x.tokens[7:10].tolist(),
+    ]
+    assert found.turns[1].messages == x.messages[:3] and found.turns[0].completion.tool_calls == (
+        {"id": "1"},
+    )
     single = transcript_of(replace(x, messages=(), response_text="so"), TASK)
-    assert single.answer == "so" and len(single.turns) == 1 and single.turns[0].messages[-1]["content"] == "2+2?"
+    assert (
+        single.answer == "so"
+        and len(single.turns) == 1
+        and single.turns[0].messages[-1]["content"] == "2+2?"
+    )
     assert len(single.turns[0].completion.tokens) == 5
 
 
@@ -66,13 +82,26 @@ async def score(rows: list[StoredAnswer], reward: Reward) -> list[Rescored]:
 
 
 async def test_old_and_new(tmp_path: object) -> None:
-    rows = [stored(0, 0, "4", 1.0), stored(0, 1, "5", 0.0), stored(1, 0, "5", 1.0), stored(1, 1, "4", None)]
+    rows = [
+        stored(0, 0, "4", 1.0),
+        stored(0, 1, "5", 0.0),
+        stored(1, 0, "5", 1.0),
+        stored(1, 1, "4", None),
+    ]
     load_all()
     found = await score(rows, build("exact_answer", {}))
     assert [(r.old, r.new) for r in found] == [(1.0, 1.0), (0.0, 0.0), (1.0, 0.0), (None, 1.0)]
     told = summary(found)["toy"]
-    assert (told["answers"], told["unscored"], told["old"], told["changed"]) == (4, 0, pytest.approx(2 / 3), pytest.approx(1 / 3))
-    assert told["order_kept"] == 1.0 and told["groups_with_spread_old"] == 1.0 == told["groups_with_spread_new"]
+    assert (told["answers"], told["unscored"], told["old"], told["changed"]) == (
+        4,
+        0,
+        pytest.approx(2 / 3),
+        pytest.approx(1 / 3),
+    )
+    assert (
+        told["order_kept"] == 1.0
+        and told["groups_with_spread_old"] == 1.0 == told["groups_with_spread_new"]
+    )
 
 
 class Half(Reward):
@@ -101,7 +130,9 @@ async def test_a_reward_that_breaks_and_one_that_sees_groups() -> None:
 
 @pytest.mark.parametrize("history", [True, False])
 async def test_a_run_of_several_rows_is_scored_whole(history: bool) -> None:
-    """A row for each call, which shows the calls before it or not: the reward sees one run, and all its rows get what it says."""
+    """A row for each call, which shows the calls before it or not: the reward sees one run, and all
+    its rows get what it says.
+    """
     said = {0: ("3", "what?", "4"), 1: ("5", "5", "5")}
     rows = []
     for run, answers in said.items():
@@ -113,26 +144,52 @@ async def test_a_run_of_several_rows_is_scored_whole(history: bool) -> None:
                 if history
                 else (shown[0], {"role": "assistant", "content": answer})
             )
-            x = replace(first.experience, id=GroupId(1, 0, 0, 0).run(run, 0, number), messages=shown, info={"at": number})
+            x = replace(
+                first.experience,
+                id=GroupId(1, 0, 0, 0).run(run, 0, number),
+                messages=shown,
+                info={"at": number},
+            )
             rows.append(dataclasses.replace(first, experience=x))
     seen: list[tuple[list[str], list[int]]] = []
 
     def right(task: Task, transcript: Transcript) -> float:
-        seen.append(([t.completion.text for t in transcript.turns], [t.info["at"] for t in transcript.turns]))
+        seen.append(
+            (
+                [t.completion.text for t in transcript.turns],
+                [t.info["at"] for t in transcript.turns],
+            )
+        )
         assert all(len(t.completion.tokens) for t in transcript.turns)
         return float(transcript.answer == task.truth)
 
     found = await score(rows, FunctionReward(right))
     assert sorted(seen) == [(["3", "what?", "4"], [0, 1, 2]), (["5", "5", "5"], [0, 1, 2])]
-    assert [(r.old, r.new) for r in found] == [(0.0, 1.0), (1.0, 1.0), (2.0, 1.0), (0.0, 0.0), (1.0, 0.0), (2.0, 0.0)]
+    assert [(r.old, r.new) for r in found] == [
+        (0.0, 1.0),
+        (1.0, 1.0),
+        (2.0, 1.0),
+        (0.0, 0.0),
+        (1.0, 0.0),
+        (2.0, 0.0),
+    ]
     assert [r.id for r in found] == [str(r.experience.id) for r in rows]
-    assert [r.new for r in await score(rows, Rank())] == [0.0] * 3 + [1.0] * 3, "a reward of a group sees two runs"
+    assert [r.new for r in await score(rows, Rank())] == [0.0] * 3 + [1.0] * 3, (
+        "a reward of a group sees two runs"
+    )
 
 
 def test_pairs_that_the_new_reward_turns_round() -> None:
-    found = [Rescored(str(i), "toy", "g", "", old, new) for i, (old, new) in enumerate([(0, 1), (1, 0), (2, 3)])]
+    found = [
+        Rescored(str(i), "toy", "g", "", old, new)
+        for i, (old, new) in enumerate([(0, 1), (1, 0), (2, 3)])
+    ]
     assert summary(found)["toy"]["order_kept"] == pytest.approx(2 / 3)
-    assert set(summary([*found, Rescored("9", "other", "h", "", None, None)])) == {"toy", "other", "all"}
+    assert set(summary([*found, Rescored("9", "other", "h", "", None, None)])) == {
+        "toy",
+        "other",
+        "all",
+    }
 
 
 async def test_a_reward_reads_what_the_calls_have_told() -> None:
@@ -140,5 +197,7 @@ async def test_a_reward_reads_what_the_calls_have_told() -> None:
         return float(any(t.info.get("found") for t in transcript.turns))
 
     rows = [stored(0, run, "4", 1.0) for run in (0, 1)]
-    rows[0] = dataclasses.replace(rows[0], experience=replace(rows[0].experience, info={"found": True}))
+    rows[0] = dataclasses.replace(
+        rows[0], experience=replace(rows[0].experience, info={"found": True})
+    )
     assert [r.new for r in await score(rows, FunctionReward(told))] == [1.0, 0.0]

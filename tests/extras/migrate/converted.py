@@ -1,7 +1,9 @@
-"""A converted veRL script, scaled down by overrides alone until a random model learns on a CPU: one digit to copy, in veRL's data.
+"""A converted veRL script, scaled down by overrides alone until a random model learns on a CPU: one
+digit to copy, in veRL's data.
 
-What is overridden: the model and lengths, batch, GPUs, learning rate and steps, where the data lie, and the function that scores them.
-Everything else is the script's: algorithm, loss, schedule, layout of rows.
+What is overridden: the model and lengths, batch, GPUs, learning rate and steps, where the data lie,
+and the function that scores them. Everything else is the script's: algorithm, loss, schedule,
+layout of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from rft.testing import tiny
 from tests.helpers.command import Done, rft
 
 STEPS = 64
-SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(solution_str == ground_truth)\n"
+SCORE = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+    "float(solution_str == ground_truth)\n"
+)
 SMALL = (
     "model.max_prompt_tokens=63",
     "model.max_response_tokens=1",
@@ -79,12 +84,16 @@ def train(script: Path, model: Path, folder: Path, more: Sequence[str] = ()) -> 
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "converted.yaml"
     config.write_text(yaml_text(made.values))
-    data, small = write_data(folder / "data"), dict(o.split("=", 1) for o in SMALL)
+    data = write_data(folder / "data")
+    small = dict(o.split("=", 1) for o in SMALL)
     sets: dict[str, list[Any]] = made.values["buffer"]["explorer_input"]
     for kind, split in (("tasksets", "train"), ("eval_tasksets", "test")):
         for i in range(len(sets[kind])):
             small |= {f"{INPUT}.{kind}.{i}.path": str(data), f"{INPUT}.{kind}.{i}.split": split}
-    small |= {f"{INPUT}.default_reward_fn_type": f"{data}/score.py:compute_score", "model.model_path": str(model)}
+    small |= {
+        f"{INPUT}.default_reward_fn_type": f"{data}/score.py:compute_score",
+        "model.model_path": str(model),
+    }
     small |= {"checkpoint_root_dir": f"{folder}/runs", "project": "converted", "name": script.stem}
     if not made.values["trainer"].get("use_dynamic_bsz"):
         small["trainer.micro_batch_size_per_gpu"] = "64"

@@ -59,16 +59,26 @@ def plugins():
 
 
 def task(**changes):
-    return Task(**{"taskset": "t", "index": 0, "prompt": "2+2?", "truth": "4", "workflow": "w", **changes})
+    return Task(
+        **{"taskset": "t", "index": 0, "prompt": "2+2?", "truth": "4", "workflow": "w", **changes}
+    )
 
 
 async def play(engine, cls, *, models=None, **of_task):
     name = cls if isinstance(cls, str) else f"test_{cls.__name__}"
     if not isinstance(cls, str):
         WORKFLOWS.register_module(name)(cls)
-    recipes, of = Recipes(), task(workflow=name, **of_task)
+    recipes = Recipes()
+    of = task(workflow=name, **of_task)
     try:
-        return await run_group(of, await recipes.get(of), engine, ID, limits=RunLimits(max_timeout_s=20), models=models or {})
+        return await run_group(
+            of,
+            await recipes.get(of),
+            engine,
+            ID,
+            limits=RunLimits(max_timeout_s=20),
+            models=models or {},
+        )
     finally:
         await recipes.close()
 
@@ -86,8 +96,15 @@ async def test_a_repeatable_workflow_asks_once_for_all_runs():
     engine = ScriptedEngine("4", "5", "4")
     args = {"reward": "test_compat_reward", "reward_args": {"bonus": 0.5}, "num_runs": 3}
     group = await play(engine, SimpleWorkflow, **args)
-    assert group.accepted and group.rewards == [1.5, 0.5, 1.5] and len(engine.calls) == 1 and engine.calls[0].n == 3
-    assert group.rows[0].metrics == {"right": 1.0, "bonus": 0.5} and [r.id.run for r in group.rows] == [0, 1, 2]
+    assert (
+        group.accepted
+        and group.rewards == [1.5, 0.5, 1.5]
+        and len(engine.calls) == 1
+        and engine.calls[0].n == 3
+    )
+    assert group.rows[0].metrics == {"right": 1.0, "bonus": 0.5} and [
+        r.id.run for r in group.rows
+    ] == [0, 1, 2]
     assert group.rows[0].info["model_version"] == 0
     engine = ScriptedEngine("4", "5", "4")
     group = await play(engine, AsyncSimpleWorkflow, **args)
@@ -98,13 +115,22 @@ async def test_a_reward_of_their_shape_is_one_of_ours():
     group = await play(ScriptedEngine("4"), "simple_workflow", reward="test_compat_reward")
     assert group.rows[0].reward_parts == {"right": 1.0, "bonus": 0.0}
     with pytest.raises(ConfigError, match="bonos"):
-        await play(ScriptedEngine("4"), "simple_workflow", reward="test_compat_reward", reward_args={"bonos": 1})
+        await play(
+            ScriptedEngine("4"),
+            "simple_workflow",
+            reward="test_compat_reward",
+            reward_args={"bonos": 1},
+        )
 
 
 async def test_our_rewards_are_theirs():
-    group = await play(ScriptedEngine("<think>a</think><answer>4</answer>", "5"), MathWorkflow, num_runs=2)
+    group = await play(
+        ScriptedEngine("<think>a</think><answer>4</answer>", "5"), MathWorkflow, num_runs=2
+    )
     assert group.rewards == [pytest.approx(1.1), pytest.approx(-0.1)]
-    assert "<answer>" in group.rows[0].messages[0]["content"], "the instruction comes with the reward"
+    assert "<answer>" in group.rows[0].messages[0]["content"], (
+        "the instruction comes with the reward"
+    )
     group = await play(ScriptedEngine("4"), SimpleWorkflow, reward="exact_answer")
     assert group.rewards == [1.0]
 
@@ -127,11 +153,15 @@ class Spread(AsyncRewardPropagationWorkflow):
     max_step_num = 2
 
     def __init__(self, *, task, model, auxiliary_models=None):
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False)
+        super().__init__(
+            task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False
+        )
         self.aclient = model.get_openai_async_client()
 
     async def step_async(self, step_num):
-        await self.aclient.chat.completions.create(model="m", messages=[{"role": "user", "content": f"step {step_num}"}])
+        await self.aclient.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": f"step {step_num}"}]
+        )
         return True
 
     async def reward_async(self, exps):
@@ -140,9 +170,14 @@ class Spread(AsyncRewardPropagationWorkflow):
 
 async def test_steps_have_rewards_of_their_own_or_one_for_all():
     group = await play(ScriptedEngine("go", "stop"), Steps)
-    assert [r.reward for r in group.rows] == [0.0, 1.0] and [r.id.step for r in group.rows] == [0, 1]
+    assert [r.reward for r in group.rows] == [0.0, 1.0] and [r.id.step for r in group.rows] == [
+        0,
+        1,
+    ]
     group = await play(ScriptedEngine("a", "b"), Spread)
-    assert [r.reward for r in group.rows] == [0.75, 0.75] and group.rows[0].metrics == {"actual_env_steps": 2.0}
+    assert [r.reward for r in group.rows] == [0.75, 0.75] and group.rows[0].metrics == {
+        "actual_env_steps": 2.0
+    }
 
 
 class Guess(MultiTurnWorkflow):
@@ -152,7 +187,10 @@ class Guess(MultiTurnWorkflow):
         messages = [{"role": "user", "content": self.task.task_desc}]
         for hint in ("lower", "higher"):
             (answer,) = await self.model.chat_async(messages, temperature=0.5)
-            messages += [{"role": "assistant", "content": answer.response_text}, {"role": "user", "content": hint}]
+            messages += [
+                {"role": "assistant", "content": answer.response_text},
+                {"role": "user", "content": hint},
+            ]
         if self.task.workflow_args.get("edit"):
             messages[1]["content"] = "something else"
         return [await self.process_messages_to_experience_async(messages, 0.5, info={"turns": 2})]
@@ -164,7 +202,9 @@ async def test_a_conversation_is_one_sequence_of_the_tokens_that_were_sampled():
     assert row.reward == 0.5 and row.num_response_tokens == 12 and row.metrics == {"turns": 2.0}
     assert row.sampling[0].sampling.temperature == 0.5 and engine.calls[1].prefix_messages == 2
     assert np.count_nonzero(row.logprobs) == 12 and row.messages[-1]["content"] == "three"
-    (row,) = (await play(ScriptedEngine("seven", "three"), "test_Guess", workflow_args={"edit": True})).rows
+    (row,) = (
+        await play(ScriptedEngine("seven", "three"), "test_Guess", workflow_args={"edit": True})
+    ).rows
     assert row.status == "failed" and "is an answer of this run's model" in row.reason
 
 
@@ -173,7 +213,9 @@ def returns(make, **flags):
 
     class Made(Workflow):
         def run(self):
-            (answer,) = self.model.chat([{"role": "user", "content": "?"}], n=1, logprobs=0, min_p=None)
+            (answer,) = self.model.chat(
+                [{"role": "user", "content": "?"}], n=1, logprobs=0, min_p=None
+            )
             return make(self, answer)
 
     Made.__name__ = make.__name__
@@ -184,7 +226,11 @@ def returns(make, **flags):
 
 async def test_what_comes_back_must_be_what_the_policy_wrote():
     def remade(self, x):
-        return [Experience(tokens=x.tokens, prompt_length=x.prompt_length, reward=1.0, logprobs=x.logprobs)]
+        return [
+            Experience(
+                tokens=x.tokens, prompt_length=x.prompt_length, reward=1.0, logprobs=x.logprobs
+            )
+        ]
 
     def masked(self, x):
         x.action_mask = torch.zeros_like(x.action_mask, dtype=torch.bool)
@@ -225,7 +271,15 @@ async def test_what_comes_back_must_be_what_the_policy_wrote():
 
 async def test_a_run_with_nothing_to_train_is_kept():
     def nothing(self, x):
-        return [Experience(tokens=[0], prompt_length=0, action_mask=[False], info={"why": "lost"}, metrics={"success": 0.0})]
+        return [
+            Experience(
+                tokens=[0],
+                prompt_length=0,
+                action_mask=[False],
+                info={"why": "lost"},
+                metrics={"success": 0.0},
+            )
+        ]
 
     class Silent(Workflow):
         def run(self):
@@ -233,15 +287,22 @@ async def test_a_run_with_nothing_to_train_is_kept():
 
     group = await play(ScriptedEngine("4"), returns(nothing))
     (row,) = group.rows
-    assert (row.status, row.reward, row.num_response_tokens) == ("complete", 0.0, 0) and row.info["why"] == "lost"
+    assert (row.status, row.reward, row.num_response_tokens) == ("complete", 0.0, 0) and row.info[
+        "why"
+    ] == "lost"
     assert group.reason == "too_few" and not group.accepted and row.metrics["success"] == 0.0
-    assert "made no call, and returned nothing to train" in (await play(ScriptedEngine(), Silent)).rows[0].reason
+    assert (
+        "made no call, and returned nothing to train"
+        in (await play(ScriptedEngine(), Silent)).rows[0].reason
+    )
 
 
 async def test_rows_of_two_tasks_are_not_compared():
     def two(self, x):
         (again,) = self.model.chat([{"role": "user", "content": "judge"}])
-        x.reward, again.reward, again.eid.task = 1.0, 1.0, f"{x.eid.task}-ruler"
+        x.reward = 1.0
+        again.reward = 1.0
+        again.eid.task = f"{x.eid.task}-ruler"
         return [x, again]
 
     (row,) = (await play(ScriptedEngine("4", "5"), returns(two))).rows
@@ -250,7 +311,9 @@ async def test_rows_of_two_tasks_are_not_compared():
 
 def test_rewards_made_of_rewards():
     assert AccuracyReward(str.strip)("\\boxed{4}", "2+2?", "4") == {"accuracy": 1.0}
-    assert FormatReward(r"so .*")("so be it") == {"format_score": 0.1} and FormatReward(r"so .*")("no") == {"format_score": -0.1}
+    assert FormatReward(r"so .*")("so be it") == {"format_score": 0.1} and FormatReward(r"so .*")(
+        "no"
+    ) == {"format_score": -0.1}
     assert FormatReward()("<think>a</think><answer>b</answer>") == {"format": 0.1}
 
 
@@ -278,7 +341,11 @@ async def test_the_models_other_methods():
         seen["history"] = len(m.extract_experience_from_history()), len(m.history)
         m.set_workflow_state({"a": 1})
         seen["state"] = m.get_workflow_state()
-        seen["judge"] = self.auxiliary_model_wrappers[0].chat([{"role": "user", "content": "good?"}])[0].response_text
+        seen["judge"] = (
+            self.auxiliary_model_wrappers[0]
+            .chat([{"role": "user", "content": "good?"}])[0]
+            .response_text
+        )
         for name in ("sync_model_weights", "get_lora_request"):
             with pytest.raises(AttributeError, match="is not kept"):
                 getattr(m, name)
@@ -290,8 +357,17 @@ async def test_the_models_other_methods():
     engine = ScriptedEngine(answer=lambda m: "ok")
     group = await play(engine, returns(looks), models={"judge": ScriptedEngine("yes")})
     assert group.rewards == [1.0] and len(group.rows) == 1, group.rows[0].reason
-    assert torch.equal(seen["logprobs"], seen["same"]) and seen["version"] == 0 and seen["name"] == "policy"
-    assert len(seen["plain"]) == 2 and seen["history"] == (3, 0) and seen["state"] == {"a": 1} and seen["judge"] == "yes"
+    assert (
+        torch.equal(seen["logprobs"], seen["same"])
+        and seen["version"] == 0
+        and seen["name"] == "policy"
+    )
+    assert (
+        len(seen["plain"]) == 2
+        and seen["history"] == (3, 0)
+        and seen["state"] == {"a": 1}
+        and seen["judge"] == "yes"
+    )
 
 
 async def test_flags_and_what_a_task_holds():
@@ -299,7 +375,11 @@ async def test_flags_and_what_a_task_holds():
         assert (self.resettable, self.repeatable, self.asynchronous) == (False, False, False)
         t = self.task
         assert t.raw_task == {"q": "2+2?", "a": "4", "level": 3} and t.format_args.prompt_key == "q"
-        assert (t.task_desc, t.truth, t.format_args.response_key) == ("2+2?", "4", "a") and t.to_dict() is t.raw_task
+        assert (t.task_desc, t.truth, t.format_args.response_key) == (
+            "2+2?",
+            "4",
+            "a",
+        ) and t.to_dict() is t.raw_task
         assert t.rollout_args.temperature == 1.0 and t.index == {"index": 0, "taskset_id": "t"}
         x.reward = 1.0
         return [x]
@@ -310,7 +390,8 @@ async def test_flags_and_what_a_task_holds():
 
 async def test_a_workflow_may_have_rollout_args_of_its_own():
     def keeps(self, x):
-        self.rollout_args = {"temperature": 0.5}  # of the bases only those that ask once have such a property
+        # of the bases only those that ask once have such a property
+        self.rollout_args = {"temperature": 0.5}
         x.reward = self.rollout_args["temperature"]
         return [x]
 
@@ -321,7 +402,11 @@ async def test_a_workflow_may_have_rollout_args_of_its_own():
 async def test_arrays_and_tensors_in_info_become_numbers_and_lists():
     def measures(self, x):
         x.reward = torch.tensor(0.5)
-        x.info |= {"scalar": torch.tensor(0.5), "number": np.float32(1.5), "several": np.array([1, 2])}
+        x.info |= {
+            "scalar": torch.tensor(0.5),
+            "number": np.float32(1.5),
+            "several": np.array([1, 2]),
+        }
         return [x]
 
     group = await play(ScriptedEngine("a"), returns(measures))
@@ -336,7 +421,9 @@ async def test_arrays_and_tensors_in_info_become_numbers_and_lists():
 class LoopOfItsOwn(Workflow):
     def run(self):
         client = self.model.get_openai_async_client()
-        asyncio.run(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}]))
+        asyncio.run(
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        )
         (x,) = self.model.extract_experience_from_history()
         x.reward = 1.0
         return [x]
@@ -350,7 +437,9 @@ async def test_a_workflow_that_is_not_async_may_ask_in_an_event_loop_of_its_own(
 
 
 async def pipeline(name, rows, of_task):
-    made = ExperiencePipeline(PipelineSettings(operators=(OperatorSettings(name=name, args={}, key="k"),)), judge, 20.0)
+    made = ExperiencePipeline(
+        PipelineSettings(operators=(OperatorSettings(name=name, args={}, key="k"),)), judge, 20.0
+    )
     await made.prepare({})
     try:
         return await made.process(of_task, rows)
@@ -378,7 +467,9 @@ async def test_operators():
 
     for cls in (Half, Best, Wrong):
         EXPERIENCE_OPERATORS.register_module(f"test_compat_{cls.__name__}")(cls)
-    group = await play(ScriptedEngine("4", "5"), SimpleWorkflow, reward="test_compat_reward", num_runs=2)
+    group = await play(
+        ScriptedEngine("4", "5"), SimpleWorkflow, reward="test_compat_reward", num_runs=2
+    )
     done = await pipeline("test_compat_Half", group.rows, group.task)
     assert [(r.reward, r.info["before"]) for r in done.rows] == [(0.5, 1.0), (0.0, 0.0)]
     assert ("halved", 2.0) in [(m.name, m.value) for m in done.metrics]
@@ -396,10 +487,16 @@ async def test_an_operator_may_mask_a_part_of_an_answer():
             return exps, {}
 
     EXPERIENCE_OPERATORS.register_module("test_compat_Cut")(Cut)
-    group = await play(ScriptedEngine("444", "555"), SimpleWorkflow, reward="test_compat_reward", num_runs=2)
+    group = await play(
+        ScriptedEngine("444", "555"), SimpleWorkflow, reward="test_compat_reward", num_runs=2
+    )
     done = await pipeline("test_compat_Cut", group.rows, group.task)
-    before, after = group.rows[0], done.rows[0]
-    assert after.loss_mask.tolist() == [*before.loss_mask[:-1].tolist(), False] and after.num_response_tokens > 0
+    before = group.rows[0]
+    after = done.rows[0]
+    assert (
+        after.loss_mask.tolist() == [*before.loss_mask[:-1].tolist(), False]
+        and after.num_response_tokens > 0
+    )
     assert [r.reason for r in done.rows] == ["", "test_compat_Cut"]
 
 
@@ -413,7 +510,9 @@ async def test_an_operator_may_write_tensors_into_info():
             return exps, {}
 
     EXPERIENCE_OPERATORS.register_module("test_compat_Measured")(Measured)
-    group = await play(ScriptedEngine("4", "5"), SimpleWorkflow, reward="test_compat_reward", num_runs=2)
+    group = await play(
+        ScriptedEngine("4", "5"), SimpleWorkflow, reward="test_compat_reward", num_runs=2
+    )
     done = await pipeline("test_compat_Measured", group.rows, group.task)
     assert [r.info["score"] for r in done.rows] == [0.5, 0.5] and encode(done.rows)
 
@@ -429,9 +528,17 @@ def test_what_is_not_kept_says_what_to_do():
     for module, names in rft.extras.migrate.compat.NAMES.items():
         for name in names:
             assert getattr(rft.extras.migrate.compat, name) is getattr(
-                importlib.import_module(f"rft.extras.migrate.compat.{module}"), rft.extras.migrate.compat.CLASSES.get(name, name)
+                importlib.import_module(f"rft.extras.migrate.compat.{module}"),
+                rft.extras.migrate.compat.CLASSES.get(name, name),
             )
-    for field in ("token_level_reward", "advantages", "chosen", "multi_modal_inputs", "routed_experts", "custom_fields"):
+    for field in (
+        "token_level_reward",
+        "advantages",
+        "chosen",
+        "multi_modal_inputs",
+        "routed_experts",
+        "custom_fields",
+    ):
         with pytest.raises(ValueError, match=f"{field} of an Experience is not kept"):
             Experience(tokens=[1, 2], prompt_length=1, **{field: [1]})
 
@@ -458,7 +565,10 @@ def test_registries_take_our_shapes_and_refuse_theirs():
 
     assert REGISTRY.get("advantage_fn", "test_compat_zero").obj is zero
     WORKFLOWS.register_module("test_compat_simple")(SimpleWorkflow)
-    assert WORKFLOWS.get("test_compat_simple") is SimpleWorkflow and REWARD_FUNCTIONS.get("test_compat_reward") is Right
+    assert (
+        WORKFLOWS.get("test_compat_simple") is SimpleWorkflow
+        and REWARD_FUNCTIONS.get("test_compat_reward") is Right
+    )
     with pytest.raises(PluginError, match="force"):
         REWARD_FUNCTIONS.register_module("math_reward", force=True)
     with pytest.raises(PluginError, match="defined twice"):

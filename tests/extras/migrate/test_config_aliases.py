@@ -37,19 +37,39 @@ def refused(given: dict[str, Any], **trainer: Any) -> ConfigError:
         ({"critic": {"optim": {"lr": 1e-4}}}, "trainer.critic.optimizer.lr", 1e-4),
         ({"critic": {"model": {"path": "c"}}}, "model.critic_model_path", "c"),
         ({"trainer": {"critic_warmup": 3}}, "trainer.critic_warmup", 3),
-        ({"model": {"enable_gradient_checkpointing": True}}, "trainer.enable_gradient_checkpointing", True),
+        (
+            {"model": {"enable_gradient_checkpointing": True}},
+            "trainer.enable_gradient_checkpointing",
+            True,
+        ),
         ({"ref": {"fsdp_config": {"param_offload": True}}}, "trainer.ref.param_offload", True),
-        ({"rollout": {"gpu_memory_utilization": 0.6}}, "explorer.rollout_model.gpu_memory_utilization", 0.6),
+        (
+            {"rollout": {"gpu_memory_utilization": 0.6}},
+            "explorer.rollout_model.gpu_memory_utilization",
+            0.6,
+        ),
         ({"rollout": {"name": "hf"}}, "explorer.rollout_model.engine_type", "transformers"),
         ({"rollout": {"n": 8}}, "algorithm.repeat_times", 8),
-        ({"rollout": {"engine_kwargs": {"vllm": {"x": 1}}}}, "explorer.rollout_model.extra_engine_args", {"x": 1}),
-        ({"model": {"override_config": {"attention_dropout": 0.0}}}, "model.override_config", {"attention_dropout": 0.0}),
+        (
+            {"rollout": {"engine_kwargs": {"vllm": {"x": 1}}}},
+            "explorer.rollout_model.extra_engine_args",
+            {"x": 1},
+        ),
+        (
+            {"model": {"override_config": {"attention_dropout": 0.0}}},
+            "model.override_config",
+            {"attention_dropout": 0.0},
+        ),
         ({"actor": {"strategy": "fsdp"}}, "trainer.trainer_strategy", "fsdp2"),
         ({"actor": {"kl_loss_type": "mse"}}, "algorithm.kl_loss_fn", "k2"),
         ({"actor": {"kl_loss_type": "k3"}}, "algorithm.kl_loss_fn", "low_var_kl"),
-        ({"actor": {"clip_ratio_high": 0.28}}, "algorithm.policy_loss_fn_args", {"clip_range_high": 0.28}),
+        (
+            {"actor": {"clip_ratio_high": 0.28}},
+            "algorithm.policy_loss_fn_args",
+            {"clip_range_high": 0.28},
+        ),
     ],
-)  # fmt: skip
+)
 def test_moves_to_the_native_key(given: dict[str, Any], key: str, value: Any) -> None:
     found: Any = config(given)
     for part in key.split("."):
@@ -72,9 +92,15 @@ def test_the_line_stays_and_errors_name_it(tmp_path: Path) -> None:
 def test_both_spellings() -> None:
     assert config({"actor": {"grad_clip": 0.5}}, grad_clip=0.5).trainer.grad_clip == 0.5
     e = refused({"actor": {"grad_clip": 0.5}}, grad_clip=0.7)
-    assert e.key == "trainer.trainer_config.actor.grad_clip" and "trainer.grad_clip is 0.7" in e.message
+    assert (
+        e.key == "trainer.trainer_config.actor.grad_clip"
+        and "trainer.grad_clip is 0.7" in e.message
+    )
     e = refused({"actor": {"grad_clip": 0.5}, "actor_rollout_ref": {"actor": {"grad_clip": 0.6}}})
-    assert "trainer.trainer_config.actor.grad_clip is 0.5" in e.message and "both mean trainer.grad_clip" in e.message
+    assert (
+        "trainer.trainer_config.actor.grad_clip is 0.5" in e.message
+        and "both mean trainer.grad_clip" in e.message
+    )
 
 
 def test_an_override_wins_over_the_other_spelling(tmp_path: Path) -> None:
@@ -83,7 +109,9 @@ def test_an_override_wins_over_the_other_spelling(tmp_path: Path) -> None:
     assert load(file, ["trainer.grad_clip=0.7"]).trainer.grad_clip == 0.7
     assert load(file, ["trainer.trainer_config.actor.grad_clip=0.8"]).trainer.grad_clip == 0.8
     found = load(file, ["trainer.trainer_config.actor_rollout_ref.actor.grad_clip=0.9"])
-    assert found.source.where(("trainer", "grad_clip")).startswith("override, as trainer.trainer_config")
+    assert found.source.where(("trainer", "grad_clip")).startswith(
+        "override, as trainer.trainer_config"
+    )
     with pytest.raises(ConfigError, match="two spellings of one key"):
         load(file, ["trainer.grad_clip=0.7", "trainer.trainer_config.actor.grad_clip=0.8"])
 
@@ -99,20 +127,36 @@ def test_an_override_wins_over_the_other_spelling(tmp_path: Path) -> None:
 )
 def test_ppo_mini_batch_size_is_always_refused(given: dict[str, Any]) -> None:
     e = refused(given)
-    assert e.key.endswith("ppo_mini_batch_size") and "buffer.batch_size" in e.message and "train_batch_size" in e.message
+    assert (
+        e.key.endswith("ppo_mini_batch_size")
+        and "buffer.batch_size" in e.message
+        and "train_batch_size" in e.message
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"actor": {"grad_clipp": 1.0}}, "Did you mean actor_rollout_ref.actor.grad_clip?"),
-        ({"actor": {"model": {"use_liger": True}}}, "Did you mean actor_rollout_ref.model.use_liger?"),
+        (
+            {"actor": {"model": {"use_liger": True}}},
+            "Did you mean actor_rollout_ref.model.use_liger?",
+        ),
         ({"actor": {"use_kl_loss": True}}, "write the native key algorithm.kl_loss_fn"),
-        ({"rollout": {"val_kwargs": {"n": 4}}}, "write the native key buffer.explorer_input.eval_tasksets[i].repeat_times"),
-        ({"actor": {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 2}}}, "Megatron is not offered"),
+        (
+            {"rollout": {"val_kwargs": {"n": 4}}},
+            "write the native key buffer.explorer_input.eval_tasksets[i].repeat_times",
+        ),
+        (
+            {"actor": {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 2}}},
+            "Megatron is not offered",
+        ),
         ({"actor": {"optim": {"lr_warmup_init": 0.1}}}, "is not offered: Megatron only"),
         ({"rollout": {"use_fire_sampling": True}}, "is not offered"),
-        ({"rollout": {"name": "${oc.env:ENGINE}"}}, "an interpolation cannot be read; write explorer.rollout_model.engine_type"),
+        (
+            {"rollout": {"name": "${oc.env:ENGINE}"}},
+            "an interpolation cannot be read; write explorer.rollout_model.engine_type",
+        ),
         ({"nonsense": 1}, "unknown key"),
         ({"actor": 3}, "unknown key"),
     ],
@@ -125,28 +169,45 @@ def test_what_has_no_plain_counterpart(given: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma is ignored: algorithm.advantage_fn_args.gamma is read"),
-        ({"data": {"train_files": "x"}}, "data.train_files is ignored: buffer.explorer_input.tasksets[i].path is read"),
-        ({"trainer": {"max_critic_ckpt_to_keep": 5}}, "max_critic_ckpt_to_keep is ignored: same count as the actor"),
+        (
+            {"algorithm": {"gamma": 0.9}},
+            "algorithm.gamma is ignored: algorithm.advantage_fn_args.gamma is read",
+        ),
+        (
+            {"data": {"train_files": "x"}},
+            "data.train_files is ignored: buffer.explorer_input.tasksets[i].path is read",
+        ),
+        (
+            {"trainer": {"max_critic_ckpt_to_keep": 5}},
+            "max_critic_ckpt_to_keep is ignored: same count as the actor",
+        ),
         ({"trainer": {"whatever": 5}}, "whatever is ignored: nothing reads it"),
         ({"actor_rollout_ref": {"hybrid_engine": True}}, "hybrid_engine is ignored: mode says"),
         (
             {"ref": {"fsdp_config": {"optimizer_offload": True}}},
             "optimizer_offload is ignored: the reference model has no optimizer",
         ),
-        ({"ref": {"fsdp_config": {"offload_policy": True}}}, "offload_policy is ignored: follows the actor"),
+        (
+            {"ref": {"fsdp_config": {"offload_policy": True}}},
+            "offload_policy is ignored: follows the actor",
+        ),
         (
             {"critic": {"checkpoint": {"load_contents": ["model"]}}},
             "load_contents is ignored: actor and critic are one checkpoint",
         ),
-        ({"critic": {"model": {"fsdp_config": {"reshard_after_forward": False}}}}, "reshard_after_forward is ignored: follows"),
+        (
+            {"critic": {"model": {"fsdp_config": {"reshard_after_forward": False}}}},
+            "reshard_after_forward is ignored: follows",
+        ),
         (
             {"ref": {"megatron": {"a": 1, "b": {"c": 2}}}},
             "trainer_config.ref.megatron has no effect: trainer.trainer_strategy is fsdp2",
         ),
     ],
 )
-def test_what_trinity_does_not_read_is_ignored_with_one_line(given: dict[str, Any], message: str) -> None:
+def test_what_trinity_does_not_read_is_ignored_with_one_line(
+    given: dict[str, Any], message: str
+) -> None:
     (warning,) = config(given).source.warnings
     assert message in warning
 
@@ -155,24 +216,59 @@ def test_what_trinity_reads_of_other_groups_is_moved() -> None:
     c = config({"trainer": {"max_actor_ckpt_to_keep": 5, "balance_batch": False}})
     assert (c.trainer.max_checkpoints_to_keep, c.trainer.balance_batch) == (5, False)
     c = config({"algorithm": {"rollout_correction": {"bypass_mode": False}}})
-    assert c.algorithm.rollout_correction is not None and not c.algorithm.rollout_correction.bypass_mode
+    assert (
+        c.algorithm.rollout_correction is not None
+        and not c.algorithm.rollout_correction.bypass_mode
+    )
 
 
 def test_a_whole_critic_of_older_files_is_read() -> None:
     """As examples of Trinity-RFT write it, with the keys that veRL's file fills in itself."""
-    fsdp = {"param_offload": True, "optimizer_offload": False, "wrap_policy": {"min_num_params": 0}, "fsdp_size": -1}
-    optim = {"lr": 1e-5, "lr_warmup_steps_ratio": 0.0, "min_lr_ratio": 0.1, "warmup_style": "cosine", "total_training_steps": -1}
-    model = {"external_lib": None, "override_config": {}, "use_remove_padding": False, "fsdp_config": fsdp}
+    fsdp = {
+        "param_offload": True,
+        "optimizer_offload": False,
+        "wrap_policy": {"min_num_params": 0},
+        "fsdp_size": -1,
+    }
+    optim = {
+        "lr": 1e-5,
+        "lr_warmup_steps_ratio": 0.0,
+        "min_lr_ratio": 0.1,
+        "warmup_style": "cosine",
+        "total_training_steps": -1,
+    }
+    model = {
+        "external_lib": None,
+        "override_config": {},
+        "use_remove_padding": False,
+        "fsdp_config": fsdp,
+    }
     contents = ["model", "optimizer", "extra"]
-    given = {"strategy": "fsdp", "optim": optim, "model": model, "shuffle": False, "checkpoint": {"contents": contents}}
+    given = {
+        "strategy": "fsdp",
+        "optim": optim,
+        "model": model,
+        "shuffle": False,
+        "checkpoint": {"contents": contents},
+    }
     c = config({"critic": given, "actor": {"checkpoint": {"contents": contents}}})
-    assert (c.trainer.critic.optimizer.lr_scheduler_type, c.trainer.critic.optimizer.min_lr_ratio) == ("cosine", 0.1)
+    assert (
+        c.trainer.critic.optimizer.lr_scheduler_type,
+        c.trainer.critic.optimizer.min_lr_ratio,
+    ) == ("cosine", 0.1)
     assert c.trainer.critic.param_offload and list(c.trainer.checkpoint.save_contents) == contents
 
 
 def test_megatron_is_one_error() -> None:
-    section = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "override_transformer_config": {"a": 1}}
-    both = {"actor": {"strategy": "megatron", "megatron": section}, "critic": {"strategy": "megatron", "megatron": section}}
+    section = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "override_transformer_config": {"a": 1},
+    }
+    both = {
+        "actor": {"strategy": "megatron", "megatron": section},
+        "critic": {"strategy": "megatron", "megatron": section},
+    }
     assert len(refused(both).errors) == 1
 
 
@@ -201,15 +297,24 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 
 def test_what_is_ignored_is_said_once(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    given = {"model": {"use_shm": True}, "actor": {"fsdp_config": {"forward_prefetch": True}, "optim": {"lr_warmup_init": 0.0}}}
+    given = {
+        "model": {"use_shm": True},
+        "actor": {"fsdp_config": {"forward_prefetch": True}, "optim": {"lr_warmup_init": 0.0}},
+    }
     file.write_text(GOOD.read_text() + yaml.safe_dump({"trainer": {"trainer_config": given}}))
     ignored = [w for w in check(file, schema_only=True).warnings if "is ignored" in w]
     assert len(ignored) == 3 and any("trainer.trainer_config.model.use_shm" in w for w in ignored)
 
 
 def test_every_row_below_its_groups_is_decided() -> None:
-    """Each veRL key of the groups is moved to an existing key, ignored, or refused with words of its own; none is unknown."""
-    groups = [r for r in rows() if r.path.startswith(("actor_rollout_ref.", "critic.")) and by_path()[r.path] is r]
+    """Each veRL key of the groups is moved to an existing key, ignored, or refused with words of
+    its own; none is unknown.
+    """
+    groups = [
+        r
+        for r in rows()
+        if r.path.startswith(("actor_rollout_ref.", "critic.")) and by_path()[r.path] is r
+    ]
     assert len(groups) > 130
     for row in groups:
         if "*" in row.path:
@@ -220,13 +325,21 @@ def test_every_row_below_its_groups_is_decided() -> None:
         try:
             config(given)
         except ConfigError as e:
-            assert "unknown key" not in e.message or fields_at(tuple(e.key.split("."))), (row.path, e.message)
+            assert "unknown key" not in e.message or fields_at(tuple(e.key.split("."))), (
+                row.path,
+                e.message,
+            )
             assert "veRL's table has no" not in e.message, row.path
 
 
 def test_simple_targets_exist() -> None:
     for row in rows():
         for target in row.targets:
-            if row.kind == "native" and "[" not in target and "_args." not in target and row.section <= 16:
+            if (
+                row.kind == "native"
+                and "[" not in target
+                and "_args." not in target
+                and row.section <= 16
+            ):
                 base = target.split(".extra_engine_args.")[0]
                 assert base in all_keys(), (row.name, target)

@@ -26,7 +26,12 @@ def run(*arguments: str) -> str:
 
 def test_a_key() -> None:
     (d,) = describe("trainer.grad_clip")
-    assert d.type == "number > 0" and d.default == "null" and d.unit == "gradient norm" and d.active == "yes"
+    assert (
+        d.type == "number > 0"
+        and d.default == "null"
+        and d.unit == "gradient norm"
+        and d.active == "yes"
+    )
     assert d.used_by == "trainer" and d.on_resume == "may not change" and d.trinity == "the same"
     assert "actor_rollout_ref.actor.grad_clip" in d.verl and not d.asked
 
@@ -34,12 +39,17 @@ def test_a_key() -> None:
 def test_a_last_part_shows_the_key_of_the_policy_first() -> None:
     assert describe("lr")[0].key == "algorithm.optimizer.lr"
     assert describe("temperature")[0].key == "model.temperature"
-    assert [describe(name)[0].key for name in ("nnodes", "strategy")] == ["cluster.node_num", "trainer.trainer_strategy"]
+    assert [describe(name)[0].key for name in ("nnodes", "strategy")] == [
+        "cluster.node_num",
+        "trainer.trainer_strategy",
+    ]
 
 
 def test_a_choice_with_values_that_come_later() -> None:
     (d,) = describe("synchronizer.sync_method")
-    assert d.type == "choice" and {"memory", "checkpoint"} <= set(d.allowed) and d.default in d.allowed
+    assert (
+        d.type == "choice" and {"memory", "checkpoint"} <= set(d.allowed) and d.default in d.allowed
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,11 +61,23 @@ def test_a_choice_with_values_that_come_later() -> None:
         ("critic.optim.lr", "trainer.critic.optimizer.lr"),
         ("algorithm.gamma", "algorithm.advantage_fn_args.gamma"),
         ("data.train_batch_size", "synchronizer.sync_interval"),
-        ("actor_rollout_ref.rollout.val_kwargs.temperature", "buffer.explorer_input.eval_tasksets[].rollout_args.temperature"),
-        ("buffer.explorer_input.tasksets[0].task_selector", "buffer.explorer_input.tasksets[].data_selector"),
-        ("buffer.explorer_input.eval_tasksets.1.task_selector.seed", "buffer.explorer_input.eval_tasksets[].data_selector.seed"),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.temperature",
+            "buffer.explorer_input.eval_tasksets[].rollout_args.temperature",
+        ),
+        (
+            "buffer.explorer_input.tasksets[0].task_selector",
+            "buffer.explorer_input.tasksets[].data_selector",
+        ),
+        (
+            "buffer.explorer_input.eval_tasksets.1.task_selector.seed",
+            "buffer.explorer_input.eval_tasksets[].data_selector.seed",
+        ),
         ("buffer.tokenizer_path", "model.tokenizer_path"),
-        ("reward_model.sandbox_fusion.url", "buffer.explorer_input.tasksets[].reward_fn_args.sandbox_url"),
+        (
+            "reward_model.sandbox_fusion.url",
+            "buffer.explorer_input.tasksets[].reward_fn_args.sandbox_url",
+        ),
         ("data.path", "rft bench --input"),
         ("fully_async/partial/partial_ratio", "buffer/partial_ratio"),
         ("data.return_raw_chat", "none"),
@@ -132,4 +154,8 @@ def test_program() -> None:
     text = run("algorithm.policy_loss_fn_args.clip_range")
     assert "both clip bounds" in text and "actor_rollout_ref.actor.clip_ratio" in text
     (found,) = json.loads(run("trainer.critic.optimizer.lr", "--json"))
-    assert found["key"] == "trainer.critic.optimizer.lr" and found["verl"] == ["critic.optim.lr"] and found["trinity"] == "none"
+    assert (
+        found["key"] == "trainer.critic.optimizer.lr"
+        and found["verl"] == ["critic.optim.lr"]
+        and found["trinity"] == "none"
+    )

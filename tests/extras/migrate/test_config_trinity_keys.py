@@ -1,4 +1,6 @@
-"""Every key that a version of Trinity-RFT accepts is read, moved, or left out with one line; what asks for nothing is never an error."""
+"""Every key that a version of Trinity-RFT accepts is read, moved, or left out with one line; what
+asks for nothing is never an error.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ BASE: dict[str, Any] = {
     "buffer": {
         "batch_size": 4,
         "total_steps": 2,
-        "explorer_input": {"taskset": {"name": "a", "path": "a.jsonl"}, "default_workflow_type": "math_workflow"},
+        "explorer_input": {
+            "taskset": {"name": "a", "path": "a.jsonl"},
+            "default_workflow_type": "math_workflow",
+        },
     },
 }
 
@@ -27,7 +32,9 @@ BASE: dict[str, Any] = {
 def merged(over: dict[str, Any], base: dict[str, Any] = BASE) -> dict[str, Any]:
     found = dict(base)
     for k, v in over.items():
-        found[k] = merged(v, base[k]) if isinstance(v, dict) and isinstance(base.get(k), dict) else v
+        found[k] = (
+            merged(v, base[k]) if isinstance(v, dict) and isinstance(base.get(k), dict) else v
+        )
     return found
 
 
@@ -74,14 +81,19 @@ def test_a_key_without_meaning_is_one_warning(pattern: str) -> None:
         ("buffer.explorer_input.taskset.format.image_key", None),
         ("trainer.trainer_config_path", ""),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_offered_and_asks_for_nothing_is_one_warning(key: str, off: Any) -> None:
     (warning,) = from_dict(merged(nested(key, off))).source.warnings
     assert warning == f"{key} has no effect: it is off here too"
 
 
 def test_typos_stay_errors() -> None:
-    for key in ("buffer.explorer_input.taskset.totl_epochs", "cluster.gpus", "trainer.balance_batches", "log.dir"):
+    for key in (
+        "buffer.explorer_input.taskset.totl_epochs",
+        "cluster.gpus",
+        "trainer.balance_batches",
+        "log.dir",
+    ):
         with pytest.raises(ConfigError, match="unknown key"):
             from_dict(merged(nested(key, 1)))
 
@@ -89,13 +101,33 @@ def test_typos_stay_errors() -> None:
 def test_moved_keys_keep_their_value() -> None:
     assert set(MOVED.values()) <= set(all_keys())
     config = from_dict(
-        merged({"algorithm": {"enable_router_replay": True, "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"}}})
+        merged(
+            {
+                "algorithm": {
+                    "enable_router_replay": True,
+                    "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"},
+                }
+            }
+        )
     )
-    assert config.explorer.rollout_model.router_replay and config.algorithm.loss_agg_mode == "seq-mean-token-sum"
+    assert (
+        config.explorer.rollout_model.router_replay
+        and config.algorithm.loss_agg_mode == "seq-mean-token-sum"
+    )
     assert config.algorithm.policy_loss_fn_args == {} and len(config.source.warnings) == 2
-    with pytest.raises(ConfigError, match=r"algorithm\.policy_loss_fn_args\.loss_agg_mode: .*two spellings of one key"):
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm\.policy_loss_fn_args\.loss_agg_mode: .*two spellings of one key",
+    ):
         from_dict(
-            merged({"algorithm": {"loss_agg_mode": "token-mean", "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"}}})
+            merged(
+                {
+                    "algorithm": {
+                        "loss_agg_mode": "token-mean",
+                        "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"},
+                    }
+                }
+            )
         )
 
 
@@ -108,9 +140,15 @@ def test_a_kl_coefficient_alone_means_trinitys_estimator() -> None:
     assert found.learner.algorithm.kl_loss_fn == "k2" and any(
         "is written without kl_loss_fn, so k2 is taken" in w for w in found.warnings
     )
-    for written in ({"kl_loss_fn_args": {"kl_coef": 0.0}}, {"kl_loss_fn": "none", "kl_loss_fn_args": {"kl_coef": 0.01}}):
+    for written in (
+        {"kl_loss_fn_args": {"kl_coef": 0.0}},
+        {"kl_loss_fn": "none", "kl_loss_fn_args": {"kl_coef": 0.01}},
+    ):
         found = plan(algorithm=written)
-        assert found.learner.algorithm.kl_loss_fn == "none" and found.learner.algorithm.kl_loss_fn_args == {}
+        assert (
+            found.learner.algorithm.kl_loss_fn == "none"
+            and found.learner.algorithm.kl_loss_fn_args == {}
+        )
         assert any("kl_coef has no effect: kl_loss_fn is none" in w for w in found.warnings)
 
 
@@ -119,10 +157,25 @@ def test_an_evaluation_of_the_same_name_is_renamed() -> None:
     assert [t.name for t in found.explorer.eval_tasksets] == ["a_eval"]
     assert any("this one is called a_eval" in w for w in found.warnings)
     with pytest.raises(ConfigError, match="names must differ"):
-        plan(buffer={"explorer_input": {"eval_tasksets": [{"name": "a", "path": "b.jsonl"}, {"name": "a", "path": "c.jsonl"}]}})
+        plan(
+            buffer={
+                "explorer_input": {
+                    "eval_tasksets": [
+                        {"name": "a", "path": "b.jsonl"},
+                        {"name": "a", "path": "c.jsonl"},
+                    ]
+                }
+            }
+        )
 
 
-SHARP = {"buffer": {"explorer_input": {"taskset": {"name": "a", "path": "a.jsonl", "rollout_args": {"top_p": 0.9, "top_k": 20}}}}}
+SHARP = {
+    "buffer": {
+        "explorer_input": {
+            "taskset": {"name": "a", "path": "a.jsonl", "rollout_args": {"top_p": 0.9, "top_k": 20}}
+        }
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -130,17 +183,30 @@ SHARP = {"buffer": {"explorer_input": {"taskset": {"name": "a", "path": "a.jsonl
     [
         ({"algorithm_type": "raft"}, True),
         ({"algorithm_type": "grpo"}, False),
-        ({"algorithm_type": "grpo", "rollout_correction": {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}}, True),
+        (
+            {
+                "algorithm_type": "grpo",
+                "rollout_correction": {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            },
+            True,
+        ),
         ({"algorithm_type": "grpo", "rollout_correction": {"rollout_is": "token"}}, False),
     ],
-)  # fmt: skip
+)
 def test_who_may_sample_a_part_of_the_distribution(algorithm: dict[str, Any], taken: bool) -> None:
-    assert plan(algorithm=algorithm).explorer.reproducible != taken, "a workflow's own calls are held to the same"
-    assert plan(algorithm=algorithm).explorer.drawn == (algorithm["algorithm_type"] == "grpo"), "which reads log-probs"
+    assert plan(algorithm=algorithm).explorer.reproducible != taken, (
+        "a workflow's own calls are held to the same"
+    )
+    assert plan(algorithm=algorithm).explorer.drawn == (algorithm["algorithm_type"] == "grpo"), (
+        "which reads log-probs"
+    )
     if taken:
         assert plan(algorithm=algorithm, **SHARP).explorer.tasksets[0].sampling.top_p == 0.9
         return
     with pytest.raises(ConfigError) as caught:
         plan(algorithm=algorithm, **SHARP)
-    assert [dotted(undotted(e.key)).rpartition(".")[2] for e in caught.value.errors] == ["top_p", "top_k"]
+    assert [dotted(undotted(e.key)).rpartition(".")[2] for e in caught.value.errors] == [
+        "top_p",
+        "top_k",
+    ]
     assert "rollout_correction with rollout_rs" in caught.value.message

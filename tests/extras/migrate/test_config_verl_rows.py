@@ -14,12 +14,34 @@ from rft.extras.migrate.compat.key_names import describe
 from rft.extras.migrate.compat.keys.verl_keys import Row, by_path, by_target, rows
 from tests.helpers.rows import for_each
 
-METRICS = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+METRICS = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text(
+    encoding="utf-8"
+)
 COUNTS = {  # section: native, derived, n/a or refused
-    1: (16, 3, 5), 2: (10, 1, 4), 3: (21, 1, 1), 4: (8, 1, 0), 5: (5, 4, 6), 6: (6, 2, 2), 7: (6, 0, 0), 8: (6, 6, 3),
-    9: (16, 7, 2), 10: (11, 3, 6), 11: (16, 6, 1), 12: (5, 4, 15), 13: (1, 1, 0), 14: (12, 1, 0), 15: (21, 4, 11), 16: (2, 0, 0),
-    17: (6, 1, 3), 18: (15, 1, 1), 19: (13, 5, 0), 20: (14, 4, 2), 21: (9, 0, 0), 22: (9, 13, 139), 23: (10, 8, 13),
-}  # fmt: skip
+    1: (16, 3, 5),
+    2: (10, 1, 4),
+    3: (21, 1, 1),
+    4: (8, 1, 0),
+    5: (5, 4, 6),
+    6: (6, 2, 2),
+    7: (6, 0, 0),
+    8: (6, 6, 3),
+    9: (16, 7, 2),
+    10: (11, 3, 6),
+    11: (16, 6, 1),
+    12: (5, 4, 15),
+    13: (1, 1, 0),
+    14: (12, 1, 0),
+    15: (21, 4, 11),
+    16: (2, 0, 0),
+    17: (6, 1, 3),
+    18: (15, 1, 1),
+    19: (13, 5, 0),
+    20: (14, 4, 2),
+    21: (9, 0, 0),
+    22: (9, 13, 139),
+    23: (10, 8, 13),
+}
 TARGETS = sorted({t for row in rows() for t in row.targets})
 
 
@@ -27,7 +49,13 @@ def test_counts() -> None:
     found = Counter((r.section, "n/a" if r.kind == "refused" else r.kind) for r in rows())
     assert {s: (found[s, "native"], found[s, "derived"], found[s, "n/a"]) for s in COUNTS} == COUNTS
     total = Counter(r.kind for r in rows() if r.section < 22)
-    assert (total.total(), total["native"], total["derived"], total["n/a"], total["refused"]) == (336, 219, 55, 51, 11)
+    assert (total.total(), total["native"], total["derived"], total["n/a"], total["refused"]) == (
+        336,
+        219,
+        55,
+        51,
+        11,
+    )
 
 
 def test_names_are_unique() -> None:
@@ -64,9 +92,14 @@ def test_every_target_exists(target: str) -> None:
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if re.search(r"_args\.\w+$", t)])
 def test_arguments_are_taken_by_a_part_or_listed(target: str) -> None:
-    """Arguments of algorithm parts have a model; those of rewards and workflows are a plugin's own, unless they come later."""
+    """Arguments of algorithm parts have a model; those of rewards and workflows are a plugin's own,
+    unless they come later.
+    """
     (said,) = [
-        d for row in by_target()[re.sub(r"\[\w*\]", "[]", target)] for d in describe(row.path) if d.key == said_key(target)
+        d
+        for row in by_target()[re.sub(r"\[\w*\]", "[]", target)]
+        for d in describe(row.path)
+        if d.key == said_key(target)
     ][:1]
     assert said.meaning
     if target.startswith("algorithm."):

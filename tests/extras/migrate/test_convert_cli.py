@@ -36,7 +36,9 @@ python3 -m verl.trainer.main_ppo \\
     trainer.logger='["console","wandb"]' \\
     trainer.total_epochs=3 {more} "$@"
 """
-SCRIPTS = sorted(p for p in (Path(__file__).parent / "scripts").iterdir() if p.suffix in (".sh", ".yaml"))
+SCRIPTS = sorted(
+    p for p in (Path(__file__).parent / "scripts").iterdir() if p.suffix in (".sh", ".yaml")
+)
 
 
 def rft(*arguments: object) -> int:
@@ -55,13 +57,19 @@ def script(tmp_path: Path) -> Path:
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
     path = tmp_path / "odd.sh"
-    path.write_text(SCRIPT.format(more="actor_rollout_ref.rollout.nn=3 actor_rollout_ref.rollout.name=sglang"), encoding="utf-8")
+    path.write_text(
+        SCRIPT.format(more="actor_rollout_ref.rollout.nn=3 actor_rollout_ref.rollout.name=sglang"),
+        encoding="utf-8",
+    )
     return path
 
 
 @pytest.mark.parametrize("profile", ["exact", "guide"])
-def test_a_script_becomes_a_configuration_that_passes_check(script: Path, tmp_path: Path, profile: str, capsys: Any) -> None:
-    out, told = tmp_path / "out.yaml", tmp_path / "r.json"
+def test_a_script_becomes_a_configuration_that_passes_check(
+    script: Path, tmp_path: Path, profile: str, capsys: Any
+) -> None:
+    out = tmp_path / "out.yaml"
+    told = tmp_path / "r.json"
     assert rft(script, "-o", out, "--report", told, "--profile", profile) == 0
     assert not check(out, schema_only=True).errors
     found = json.loads(told.read_text())
@@ -78,12 +86,15 @@ def test_without_out_the_yaml_alone_goes_to_stdout(script: Path, capsys: Any) ->
     assert rft(script) == 0
     said = capsys.readouterr()
     values = yamlfile.parse(said.out, "stdout")[0]
-    assert values["buffer"]["train_batch_size"] == 2048 and values["algorithm"]["optimizer"]["betas"] == [0.9, 0.95]
+    assert values["buffer"]["train_batch_size"] == 2048 and values["algorithm"]["optimizer"][
+        "betas"
+    ] == [0.9, 0.95]
     assert "mapped" in said.err
 
 
 def test_refused_arguments_stop_it(odd: Path, tmp_path: Path, capsys: Any) -> None:
-    out, told = tmp_path / "out.yaml", tmp_path / "r.md"
+    out = tmp_path / "out.yaml"
+    told = tmp_path / "r.md"
     assert rft(odd, "-o", out, "--report", told) == 2
     assert not out.exists() and "## Refused" in told.read_text()
     said = capsys.readouterr().out
@@ -96,9 +107,26 @@ def test_refused_arguments_stop_it(odd: Path, tmp_path: Path, capsys: Any) -> No
 
 def test_options(script: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out.yaml"
-    assert rft(script, "-o", out, "--engine-num", 3, "--set", "algorithm.optimizer.lr=2e-6", "--set", "seed=7") == 0
+    assert (
+        rft(
+            script,
+            "-o",
+            out,
+            "--engine-num",
+            3,
+            "--set",
+            "algorithm.optimizer.lr=2e-6",
+            "--set",
+            "seed=7",
+        )
+        == 0
+    )
     values = yamlfile.parse(out.read_text(), "out")[0]
-    assert (values["explorer"]["rollout_model"]["engine_num"], values["algorithm"]["optimizer"]["lr"], values["seed"]) == (
+    assert (
+        values["explorer"]["rollout_model"]["engine_num"],
+        values["algorithm"]["optimizer"]["lr"],
+        values["seed"],
+    ) == (
         3,
         2e-6,
         7,
@@ -109,8 +137,11 @@ def test_options(script: Path, tmp_path: Path, capsys: Any) -> None:
     assert ".md or .json" in capsys.readouterr().err
 
 
-def test_only_what_a_conversion_wrote_is_replaced(script: Path, tmp_path: Path, capsys: Any) -> None:
-    out, told = tmp_path / "out.yaml", tmp_path / "r.json"
+def test_only_what_a_conversion_wrote_is_replaced(
+    script: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out.yaml"
+    told = tmp_path / "r.json"
     out.touch()
     for _ in range(2):
         assert rft(script, "-o", out, "--report", told) == 0
@@ -126,7 +157,9 @@ def test_only_what_a_conversion_wrote_is_replaced(script: Path, tmp_path: Path, 
     assert "needs its own file" in capsys.readouterr().err
 
 
-def test_a_result_that_check_refuses_is_not_written(script: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_result_that_check_refuses_is_not_written(
+    script: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out.yaml"
     assert rft(script, "-o", out, "--set", "buffer.batch_size=-1") == 2
     said = capsys.readouterr()
@@ -136,17 +169,24 @@ def test_a_result_that_check_refuses_is_not_written(script: Path, tmp_path: Path
     assert rft(script, "-o", out, "--engine-num", 8, "--allow") == 0 and out.exists()
 
 
-@pytest.mark.parametrize(("launcher", "gpus"), [
-    ("torchrun --standalone --nnodes=1 --nproc_per_node=4", (1, 4)),
-    ("torchrun --nnodes 2 --nproc-per-node 8 --node_rank 0", (2, 8)),
-    ("python3 -m torch.distributed.run --nproc_per_node=2", (1, 2)),
-    ("accelerate launch --num_processes 16 --num_machines 2", (2, 8)),
-])  # fmt: skip
-def test_the_launcher_of_sft_decides_the_gpus(launcher: str, gpus: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "gpus"),
+    [
+        ("torchrun --standalone --nnodes=1 --nproc_per_node=4", (1, 4)),
+        ("torchrun --nnodes 2 --nproc-per-node 8 --node_rank 0", (2, 8)),
+        ("python3 -m torch.distributed.run --nproc_per_node=2", (1, 2)),
+        ("accelerate launch --num_processes 16 --num_machines 2", (2, 8)),
+    ],
+)
+def test_the_launcher_of_sft_decides_the_gpus(
+    launcher: str, gpus: tuple[int, int], tmp_path: Path
+) -> None:
     path = tmp_path / "sft.sh"
     path.write_text(
-        f"{launcher} -m verl.trainer.fsdp_sft_trainer data.train_files=/d/t.parquet data.val_files=/d/v.parquet "
-        "data.prompt_key=question data.response_key=answer model.partial_pretrain=/m optim.lr=1e-4\n",
+        f"{launcher} -m verl.trainer.fsdp_sft_trainer data.train_files=/d/t.parquet "
+        f"data.val_files=/d/v.parquet "
+        "data.prompt_key=question data.response_key=answer model.partial_pretrain=/m "
+        "optim.lr=1e-4\n",
         encoding="utf-8",
     )
     cluster = convert(read_launch(path)).values["cluster"]
@@ -156,21 +196,32 @@ def test_the_launcher_of_sft_decides_the_gpus(launcher: str, gpus: tuple[int, in
 def test_recent_keys(tmp_path: Path) -> None:
     """A reader class, template values, and the old name of truncated importance sampling."""
     path = tmp_path / "run.sh"
-    more = "data.custom_cls.path=my.py data.custom_cls.name=Mine +data.apply_chat_template_kwargs.enable_thinking=False"
-    path.write_text(SCRIPT.format(more=f"{more} actor_rollout_ref.actor.tis_imp_ratio_cap=2"), encoding="utf-8")
+    more = (
+        "data.custom_cls.path=my.py data.custom_cls.name=Mine "
+        "+data.apply_chat_template_kwargs.enable_thinking=False"
+    )
+    path.write_text(
+        SCRIPT.format(more=f"{more} actor_rollout_ref.actor.tis_imp_ratio_cap=2"), encoding="utf-8"
+    )
     done = convert(read_launch(path))
     taskset = done.values["buffer"]["explorer_input"]["tasksets"][0]
     assert (taskset["reader_path"], taskset["reader_name"]) == ("my.py", "Mine")
     assert taskset["format"]["chat_template_args"] == {"enable_thinking": False}
     (refused,) = done.refused
-    assert refused.argument.key.endswith("tis_imp_ratio_cap") and "rollout_correction" in refused.outcome.reason
+    assert (
+        refused.argument.key.endswith("tis_imp_ratio_cap")
+        and "rollout_correction" in refused.outcome.reason
+    )
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("python train.py --lr 1e-5\n", "bad.sh"),
-    ("python3 -m verl.trainer.main_ppo a.b='x\n", "line 1"),
-    ("echo hello\n", "bad.sh"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("python train.py --lr 1e-5\n", "bad.sh"),
+        ("python3 -m verl.trainer.main_ppo a.b='x\n", "line 1"),
+        ("echo hello\n", "bad.sh"),
+    ],
+)
 def test_bad_scripts_are_told(text: str, says: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "bad.sh"
     path.write_text(text, encoding="utf-8")
@@ -180,24 +231,39 @@ def test_bad_scripts_are_told(text: str, says: str, tmp_path: Path, capsys: Any)
 
 
 def test_evaluation_writes_no_yaml(tmp_path: Path, capsys: Any) -> None:
-    path, out = tmp_path / "eval.sh", tmp_path / "o.yaml"
+    path = tmp_path / "eval.sh"
+    out = tmp_path / "o.yaml"
     path.write_text(
-        "python3 -m verl.trainer.main_eval data.path=/d/x.parquet custom_reward_function.path=r.py\n", encoding="utf-8"
+        "python3 -m verl.trainer.main_eval data.path=/d/x.parquet "
+        "custom_reward_function.path=r.py\n",
+        encoding="utf-8",
     )
     assert rft(path, "-o", out) == 0
     said = capsys.readouterr().out
-    assert "rft bench --input /d/x.parquet" in said and "was not written" in said and not out.exists()
+    assert (
+        "rft bench --input /d/x.parquet" in said and "was not written" in said and not out.exists()
+    )
 
 
 def _launch(path: Path) -> Launch:
-    """The launch of a script, with a mini batch that fits where the script states a batch alone (veRL would not start)."""
+    """The launch of a script, with a mini batch that fits where the script states a batch alone
+    (veRL would not start).
+    """
     launch = read_launch(path)
     given = {a.key: a.value for a in launch.arguments}
-    batch, mini = given.get("data.train_batch_size", 1024), "actor_rollout_ref.actor.ppo_mini_batch_size"
-    if isinstance(batch, int) and 0 < batch < 256 and mini not in given and launch.program == "main_ppo":
+    batch = given.get("data.train_batch_size", 1024)
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    if (
+        isinstance(batch, int)
+        and 0 < batch < 256
+        and mini not in given
+        and launch.program == "main_ppo"
+    ):
         with pytest.raises(ConfigError, match=r"larger than the batch .* is veRL's default"):
             convert(launch)
-        return dataclasses.replace(launch, arguments=(*launch.arguments, Argument(mini, batch, str(batch), 0)))
+        return dataclasses.replace(
+            launch, arguments=(*launch.arguments, Argument(mini, batch, str(batch), 0))
+        )
     return launch
 
 
@@ -211,9 +277,11 @@ def test_every_token_of_every_script_is_accounted_for(path: Path, profile: Any) 
     assert sorted((t["key"], t["line"], t["text"]) for t in told) == sorted(expected)
     assert all(t["outcome"] for t in told)
     text = report.markdown(done)
-    assert sum(line.startswith(f"| {e[1]} |") for e in {e[1]: e for e in expected}.values() for line in text.splitlines()) >= len(
-        {e[1] for e in expected}
-    )
+    assert sum(
+        line.startswith(f"| {e[1]} |")
+        for e in {e[1]: e for e in expected}.values()
+        for line in text.splitlines()
+    ) >= len({e[1] for e in expected})
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
@@ -224,22 +292,38 @@ def test_scripts_convert_to_what_check_accepts(path: Path) -> None:
 
 
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 3000), st.floats(allow_nan=False, allow_infinity=False, width=32),
-    st.text("ab/._-${}0", max_size=8), st.lists(st.sampled_from(["console", "wandb", 1]), max_size=3),
-    st.sampled_from(["grpo", "gae", "vllm", "fsdp", "${oc.env:HOME}/x", "low_var_kl", "error", "auto", "cosine"]),
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3000),
+    st.floats(allow_nan=False, allow_infinity=False, width=32),
+    st.text("ab/._-${}0", max_size=8),
+    st.lists(st.sampled_from(["console", "wandb", 1]), max_size=3),
+    st.sampled_from(
+        ["grpo", "gae", "vllm", "fsdp", "${oc.env:HOME}/x", "low_var_kl", "error", "auto", "cosine"]
+    ),
     st.dictionaries(st.sampled_from(["lr", "enable", "x"]), st.integers(0, 3), max_size=2),
-)  # fmt: skip
-KEYS = st.one_of(st.sampled_from(KNOWN), st.sampled_from(["nonsense", "trainer.nothing", "data.train_batchsize", "a.b.c"]))
+)
+KEYS = st.one_of(
+    st.sampled_from(KNOWN),
+    st.sampled_from(["nonsense", "trainer.nothing", "data.train_batchsize", "a.b.c"]),
+)
 
 
 @pytest.mark.e2e
 @settings(max_examples=150)
-@given(st.lists(st.tuples(KEYS, VALUES), max_size=12), st.sampled_from(["main_ppo", "fully_async", "sft", "main_eval", "yaml"]),
-       st.sampled_from(["exact", "guide"]))  # fmt: skip
-def test_any_arguments_are_told_once_or_named_in_an_error(pairs: list[tuple[str, Any]], program: Any, profile: Any) -> None:
+@given(
+    st.lists(st.tuples(KEYS, VALUES), max_size=12),
+    st.sampled_from(["main_ppo", "fully_async", "sft", "main_eval", "yaml"]),
+    st.sampled_from(["exact", "guide"]),
+)
+def test_any_arguments_are_told_once_or_named_in_an_error(
+    pairs: list[tuple[str, Any]], program: Any, profile: Any
+) -> None:
     arguments = tuple(Argument(k, v, str(v), i) for i, (k, v) in enumerate(pairs, 1))
     try:
-        done = convert(Launch(program, arguments, passed_through=False, path="x.sh"), profile=profile)
+        done = convert(
+            Launch(program, arguments, passed_through=False, path="x.sh"), profile=profile
+        )
     except ConfigError as e:
         assert str(e)
         return

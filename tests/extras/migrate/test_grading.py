@@ -1,4 +1,6 @@
-"""What reward files of Trinity-RFT import to compare answers, and MathBoxedWorkflow with a reward of the file's own."""
+"""What reward files of Trinity-RFT import to compare answers, and MathBoxedWorkflow with a reward
+of the file's own.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,20 @@ def workers() -> Iterator[None]:
 
 
 def test_answers_are_found_and_compared() -> None:
-    assert match_answer(r"<think>\boxed{1}</think> so \boxed{\frac{1}{2}}") == (True, r"\frac{1}{2}")
+    assert match_answer(r"<think>\boxed{1}</think> so \boxed{\frac{1}{2}}") == (
+        True,
+        r"\frac{1}{2}",
+    )
     assert match_answer("<think>no</think> 7") == (False, " 7")
-    assert grade_answer(r"\frac{1}{2}", "0.5") == (True, r"\frac{1}{2}") and grade_answer(None, "1") == (False, "")
-    assert math_equal("2", "2.0") and not math_equal("2", "3") and not math_equal("", "3") and math_equal("x", "x", True, pi=3.14)
+    assert grade_answer(r"\frac{1}{2}", "0.5") == (True, r"\frac{1}{2}") and grade_answer(
+        None, "1"
+    ) == (False, "")
+    assert (
+        math_equal("2", "2.0")
+        and not math_equal("2", "3")
+        and not math_equal("", "3")
+        and math_equal("x", "x", True, pi=3.14)
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +63,7 @@ def test_answers_are_found_and_compared() -> None:
         (r"3\frac 34x", r"3\frac{3}{4}x"),
         ("x", "x"),
     ],
-)  # fmt: skip
+)
 def test_fractions(given: str, expected: str) -> None:
     assert fix_fracs(given) == expected
 
@@ -59,7 +71,9 @@ def test_fractions(given: str, expected: str) -> None:
 def test_texts() -> None:
     assert remove_right_units(r"5\text{ apples}") == "5" and remove_right_units("5") == "5"
     assert validate_think_pattern("<think>a</think>b")
-    assert not any(map(validate_think_pattern, ("a", "</think><think>", "<think></think><think></think>")))
+    assert not any(
+        map(validate_think_pattern, ("a", "</think><think>", "<think></think><think></think>"))
+    )
     with timeout_limit(seconds=60):
         pass
     with pytest.raises(TimeoutError, match="took longer than -1 s"), timeout_limit(seconds=-1):
@@ -70,9 +84,18 @@ class Length(RewardFn):
     def __init__(self, **args: float) -> None: ...
 
     def __call__(
-        self, response: str, with_think: bool, format_score_coef: float, response_token: object, **more: object
+        self,
+        response: str,
+        with_think: bool,
+        format_score_coef: float,
+        response_token: object,
+        **more: object,
     ) -> dict[str, float]:
-        return {"length": float(len(response)), "with_think": float(with_think), "coef": format_score_coef}
+        return {
+            "length": float(len(response)),
+            "with_think": float(with_think),
+            "coef": format_score_coef,
+        }
 
 
 class Own(MathBoxedWorkflow):
@@ -82,11 +105,23 @@ class Own(MathBoxedWorkflow):
 
 
 async def play(cls: type, engine: ScriptedEngine, **of_task: object) -> PlayedGroup:
-    fields: dict[str, object] = {"taskset": "t", "index": 0, "prompt": "1+1?", "truth": "2", "num_runs": 2}
+    fields: dict[str, object] = {
+        "taskset": "t",
+        "index": 0,
+        "prompt": "1+1?",
+        "truth": "2",
+        "num_runs": 2,
+    }
     task = Task(**{**fields, "workflow": f"{__name__}:{cls.__name__}", **of_task})  # type: ignore[arg-type]
     recipes = Recipes()
     try:
-        return await run_group(task, await recipes.get(task), engine, GroupId(1, 0, 0, 0), limits=RunLimits(max_timeout_s=20))
+        return await run_group(
+            task,
+            await recipes.get(task),
+            engine,
+            GroupId(1, 0, 0, 0),
+            limits=RunLimits(max_timeout_s=20),
+        )
     finally:
         await recipes.close()
 
@@ -115,11 +150,21 @@ async def test_a_chat_in_the_prompts_column_is_the_task() -> None:
     from rft.extras.migrate.compat import trinity_task
 
     chat = ({"role": "user", "content": "hi"},)
-    made = trinity_task.of(Task(taskset="t", index=0, messages=chat, row={"messages": list(chat)}, workflow="w"), Own, None)
+    made = trinity_task.of(
+        Task(taskset="t", index=0, messages=chat, row={"messages": list(chat)}, workflow="w"),
+        Own,
+        None,
+    )
     assert made.task_desc == list(chat) and made.format_args.prompt_key == "messages"
 
 
 def test_the_boxed_reward_takes_answer_and_truth_in_order():
-    assert MathBoxedRewardFn()("so \\boxed{4}", "4", with_think=True) == {"accuracy": 1.0, "format_score": -0.1}
+    assert MathBoxedRewardFn()("so \\boxed{4}", "4", with_think=True) == {
+        "accuracy": 1.0,
+        "format_score": -0.1,
+    }
     thought = "Sure. <think>two and two</think> \\boxed{4}"
-    assert MathBoxedRewardFn()(thought, "4", with_think=True) == {"accuracy": 1.0, "format_score": 0.0}
+    assert MathBoxedRewardFn()(thought, "4", with_think=True) == {
+        "accuracy": 1.0,
+        "format_score": 0.0,
+    }

@@ -1,4 +1,6 @@
-"""Launch scripts of differing shapes, each with the arguments it must give in the JSON file beside it."""
+"""Launch scripts of differing shapes, each with the arguments it must give in the JSON file beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import pytest
 from rft.extras.migrate.convert.launch import read_launch
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.sh"))
-WORKED = {"ppo_rm": 47, "grpo_seq_balance": 36}  # their values are the tables' and tested with the conversion
+# their values are the tables' and tested with the conversion
+WORKED = {"ppo_rm": 47, "grpo_seq_balance": 36}
 
 
 def test_there_are_many_shapes_and_each_has_its_answer() -> None:
@@ -25,11 +28,15 @@ def test_script(path: Path) -> None:
     launch = read_launch(path)
     got = {a.prefix + a.key: a for a in launch.arguments}
     assert (launch.program, launch.passed_through) == (want["program"], want["passed_through"])
-    assert {k: repr(a.value) for k, a in got.items()} == {k: repr(v) for k, v in want["arguments"].items()}
+    assert {k: repr(a.value) for k, a in got.items()} == {
+        k: repr(v) for k, v in want["arguments"].items()
+    }
     assert list(got) == list(want["arguments"])
     assert {a.key: a.value for a in launch.options} == want.get("options", {})
     assert {k: got[k].line for k in want.get("lines", {})} == want.get("lines", {})
-    assert {k: list(got[k].variables) for k in want.get("variables", {})} == want.get("variables", {})
+    assert {k: list(got[k].variables) for k in want.get("variables", {})} == want.get(
+        "variables", {}
+    )
     said = "\n".join(launch.notes)
     assert [n for n in want.get("notes", []) if n not in said] == []
     assert launch.path == str(path)
@@ -49,6 +56,12 @@ def test_worked_example(stem: str, count: int) -> None:
 def test_lists_from_variables() -> None:
     launch = read_launch(Path(__file__).parent / "scripts" / "ppo_rm.sh")
     files = next(a for a in launch.arguments if a.key == "data.train_files")
-    assert files.value == ["${oc.env:HOME}/data/gsm8k/train.parquet", "${oc.env:HOME}/data/math/train.parquet"]
-    assert files.text == "['${oc.env:HOME}/data/gsm8k/train.parquet', '${oc.env:HOME}/data/math/train.parquet']"
+    assert files.value == [
+        "${oc.env:HOME}/data/gsm8k/train.parquet",
+        "${oc.env:HOME}/data/math/train.parquet",
+    ]
+    assert (
+        files.text
+        == "['${oc.env:HOME}/data/gsm8k/train.parquet', '${oc.env:HOME}/data/math/train.parquet']"
+    )
     assert files.variables == ("HOME",)

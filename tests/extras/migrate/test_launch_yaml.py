@@ -1,4 +1,6 @@
-"""veRL's YAML files as launches: which program, every leaf an argument with its line, references looked up."""
+"""veRL's YAML files as launches: which program, every leaf an argument with its line, references
+looked up.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +53,26 @@ def test_every_leaf_is_an_argument(tmp_path: Path) -> None:
         "trainer.default_local_dir": ("${oc.env:CKPT}/p8", 16),
         "trainer.project_name": ("p8", 17),
     }
-    assert next(a.variables for a in launch.arguments if a.key == "trainer.default_local_dir") == ("CKPT",)
+    assert next(a.variables for a in launch.arguments if a.key == "trainer.default_local_dir") == (
+        "CKPT",
+    )
     assert "line 1: hydra.run.dir is Hydra's own and not read" in launch.notes
 
 
 @pytest.mark.parametrize(
     ("text", "program"),
     [
-        ("async_training: {require_batches: 4}\nactor_rollout_ref: {rollout: {n: 4}}\n", "fully_async"),
+        (
+            "async_training: {require_batches: 4}\nactor_rollout_ref: {rollout: {n: 4}}\n",
+            "fully_async",
+        ),
         ("model: {partial_pretrain: x}\noptim: {lr: 1e-5}\n", "sft"),
         ("data: {path: a.parquet, response_key: responses}\n", "main_eval"),
-        ("actor_rollout_ref: {value: {rollout: {n: 4}}}\ntrainer: {desc: null, value: {nnodes: 1}}\nwandb_version: 1\n", "yaml"),
+        (
+            "actor_rollout_ref: {value: {rollout: {n: 4}}}\ntrainer: {desc: null, value: {nnodes: "
+            "1}}\nwandb_version: 1\n",
+            "yaml",
+        ),
     ],
 )
 def test_program(tmp_path: Path, text: str, program: str) -> None:
@@ -76,8 +87,14 @@ def test_program(tmp_path: Path, text: str, program: str) -> None:
         ("model:\n  model_path: x\n", "config.yaml, line 1: no veRL configuration: it has model"),
         ("- a\n", "line 1: no veRL configuration"),
         ("", "line 1: no veRL configuration"),
-        ("data: {a: 1}\nactor_rollout_ref: {a: '${x.y}'}\n", "line 2: ${x.y} refers to a key that the file does not have"),
-        ("actor_rollout_ref:\n  a: ${actor_rollout_ref.b}\n  b: ${actor_rollout_ref.a}\n", "refers to itself"),
+        (
+            "data: {a: 1}\nactor_rollout_ref: {a: '${x.y}'}\n",
+            "line 2: ${x.y} refers to a key that the file does not have",
+        ),
+        (
+            "actor_rollout_ref:\n  a: ${actor_rollout_ref.b}\n  b: ${actor_rollout_ref.a}\n",
+            "refers to itself",
+        ),
         ("data: [1\n", "not valid YAML"),
         ("data: 1\ndata: 2\n", "written twice"),
         ("data: !!python/object:os.system {}\n", "tag"),

@@ -1,7 +1,8 @@
-"""Every native row of veRL's table names a test in which changing the value changes what happens: data/native_rows.tsv.
+"""Every native row of veRL's table names a test in which changing the value changes what happens:
+data/native_rows.tsv.
 
-A line is a target of such rows, the test, and the word by which the test knows the key.  That another value also makes another Plan is
-tested for all keys in test_config_every_key.py.
+A line is a target of such rows, the test, and the word by which the test knows the key.  That
+another value also makes another Plan is tested for all keys in test_config_every_key.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]
 with (Path(__file__).parent / "native_rows.tsv").open(newline="", encoding="utf-8") as table:
-    LINES = {line["target"]: line for line in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)}
+    LINES = {
+        line["target"]: line
+        for line in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)
+    }
 NATIVE = [row for row in rows() if row.kind == "native"]
 
 
@@ -25,7 +29,11 @@ NATIVE = [row for row in rows() if row.kind == "native"]
 def source(file: str) -> tuple[str, frozenset[str]]:
     """The text of a test file, and the names of its tests."""
     text = (ROOT / file).read_text(encoding="utf-8")
-    found = {n.name for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found = {
+        n.name
+        for n in ast.walk(ast.parse(text))
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
     return text, frozenset(n for n in found if n.startswith("test_"))
 
 

@@ -13,7 +13,9 @@ from rft.extras.migrate.compat.keys.not_offered import INSTEAD, VALUES
 
 @pytest.mark.parametrize("pattern", INSTEAD)
 def test_advice_is_for_keys_that_do_not_exist(pattern: str) -> None:
-    """`advice` is asked for unknown keys only; a pattern without a wildcard at its end must not name a real key."""
+    """`advice` is asked for unknown keys only; a pattern without a wildcard at its end must not
+    name a real key.
+    """
     name = re.sub(r"\[\[\]\*\]|\*taskset\*", "[0]", pattern)
     assert name not in all_keys()
 
@@ -23,7 +25,10 @@ def test_advice_is_for_keys_that_do_not_exist(pattern: str) -> None:
     [
         ("buffer.explorer_input.tasksets[0].format.image_key", "multimodal inputs are not offered"),
         ("buffer.explorer_input.tasksets[0].format.promt_key", ""),
-        ("buffer.trainer_input.auxiliary_buffers.x.format.video_key", "multimodal inputs are not offered"),
+        (
+            "buffer.trainer_input.auxiliary_buffers.x.format.video_key",
+            "multimodal inputs are not offered",
+        ),
         ("explorer.rollout_model.enable_expert_parallel", "use tensor_parallel_size"),
         ("explorer.auxiliary_models[0].enable_expert_parallel", "use tensor_parallel_size"),
         ("buffer.trainer_input.experience_buffer.capacityy", ""),

@@ -1,4 +1,6 @@
-"""Quoting, expansion and Hydra's values: round trips in random styles, the same words as bash makes, and mutated scripts."""
+"""Quoting, expansion and Hydra's values: round trips in random styles, the same words as bash
+makes, and mutated scripts.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,67 @@ def read(text: str) -> Launch:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("null", None), ("None", None), ("~", None), ("TRUE", True), ("false", False), ("1", 1), ("-3", -3), ("1_000", 1000),
+        ("null", None),
+        ("None", None),
+        ("~", None),
+        ("TRUE", True),
+        ("false", False),
+        ("1", 1),
+        ("-3", -3),
+        ("1_000", 1000),
         ("010", "010"),
-        ("1e-6", 1e-6), (".5", 0.5), ("0.", 0.0), ("1e3", 1000.0), ("1_", "1_"), ("1e", "1e"), ("-", "-"), ("a b  c", "a b  c"),
-        ("'1'", "1"), ('"a\\"b"', 'a"b'), ("'a\\'b'", "a'b"), ("a\\,b", "a,b"), ("[]", []), ("{}", {}), ("[1,[2,'x']]", [1, [2, "x"]]),
-        ("{a: 1, 'b c': {d: null}, 3: x}", {"a": 1, "b c": {"d": None}, "3": "x"}), ("[ a , b ]", ["a", "b"]),
-        ("hdfs://a/b:c", "hdfs://a/b:c"), ("${a.b}/c", "${a.b}/c"), ("[${a:x,y},1]", ["${a:x,y}", 1]), ("int(3.9)", 3), ("str(1)", "1"),
-        ("float(2)", 2.0), ("bool(true)", True), ("f(x)", "f(x)"), ("", ""), ("  ", ""), ("~/a", "~/a"), ("a=b", "a=b"),
+        ("1e-6", 1e-6),
+        (".5", 0.5),
+        ("0.", 0.0),
+        ("1e3", 1000.0),
+        ("1_", "1_"),
+        ("1e", "1e"),
+        ("-", "-"),
+        ("a b  c", "a b  c"),
+        ("'1'", "1"),
+        ('"a\\"b"', 'a"b'),
+        ("'a\\'b'", "a'b"),
+        ("a\\,b", "a,b"),
+        ("[]", []),
+        ("{}", {}),
+        ("[1,[2,'x']]", [1, [2, "x"]]),
+        ("{a: 1, 'b c': {d: null}, 3: x}", {"a": 1, "b c": {"d": None}, "3": "x"}),
+        ("[ a , b ]", ["a", "b"]),
+        ("hdfs://a/b:c", "hdfs://a/b:c"),
+        ("${a.b}/c", "${a.b}/c"),
+        ("[${a:x,y},1]", ["${a:x,y}", 1]),
+        ("int(3.9)", 3),
+        ("str(1)", "1"),
+        ("float(2)", 2.0),
+        ("bool(true)", True),
+        ("f(x)", "f(x)"),
+        ("", ""),
+        ("  ", ""),
+        ("~/a", "~/a"),
+        ("a=b", "a=b"),
     ],
-)  # fmt: skip
+)
 def test_value(text: str, value: Any) -> None:
     assert repr(hydra.value(text)) == repr(value)
 
 
 @pytest.mark.parametrize(
-    "text", ["1,2", "[1", "[1,2]]", "{a}", "{a:1", "'x", "'a'b", "range(1,3)", "int(x)", "bool(x)", "[,]", "{[1]:2}", "${a"]
+    "text",
+    [
+        "1,2",
+        "[1",
+        "[1,2]]",
+        "{a}",
+        "{a:1",
+        "'x",
+        "'a'b",
+        "range(1,3)",
+        "int(x)",
+        "bool(x)",
+        "[,]",
+        "{[1]:2}",
+        "${a",
+    ],
 )
 def test_value_that_hydra_refuses(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -58,19 +106,36 @@ def test_value_that_hydra_refuses(text: str) -> None:
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
-        ("a.b=1", ("", "a.b", "1")), ("+a=b=c", ("+", "a", "b=c")), ("++a.b-c=", ("++", "a.b-c", "")), ("~a.b", ("~", "a.b", None)),
-        ("~a=1", ("~", "a", "1")), ("data/x@y=z", ("", "data/x@y", "z")), ("a.b", None), ("=1", None), ("a b=1", None), ("1=2", None),
+        ("a.b=1", ("", "a.b", "1")),
+        ("+a=b=c", ("+", "a", "b=c")),
+        ("++a.b-c=", ("++", "a.b-c", "")),
+        ("~a.b", ("~", "a.b", None)),
+        ("~a=1", ("~", "a", "1")),
+        ("data/x@y=z", ("", "data/x@y", "z")),
+        ("a.b", None),
+        ("=1", None),
+        ("a b=1", None),
+        ("1=2", None),
     ],
-)  # fmt: skip
+)
 def test_split(word: str, parts: tuple[str, str, str | None] | None) -> None:
     assert hydra.split(word) == parts
 
 
 # -- round trips
 
-TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Co", "Cc"], include_characters="\n\t"), max_size=20)
-LEAVES = st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False) | TEXTS
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=6)
+TEXTS = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs", "Co", "Cc"], include_characters="\n\t"),
+    max_size=20,
+)
+LEAVES = (
+    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False) | TEXTS
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
 KEYS = st.from_regex(r"\A[a-z_]{1,6}(\.[a-z_][a-z0-9_]{0,6}){0,3}\Z")
 
 
@@ -95,7 +160,11 @@ def double(text: str) -> str:
 
 
 def ansi(text: str) -> str:
-    return "$'" + "".join({"\n": "\\n", "\t": "\\t", "'": "\\'", "\\": "\\\\"}.get(c, c) for c in text) + "'"
+    return (
+        "$'"
+        + "".join({"\n": "\\n", "\t": "\\t", "'": "\\'", "\\": "\\\\"}.get(c, c) for c in text)
+        + "'"
+    )
 
 
 def backslashes(text: str) -> str:
@@ -105,15 +174,22 @@ def backslashes(text: str) -> str:
 @st.composite
 def launches(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
     """A script, and the arguments that it passes."""
-    pairs = draw(st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=6, unique_by=lambda p: p[0]))
-    before, words = [], []
+    pairs = draw(
+        st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=6, unique_by=lambda p: p[0])
+    )
+    before = []
+    words = []
     for i, (key, value) in enumerate(pairs):
         word = f"{key}={written(value)}"
         cut = draw(st.integers(0, len(word)))
         quote = draw(st.sampled_from([shlex.quote, double, ansi, backslashes]))
         other = draw(st.sampled_from([shlex.quote, double, ansi, backslashes]))
         quoted = quote(word[:cut]) + other(word[cut:])
-        match draw(st.sampled_from(["plain", "variable", "array", "tail", "default", "printed", "function"])):
+        match draw(
+            st.sampled_from(
+                ["plain", "variable", "array", "tail", "default", "printed", "function"]
+            )
+        ):
             case "variable":
                 before.append(f"V{i}={quoted}")
                 words.append(f'"$V{i}"')
@@ -133,7 +209,9 @@ def launches(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
             case _:
                 words.append(quoted)
     between = draw(st.sampled_from([" ", " \\\n  ", "\t"]))
-    return "\n".join([*before, "python3 -m verl.trainer.main_ppo " + between.join(words)]) + "\n", pairs
+    return "\n".join(
+        [*before, "python3 -m verl.trainer.main_ppo " + between.join(words)]
+    ) + "\n", pairs
 
 
 @pytest.mark.e2e
@@ -148,15 +226,31 @@ def test_round_trip(case: tuple[str, list[tuple[str, Any]]]) -> None:
 # -- bash itself
 
 ALIKE = [
-    "arithmetic", "case_on_size", "command_array", "dapo_arithmetic", "eval_string", "functions", "grpo_arrays", "grpo_seq_balance",
-    "heredocs", "patterns", "ppo_rm", "quoting", "twice", "grpo_defaults_from_environment", "async_recipe", "option_loop",
-]  # fmt: skip
+    "arithmetic",
+    "case_on_size",
+    "command_array",
+    "dapo_arithmetic",
+    "eval_string",
+    "functions",
+    "grpo_arrays",
+    "grpo_seq_balance",
+    "heredocs",
+    "patterns",
+    "ppo_rm",
+    "quoting",
+    "twice",
+    "grpo_defaults_from_environment",
+    "async_recipe",
+    "option_loop",
+]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash to compare with")
 @pytest.mark.parametrize("stem", ALIKE)
 def test_bash_makes_the_same_words(stem: str, tmp_path: Path) -> None:
-    """python, ray and their kind only print their arguments; bash runs the script for the first of them."""
+    """python, ray and their kind only print their arguments; bash runs the script for the first of
+    them.
+    """
     path = Path(__file__).parent / "scripts" / f"{stem}.sh"
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -168,17 +262,23 @@ def test_bash_makes_the_same_words(stem: str, tmp_path: Path) -> None:
     (tools / "srun").write_text('#!/bin/bash\nexec "$@"\n')
     (tools / "srun").chmod(0o755)
     where = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": "/h", "CKPT_ROOT": "/c", "LC_ALL": "C.UTF-8"}
-    subprocess.run(["bash", str(path)], env=where, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    subprocess.run(
+        ["bash", str(path)], env=where, cwd=tmp_path, check=True, capture_output=True, timeout=30
+    )
     words = (tmp_path / "out").read_bytes().decode().split("\0")[:-1]
     words = words[words.index("-m") + 2 :]
     want = [w for w in words if w and not w.startswith("--")]
     launch = read_launch(path)
     got = [
-        f"{a.prefix}{a.key}={a.text}".replace("${oc.env:HOME}", "/h").replace("${oc.env:CKPT_ROOT}", "/c")
+        f"{a.prefix}{a.key}={a.text}".replace("${oc.env:HOME}", "/h").replace(
+            "${oc.env:CKPT_ROOT}", "/c"
+        )
         for a in launch.arguments
     ]
-    if stem == "command_array":  # bash gives the entries of a named array in the order of its hash table
-        got, want = sorted(got), sorted(want)
+    # bash gives the entries of a named array in the order of its hash table
+    if stem == "command_array":
+        got = sorted(got)
+        want = sorted(want)
     assert got == want
 
 

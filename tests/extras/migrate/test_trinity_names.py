@@ -31,7 +31,17 @@ def plugins() -> Iterator[None]:
 
 
 def task(**changes: Any) -> Task:
-    return Task(**{"taskset": "t", "index": 3, "prompt": "1+1?", "truth": "2", "workflow": "x", "sampling": LONG, **changes})
+    return Task(
+        **{
+            "taskset": "t",
+            "index": 3,
+            "prompt": "1+1?",
+            "truth": "2",
+            "workflow": "x",
+            "sampling": LONG,
+            **changes,
+        }
+    )
 
 
 # ---------------------------------------------------------------- Sudoku
@@ -41,13 +51,22 @@ SOLVED = [[(3 * (r % 3) + r // 3 + c) % 9 + 1 for c in range(9)] for r in range(
 
 
 def open_at(*cells: tuple[int, int]) -> dict[str, Any]:
-    return {"puzzle": [[0 if (r, c) in cells else n for c, n in enumerate(line)] for r, line in enumerate(SOLVED)]}
+    return {
+        "puzzle": [
+            [0 if (r, c) in cells else n for c, n in enumerate(line)]
+            for r, line in enumerate(SOLVED)
+        ]
+    }
 
 
 def test_a_board_is_filled_call_by_call() -> None:
     model = ScriptedModel("0 0 1\n", "8 8 8\n  4 4 9")
-    rows = run_workflow("sudoku_workflow", task(row=open_at((0, 0), (4, 4), (8, 8))), model).group.rows
-    assert [(r.reward, r.id.step) for r in rows] == [(0.0, 0), (1.0, 1)] and rows[-1].info["success"] is True
+    rows = run_workflow(
+        "sudoku_workflow", task(row=open_at((0, 0), (4, 4), (8, 8))), model
+    ).group.rows
+    assert [(r.reward, r.id.step) for r in rows] == [(0.0, 0), (1.0, 1)] and rows[-1].info[
+        "success"
+    ] is True
     asked = [m["content"] for m in model.calls[1].messages]
     assert len(asked) == 2 and asked[1].startswith("1 2 3"), "the rules, and the board as it is now"
 
@@ -70,18 +89,29 @@ def test_a_board_is_filled_call_by_call() -> None:
     ],
 )
 def test_what_breaks_a_rule_ends_the_run(answer: str) -> None:
-    rows = run_workflow("sudoku_workflow", task(row=open_at((0, 0), (1, 1))), ScriptedModel(answer)).group.rows
+    rows = run_workflow(
+        "sudoku_workflow", task(row=open_at((0, 0), (1, 1))), ScriptedModel(answer)
+    ).group.rows
     assert [r.reward for r in rows] == [-1.0]
 
 
 @pytest.mark.parametrize(("size", "holes"), [(9, 1 / 3), (9, 2 / 3), (4, 1 / 2)])
 def test_made_boards_are_sound_and_open(size: int, holes: float) -> None:
     boards = [sudoku.made(size, holes, seed=seed) for seed in range(20)]
-    assert all(sudoku.sound(b) and sum(n == 0 for line in b for n in line) == round(size * size * holes) for b in boards)
-    assert len({json.dumps(b) for b in boards}) == 20 and sudoku.made(size, holes, seed=3) == boards[3]
+    assert all(
+        sudoku.sound(b) and sum(n == 0 for line in b for n in line) == round(size * size * holes)
+        for b in boards
+    )
+    assert (
+        len({json.dumps(b) for b in boards}) == 20 and sudoku.made(size, holes, seed=3) == boards[3]
+    )
     full = sudoku.made(size, 0, seed=1)
-    assert all(sorted(line) == list(range(1, size + 1)) for line in [*full, *zip(*full, strict=True)])
-    row = run_workflow("sudoku_workflow", task(row={"seed": 3}), ScriptedModel("?"), workflow_args={"size": size})
+    assert all(
+        sorted(line) == list(range(1, size + 1)) for line in [*full, *zip(*full, strict=True)]
+    )
+    row = run_workflow(
+        "sudoku_workflow", task(row={"seed": 3}), ScriptedModel("?"), workflow_args={"size": size}
+    )
     assert len(row.group.rows[0].messages[1]["content"].splitlines()) == size
 
 
@@ -95,14 +125,17 @@ def test_made_boards_are_sound_and_open(size: int, holes: float) -> None:
     ],
 )
 def test_a_puzzle_that_is_none_is_named(puzzle: Any, says: str) -> None:
-    result = run_workflow("sudoku_workflow", task(row={"puzzle": puzzle}), ScriptedModel("0 0 1"), may_fail=True)
+    result = run_workflow(
+        "sudoku_workflow", task(row={"puzzle": puzzle}), ScriptedModel("0 0 1"), may_fail=True
+    )
     assert says in result.runs[0].reason
 
 
 # ---------------------------------------------------------------- RULER that is trained
 
 ruler = import_file(shipped_workflows() / "ruler.py")
-RIGHT, WRONG = "<think>a</think><answer>2</answer>", "<think>b</think><answer>3</answer>"
+RIGHT = "<think>a</think><answer>2</answer>"
+WRONG = "<think>b</think><answer>3</answer>"
 
 
 def test_a_fifth_of_the_tasks_uses_gold_answers() -> None:
@@ -117,7 +150,9 @@ class Policy(ScriptedModel):
     """Answers questions in turn, and judges with `scores` where it is asked to."""
 
     def __init__(self, scores: list[list[float]], *, readable: bool = True) -> None:
-        self.answers, self.scores, self.readable = [RIGHT, WRONG], list(scores), readable
+        self.answers = [RIGHT, WRONG]
+        self.scores = list(scores)
+        self.readable = readable
         super().__init__(answer=self.say)
 
     def say(self, messages: list[dict[str, Any]]) -> str:
@@ -133,7 +168,9 @@ class Policy(ScriptedModel):
 def play(part: str, policy: Policy, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     cls = REGISTRY.get("workflow", "math_trainable_ruler_workflow").obj
     monkeypatch.setattr(cls, "part", lambda self, group: part)
-    return run_workflow("math_trainable_ruler_workflow", task(num_runs=2, **changes), policy, reward="math_reward").group
+    return run_workflow(
+        "math_trainable_ruler_workflow", task(num_runs=2, **changes), policy, reward="math_reward"
+    ).group
 
 
 def test_answers_are_scored_by_the_gold_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +181,21 @@ def test_answers_are_scored_by_the_gold_answer(monkeypatch: pytest.MonkeyPatch) 
 def test_answers_are_scored_by_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy([[0.25, 0.75]])
     group = play("trust", policy, monkeypatch)
-    assert group.rewards == [0.25, 0.75] and all(r.metrics["judge_success"] == 1.0 for r in group.rows)
-    assert len(policy.calls) == 3 and "<answer>2</answer>" in policy.calls[-1].messages[-1]["content"]
+    assert group.rewards == [0.25, 0.75] and all(
+        r.metrics["judge_success"] == 1.0 for r in group.rows
+    )
+    assert (
+        len(policy.calls) == 3 and "<answer>2</answer>" in policy.calls[-1].messages[-1]["content"]
+    )
     group = play("trust", Policy([[0.25, 0.75]], readable=False), monkeypatch)
-    assert not group.accepted and group.reason == "unscored", "a verdict that cannot be read is no score"
+    assert not group.accepted and group.reason == "unscored", (
+        "a verdict that cannot be read is no score"
+    )
 
 
-def test_verdicts_are_trained_by_their_distance_to_the_gold_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_trained_by_their_distance_to_the_gold_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # gold scores 1.1 and 0.1 are (1.1 + 0.1) / 1.2 = 1 and (0.1 + 0.1) / 1.2 = 1/6
     policy = Policy([[1.0, 1 / 6], [0.5, 0.5]])
     group = play("judge", policy, monkeypatch)
@@ -195,7 +240,11 @@ SEARCH = tool_call("search_emails", keywords=["party"])
 
 def search(mailbox: Path, *answers: Any, judge: FakeJudge | None = None, **reward_args: Any) -> Any:
     of = task(
-        prompt="When is the party?", truth="on Friday", row=ASKED, workflow="email_search_workflow", reward_args=reward_args
+        prompt="When is the party?",
+        truth="on Friday",
+        row=ASKED,
+        workflow="email_search_workflow",
+        reward_args=reward_args,
     )
     return run_workflow(
         "email_search_workflow",
@@ -212,9 +261,14 @@ def test_a_question_is_answered_from_the_mails(mailbox: Path) -> None:
     answer = tool_call("generate_response", answer="Friday", sources=["m-a"])
     row = search(mailbox, SEARCH, tool_call("read_email", message_id="m-a"), answer)
     told = [m["content"] for m in row.messages if m["role"] == "tool"]
-    assert "m-a" in told[0] and "m-b" not in told[0] and "m-c" not in told[0], "not what came later, or to others"
+    assert "m-a" in told[0] and "m-b" not in told[0] and "m-c" not in told[0], (
+        "not what came later, or to others"
+    )
     assert "Friday at" in told[1] and "me@x" in told[1]
-    assert row.reward == pytest.approx(1 + 0.3 + 0.1 + 0.1 * (1 - 3 / 10)) and row.reward_parts["accuracy"] == 1.0
+    assert (
+        row.reward == pytest.approx(1 + 0.3 + 0.1 + 0.1 * (1 - 3 / 10))
+        and row.reward_parts["accuracy"] == 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,31 +280,52 @@ def test_a_question_is_answered_from_the_mails(mailbox: Path) -> None:
         (("Friday, I think.",), "yes", -1.0),
     ],
 )
-def test_what_other_ends_are_worth(mailbox: Path, answers: tuple[Any, ...], says: str, reward: float) -> None:
+def test_what_other_ends_are_worth(
+    mailbox: Path, answers: tuple[Any, ...], says: str, reward: float
+) -> None:
     assert search(mailbox, *answers, judge=FakeJudge(says)).reward == pytest.approx(reward)
 
 
 def test_without_a_judge_the_answer_is_the_gold_answer(mailbox: Path) -> None:
     for answer, reward in (("On friday.", 1.0), ("Monday", 0.0), ("o", 0.0), ("  ", 0.0)):
-        assert search(mailbox, tool_call("generate_response", answer=answer), llm_as_a_judge=False).reward == reward
+        assert (
+            search(
+                mailbox, tool_call("generate_response", answer=answer), llm_as_a_judge=False
+            ).reward
+            == reward
+        )
     build("email_search_reward", {"llm_as_a_judge": False}).check_models({})
 
 
-@pytest.mark.parametrize("keywords", [['"'], ["NOT party"], ['party" OR "secret'], ["*"], ["party", "x" * 5000], []])
+@pytest.mark.parametrize(
+    "keywords", [['"'], ["NOT party"], ['party" OR "secret'], ["*"], ["party", "x" * 5000], []]
+)
 def test_keywords_are_words(mailbox: Path, keywords: list[str]) -> None:
     row = search(mailbox, tool_call("search_emails", keywords=keywords), "?")
     told = next(m["content"] for m in row.messages if m["role"] == "tool")
-    assert "m-c" not in told and "syntax" not in told and row.metrics["tool_errors"] == float("no keywords" in told)
+    assert (
+        "m-c" not in told
+        and "syntax" not in told
+        and row.metrics["tool_errors"] == float("no keywords" in told)
+    )
 
 
-def test_a_mailbox_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mailbox_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("DEFAULT_EMAIL_DB_PATH", raising=False)
     for args, row, says in (
         ({}, ASKED, "workflow_args.database, or in the variable DEFAULT_EMAIL_DB_PATH"),
         ({"database": str(tmp_path / "no.db")}, ASKED, "there is no mailbox"),
         ({"database": __file__}, {}, "query_date is ''"),
     ):
-        result = run_workflow("email_search_workflow", task(row=row), ScriptedModel("?"), workflow_args=args, may_fail=True)
+        result = run_workflow(
+            "email_search_workflow",
+            task(row=row),
+            ScriptedModel("?"),
+            workflow_args=args,
+            may_fail=True,
+        )
         assert says in result.runs[0].reason
     assert not (tmp_path / "no.db").exists()
 
@@ -285,7 +360,13 @@ def test_a_stated_confidence_is_scored(
 ) -> None:
     found = rlcr(answer)
     assert found.parts == pytest.approx(
-        {"format": shape, "accuracy": accuracy, "brier": brier, "mean_confidence": stated, "confidence_one_or_zero": certain}
+        {
+            "format": shape,
+            "accuracy": accuracy,
+            "brier": brier,
+            "mean_confidence": stated,
+            "confidence_one_or_zero": certain,
+        }
     )
     assert found.value == pytest.approx((shape + accuracy + brier) / 2 + (stated + certain) * 1e-5)
     only = rlcr(answer, weights={"format": 0, "accuracy": 0, "brier": 2})

@@ -11,9 +11,12 @@ from rft.config.schema.walk import field_at
 from rft.extras.migrate.compat.keys.verl_keys import rows
 
 
-@pytest.mark.parametrize("target", sorted({t for row in rows() if row.section == 1 for t in row.targets}))
+@pytest.mark.parametrize(
+    "target", sorted({t for row in rows() if row.section == 1 for t in row.targets})
+)
 def test_every_target_of_the_data_section_is_active(target):
     parts = tuple(re.sub(r"\[\w*\]", "", target).split("."))
     for n in range(1, len(parts) + 1):
-        field, path = field_at(parts[:n]), re.sub(r"\[\w*\]", "[]", ".".join(target.split(".")[:n]))
+        field = field_at(parts[:n])
+        path = re.sub(r"\[\w*\]", "[]", ".".join(target.split(".")[:n]))
         assert field is not None and not inert(path), f"{'.'.join(parts[:n])} is not active yet"

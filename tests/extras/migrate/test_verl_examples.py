@@ -110,7 +110,11 @@ def launch(text: str, program: Any = "main_ppo", name: str = "run.sh") -> Launch
     for line, one in enumerate(text.strip().splitlines(), 1):
         key, _, value = one.strip().partition("=")
         plain = value if "${" in value and not value.startswith("[") else yamlfile.scalar(value)
-        found.append(Argument(key.lstrip("+~"), plain, value, line, prefix=key[: len(key) - len(key.lstrip("+~"))]))
+        found.append(
+            Argument(
+                key.lstrip("+~"), plain, value, line, prefix=key[: len(key) - len(key.lstrip("+~"))]
+            )
+        )
     return Launch(program, tuple(found), passed_through=False, path=f"examples/{name}")
 
 
@@ -118,7 +122,8 @@ def values(c: Conversion) -> dict[str, Any]:
     return {dotted(loc): value for loc, value in leaves(c.values, lists=False)}
 
 
-T, E = "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_tasksets"
+T = "buffer.explorer_input.tasksets"
+E = "buffer.explorer_input.eval_tasksets"
 PASSED = "trainer.trainer_config"
 PPO_BOTH = {
     "algorithm.algorithm_type": "ppo",
@@ -315,9 +320,24 @@ ABSENT = {  # beginnings of keys
         f"{T}[0].rollout_args",
         f"{E}[0].rollout_args",
     ),
-    ("ppo", "exact"): ("trainer.max_token_len_per_gpu", PASSED, "algorithm.kl_loss_fn_args", f"{T}[0].rollout_args"),
-    ("grpo", "guide"): ("explorer.eval_on_startup", f"{T}[0].rollout_args", f"{E}[0].rollout_args", "trainer.critic"),
-    ("grpo", "exact"): ("explorer.eval_on_startup", "trainer.critic", PASSED, "model.critic_model_path"),
+    ("ppo", "exact"): (
+        "trainer.max_token_len_per_gpu",
+        PASSED,
+        "algorithm.kl_loss_fn_args",
+        f"{T}[0].rollout_args",
+    ),
+    ("grpo", "guide"): (
+        "explorer.eval_on_startup",
+        f"{T}[0].rollout_args",
+        f"{E}[0].rollout_args",
+        "trainer.critic",
+    ),
+    ("grpo", "exact"): (
+        "explorer.eval_on_startup",
+        "trainer.critic",
+        PASSED,
+        "model.critic_model_path",
+    ),
 }
 EXAMPLES = {
     ("ppo", "guide"): (PPO, PPO_GUIDE),
@@ -331,14 +351,22 @@ EXAMPLES = {
 def test_worked_example_key_by_key(example: str, profile: Any) -> None:
     text, expected = EXAMPLES[example, profile]
     found = values(convert(launch(text), profile=profile))
-    wrong = {k: (found.get(k, "absent"), v) for k, v in expected.items() if k not in found or found[k] != v}
+    wrong = {
+        k: (found.get(k, "absent"), v)
+        for k, v in expected.items()
+        if k not in found or found[k] != v
+    }
     assert not wrong
-    there = [k for k in found if k.startswith(ABSENT[example, profile]) or "ppo_mini_batch_size" in k]
+    there = [
+        k for k in found if k.startswith(ABSENT[example, profile]) or "ppo_mini_batch_size" in k
+    ]
     assert not there
 
 
 @pytest.mark.parametrize(("example", "profile"), EXAMPLES)
-def test_worked_example_passes_check_without_a_gpu(example: str, profile: Any, tmp_path: Any) -> None:
+def test_worked_example_passes_check_without_a_gpu(
+    example: str, profile: Any, tmp_path: Any
+) -> None:
     done = convert(launch(EXAMPLES[example, profile][0]), profile=profile)
     file = tmp_path / "out.yaml"
     file.write_text(report.yaml_text(done.values, report.head(done)), encoding="utf-8")
@@ -347,7 +375,9 @@ def test_worked_example_passes_check_without_a_gpu(example: str, profile: Any, t
     assert not done.errors
     assert done.counts["refused"] == 0
     assert len(done.rows) == len(launch(EXAMPLES[example, profile][0]).arguments)
-    assert found.plan is not None and found.plan.cluster.trainer_gpus == (6 if (example, profile) == ("grpo", "guide") else 4)
+    assert found.plan is not None and found.plan.cluster.trainer_gpus == (
+        6 if (example, profile) == ("grpo", "guide") else 4
+    )
 
 
 def test_gpu_arithmetic_of_the_ppo_example() -> None:
@@ -355,14 +385,22 @@ def test_gpu_arithmetic_of_the_ppo_example() -> None:
     assert g is not None
     assert (g.total, g.rollout, g.auxiliary, g.trainer) == (8, 2, 2, 4)
     assert (g.local_mini_batch, g.actor_accumulation, g.critic_accumulation) == (64, 4, 2)
-    assert g.verl == {"gpus": 8, "local_mini_batch": 32, "actor_accumulation": 2, "critic_accumulation": 1}
+    assert g.verl == {
+        "gpus": 8,
+        "local_mini_batch": 32,
+        "actor_accumulation": 2,
+        "critic_accumulation": 1,
+    }
 
 
 def test_gpu_arithmetic_of_the_grpo_example() -> None:
     guide, exact, asked = (
-        convert(launch(GRPO), profile=p, engine_num=n) for p, n in (("guide", None), ("exact", None), ("exact", 1))
+        convert(launch(GRPO), profile=p, engine_num=n)
+        for p, n in (("guide", None), ("exact", None), ("exact", 1))
     )  # type: ignore[arg-type]
-    assert guide.gpus is not None and guide.gpus.trainer == 6 and guide.gpus.local_mini_batch is None
+    assert (
+        guide.gpus is not None and guide.gpus.trainer == 6 and guide.gpus.local_mini_batch is None
+    )
     assert any("do not divide" in w for w in guide.warnings)
     assert exact.gpus is not None and exact.gpus.trainer == 4 and exact.gpus.local_mini_batch == 512
     assert asked.gpus is not None and asked.gpus.trainer == 6

@@ -19,41 +19,83 @@ CORRECTION = "algorithm.rollout_correction"
 
 def test_a_reward_model_of_the_reward_loop_is_one_more_engine() -> None:
     c = made(
-        *SHARED, f"{RM}.enable=True", f"{RM}.use_reward_loop=True", f"{RM}.model.path=/m/rm", f"{RM}.num_workers=8",
-        f"{RM}.rollout.name=vllm", f"{RM}.rollout.tensor_model_parallel_size=2", f"{RM}.rollout.gpu_memory_utilization=0.8",
-        f"{RM}.rollout.prompt_length=2048", f"{RM}.rollout.response_length=1024", f"{RM}.rollout.free_cache_engine=True",
-    )  # fmt: skip
+        *SHARED,
+        f"{RM}.enable=True",
+        f"{RM}.use_reward_loop=True",
+        f"{RM}.model.path=/m/rm",
+        f"{RM}.num_workers=8",
+        f"{RM}.rollout.name=vllm",
+        f"{RM}.rollout.tensor_model_parallel_size=2",
+        f"{RM}.rollout.gpu_memory_utilization=0.8",
+        f"{RM}.rollout.prompt_length=2048",
+        f"{RM}.rollout.response_length=1024",
+        f"{RM}.rollout.free_cache_engine=True",
+    )
     (model,) = c.values["explorer"]["auxiliary_models"]
     assert (model["engine_num"], model["tensor_parallel_size"]) == (1, 2), "a quarter of eight GPUs"
-    assert (model["max_model_len"], model["gpu_memory_utilization"], model["task"]) == (3072, 0.8, "score")
+    assert (model["max_model_len"], model["gpu_memory_utilization"], model["task"]) == (
+        3072,
+        0.8,
+        "score",
+    )
     assert not c.refused and not c.errors and not c.questions
 
 
 def test_rewards_in_the_section_of_newer_versions() -> None:
-    """reward.* of veRL 1dda039b; its own legacy_reward_impl.yaml says which older keys mean the same."""
-    manager = ("overlong_buffer_cfg.enable=True", "overlong_buffer_cfg.len=64", "overlong_buffer_cfg.penalty_factor=0.5")
-    older = made(
-        *SHARED, f"{RM}.reward_manager=dapo", *(f"{RM}.reward_kwargs.{k}" for k in manager), "custom_reward_function.path=f.py"
+    """reward.* of veRL 1dda039b; its own legacy_reward_impl.yaml says which older keys mean the
+    same.
+    """
+    manager = (
+        "overlong_buffer_cfg.enable=True",
+        "overlong_buffer_cfg.len=64",
+        "overlong_buffer_cfg.penalty_factor=0.5",
     )
-    newer = made(*SHARED, "reward.reward_manager.name=dapo", *(f"reward.reward_kwargs.{k}" for k in manager),
-                 "reward.custom_reward_function.path=f.py")  # fmt: skip
+    older = made(
+        *SHARED,
+        f"{RM}.reward_manager=dapo",
+        *(f"{RM}.reward_kwargs.{k}" for k in manager),
+        "custom_reward_function.path=f.py",
+    )
+    newer = made(
+        *SHARED,
+        "reward.reward_manager.name=dapo",
+        *(f"reward.reward_kwargs.{k}" for k in manager),
+        "reward.custom_reward_function.path=f.py",
+    )
     assert newer.values == older.values and not newer.errors and not newer.refused
     served = [
-        made(*SHARED, f"{begin}.enable=True", f"{path}=/m/rm", f"{begin}.rollout.tensor_model_parallel_size=2").values
-        for begin, path in ((RM, f"{RM}.model.path"), ("reward.reward_model", "reward.reward_model.model_path"))
+        made(
+            *SHARED,
+            f"{begin}.enable=True",
+            f"{path}=/m/rm",
+            f"{begin}.rollout.tensor_model_parallel_size=2",
+        ).values
+        for begin, path in (
+            (RM, f"{RM}.model.path"),
+            ("reward.reward_model", "reward.reward_model.model_path"),
+        )
     ]
     assert served[0] == served[1] and served[0]["explorer"]["auxiliary_models"]
 
 
 def test_a_pool_of_its_own_gives_the_reward_model_more_gpus() -> None:
-    c = made(*SHARED, f"{RM}.enable=True", f"{RM}.model.path=/m/rm", f"{RM}.enable_resource_pool=True", f"{RM}.nnodes=1",
-             f"{RM}.n_gpus_per_node=8", f"{RM}.rollout.tensor_model_parallel_size=4")  # fmt: skip
+    c = made(
+        *SHARED,
+        f"{RM}.enable=True",
+        f"{RM}.model.path=/m/rm",
+        f"{RM}.enable_resource_pool=True",
+        f"{RM}.nnodes=1",
+        f"{RM}.n_gpus_per_node=8",
+        f"{RM}.rollout.tensor_model_parallel_size=4",
+    )
     assert c.values["cluster"] == {"node_num": 2, "gpu_per_node": 8}
     assert c.values["explorer"]["auxiliary_models"][0]["engine_num"] == 2 and not c.errors
 
 
 def test_a_function_beside_a_reward_model_is_a_question() -> None:
-    c = made(*SHARED, f"{RM}.enable=True", f"{RM}.model.path=/m/rm", "custom_reward_function.path=grm.py")
+    c = made(
+        *SHARED, f"{RM}.enable=True", f"{RM}.model.path=/m/rm", "custom_reward_function.path=grm.py"
+    )
     (question,) = c.questions
     assert "grm.py may ask the reward model itself" in question and "rft new judge" in question
 
@@ -61,19 +103,54 @@ def test_a_function_beside_a_reward_model_is_a_question() -> None:
 @pytest.mark.parametrize(
     ("arguments", "key", "value"),
     [
-        ((f"{CORRECTION}.rollout_rs=geometric", f"{CORRECTION}.rollout_rs_threshold=1.001",
-          f"{CORRECTION}.rollout_rs_threshold_lower=0.999"), f"{CORRECTION}.rollout_rs_threshold", "0.999_1.001"),
-        ((f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2"), f"{CORRECTION}.rollout_rs_threshold", 2.0),
-        ((f"{A}.loss_mode=clip_cov", f"{A}.clip_cov_ratio=0.1"), "algorithm.policy_loss_fn_args.clip_cov_ratio", 0.1),
-        ((f"{A}.policy_loss.loss_mode=sapo", f"{A}.policy_loss.tau_neg=2.0"), "algorithm.policy_loss_fn_args.tau_neg", 2.0),
-        ((f"{A}.policy_loss.loss_mode=cispo", f"{A}.clip_ratio_low=10"), "algorithm.policy_loss_fn_args.clip_range_low", 1.0),
+        (
+            (
+                f"{CORRECTION}.rollout_rs=geometric",
+                f"{CORRECTION}.rollout_rs_threshold=1.001",
+                f"{CORRECTION}.rollout_rs_threshold_lower=0.999",
+            ),
+            f"{CORRECTION}.rollout_rs_threshold",
+            "0.999_1.001",
+        ),
+        (
+            (f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2"),
+            f"{CORRECTION}.rollout_rs_threshold",
+            2.0,
+        ),
+        (
+            (f"{A}.loss_mode=clip_cov", f"{A}.clip_cov_ratio=0.1"),
+            "algorithm.policy_loss_fn_args.clip_cov_ratio",
+            0.1,
+        ),
+        (
+            (f"{A}.policy_loss.loss_mode=sapo", f"{A}.policy_loss.tau_neg=2.0"),
+            "algorithm.policy_loss_fn_args.tau_neg",
+            2.0,
+        ),
+        (
+            (f"{A}.policy_loss.loss_mode=cispo", f"{A}.clip_ratio_low=10"),
+            "algorithm.policy_loss_fn_args.clip_range_low",
+            1.0,
+        ),
         ((f"{A}.fsdp_config.fsdp_size=8",), "trainer.fsdp_size", None),
         ((f"{A}.profiler.ranks=[0,4,7]",), "trainer.profiler.ranks", [0]),
-        ((f"{R}.pipeline_model_parallel_size=2",), "explorer.rollout_model.pipeline_parallel_size", 2),
-        ((f"{R}.agent.default_agent_loop=tool_agent",), "buffer.explorer_input.default_workflow_type", "tool_workflow"),
-        (("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_adapter_path=/a"), "model.lora_configs[0].path", "/a"),
+        (
+            (f"{R}.pipeline_model_parallel_size=2",),
+            "explorer.rollout_model.pipeline_parallel_size",
+            2,
+        ),
+        (
+            (f"{R}.agent.default_agent_loop=tool_agent",),
+            "buffer.explorer_input.default_workflow_type",
+            "tool_workflow",
+        ),
+        (
+            ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_adapter_path=/a"),
+            "model.lora_configs[0].path",
+            "/a",
+        ),
     ],
-)  # fmt: skip
+)
 def test_becomes(arguments: tuple[str, ...], key: str, value: Any) -> None:
     c = made(*SHARED, *arguments)
     assert found(c).get(key, -1 if value is None else None) == (-1 if value is None else value)
@@ -81,47 +158,137 @@ def test_becomes(arguments: tuple[str, ...], key: str, value: Any) -> None:
 
 
 def test_evaluation_of_deepscalers_copy() -> None:
-    """There the temperature counts without do_sample, so nothing is asked; 0 is greedy, as its code has it."""
-    c = made(*SHARED, "data.val_files=/d/test.parquet", f"{R}.val_temperature=0.6", f"{R}.n_val=16", f"{R}.mode=sync")
+    """There the temperature counts without do_sample, so nothing is asked; 0 is greedy, as its code
+    has it.
+    """
+    c = made(
+        *SHARED,
+        "data.val_files=/d/test.parquet",
+        f"{R}.val_temperature=0.6",
+        f"{R}.n_val=16",
+        f"{R}.mode=sync",
+    )
     held_out = "buffer.explorer_input.eval_tasksets[0]"
-    assert (found(c)[f"{held_out}.rollout_args.temperature"], found(c)[f"{held_out}.repeat_times"]) == (0.6, 16)
+    assert (
+        found(c)[f"{held_out}.rollout_args.temperature"],
+        found(c)[f"{held_out}.repeat_times"],
+    ) == (0.6, 16)
     assert not c.refused and not c.errors and not c.questions, (c.refused, c.errors, c.questions)
-    greedy = made(*SHARED, "data.val_files=/d/test.parquet", f"{R}.val_temperature=0", f"{R}.n_val=1")
-    assert found(greedy)[f"{held_out}.rollout_args.temperature"] == 0 and not greedy.questions and not greedy.refused
+    greedy = made(
+        *SHARED, "data.val_files=/d/test.parquet", f"{R}.val_temperature=0", f"{R}.n_val=1"
+    )
+    assert (
+        found(greedy)[f"{held_out}.rollout_args.temperature"] == 0
+        and not greedy.questions
+        and not greedy.refused
+    )
 
 
-SFT = ("data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet", "model.path=/m/q", "engine=fsdp", "optim=fsdp")
+SFT = (
+    "data.train_files=/d/train.parquet",
+    "data.val_files=/d/test.parquet",
+    "model.path=/m/q",
+    "engine=fsdp",
+    "optim=fsdp",
+)
 
 
 def trainer(tmp_path: Path, *arguments: str) -> Conversion:
-    """Of the program that took the place of fsdp_sft_trainer; its keys are those of the ordinary trainer's groups."""
-    (tmp_path / "sft.sh").write_text(f"torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer {' '.join((*SFT, *arguments))}\n")
+    """Of the program that took the place of fsdp_sft_trainer; its keys are those of the ordinary
+    trainer's groups.
+    """
+    (tmp_path / "sft.sh").write_text(
+        f"torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer {' '.join((*SFT, *arguments))}\n"
+    )
     return convert(read_launch(tmp_path / "sft.sh"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), {"model.model_path": "/m/q", "algorithm.optimizer.lr": 1e-3, "algorithm.optimizer.betas": [0.9, 0.999],
-              "algorithm.optimizer.lr_scheduler_type": "constant", "trainer.use_dynamic_bsz": True, "model.max_model_len": 1024,
-              "trainer.max_token_len_per_gpu": 8192, "cluster.gpu_per_node": 2, f"{EXAMPLES}.eval_split": "test",
-              f"{EXAMPLES}.format.messages_key": "messages", f"{EXAMPLES}.format.enable_concatenated_multi_turn": True}),
-        (("data.messages_key=turns", "data.tools_key=functions"),
-         {f"{EXAMPLES}.format.messages_key": "turns", f"{EXAMPLES}.format.tools_key": "functions"}),
-        (("data.use_dynamic_bsz=False",), {"trainer.use_dynamic_bsz": False, "trainer.micro_batch_size_per_gpu": 4}),
-        (("optim.lr_warmup_steps_ratio=0.2", "optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.1", "optim.clip_grad=0.5"),
-         {"algorithm.optimizer.lr_warmup_steps_ratio": 0.2, "algorithm.optimizer.lr_scheduler_type": "cosine",
-          "algorithm.optimizer.min_lr_ratio": 0.1, "trainer.grad_clip": 0.5}),
-        (("engine.ulysses_sequence_parallel_size=2", "engine.param_offload=True", "engine.strategy=fsdp2", "engine.dtype=bfloat16"),
-         {"trainer.ulysses_sequence_parallel_size": 2, "trainer.param_offload": True, "trainer.param_dtype": "bfloat16"}),
-        (("model.lora_rank=8", "model.tokenizer_path=/t", "+data.apply_chat_template_kwargs.enable_thinking=False"),
-         {"model.lora_configs[0].lora_rank": 8, "model.tokenizer_path": "/t",
-          f"{EXAMPLES}.format.chat_template_args.enable_thinking": False}),
-        (("profiler.ranks=[0]", "profiler.enable=True", "profiler.tool_config.torch.discrete=True"), {"trainer.profiler.ranks": [0]}),
-        (("checkpoint.save_contents=[model]", "trainer.seed=3"), {"trainer.checkpoint.save_contents": ["model"], "seed": 3}),
+        (
+            (),
+            {
+                "model.model_path": "/m/q",
+                "algorithm.optimizer.lr": 1e-3,
+                "algorithm.optimizer.betas": [0.9, 0.999],
+                "algorithm.optimizer.lr_scheduler_type": "constant",
+                "trainer.use_dynamic_bsz": True,
+                "model.max_model_len": 1024,
+                "trainer.max_token_len_per_gpu": 8192,
+                "cluster.gpu_per_node": 2,
+                f"{EXAMPLES}.eval_split": "test",
+                f"{EXAMPLES}.format.messages_key": "messages",
+                f"{EXAMPLES}.format.enable_concatenated_multi_turn": True,
+            },
+        ),
+        (
+            ("data.messages_key=turns", "data.tools_key=functions"),
+            {
+                f"{EXAMPLES}.format.messages_key": "turns",
+                f"{EXAMPLES}.format.tools_key": "functions",
+            },
+        ),
+        (
+            ("data.use_dynamic_bsz=False",),
+            {"trainer.use_dynamic_bsz": False, "trainer.micro_batch_size_per_gpu": 4},
+        ),
+        (
+            (
+                "optim.lr_warmup_steps_ratio=0.2",
+                "optim.lr_scheduler_type=cosine",
+                "optim.min_lr_ratio=0.1",
+                "optim.clip_grad=0.5",
+            ),
+            {
+                "algorithm.optimizer.lr_warmup_steps_ratio": 0.2,
+                "algorithm.optimizer.lr_scheduler_type": "cosine",
+                "algorithm.optimizer.min_lr_ratio": 0.1,
+                "trainer.grad_clip": 0.5,
+            },
+        ),
+        (
+            (
+                "engine.ulysses_sequence_parallel_size=2",
+                "engine.param_offload=True",
+                "engine.strategy=fsdp2",
+                "engine.dtype=bfloat16",
+            ),
+            {
+                "trainer.ulysses_sequence_parallel_size": 2,
+                "trainer.param_offload": True,
+                "trainer.param_dtype": "bfloat16",
+            },
+        ),
+        (
+            (
+                "model.lora_rank=8",
+                "model.tokenizer_path=/t",
+                "+data.apply_chat_template_kwargs.enable_thinking=False",
+            ),
+            {
+                "model.lora_configs[0].lora_rank": 8,
+                "model.tokenizer_path": "/t",
+                f"{EXAMPLES}.format.chat_template_args.enable_thinking": False,
+            },
+        ),
+        (
+            (
+                "profiler.ranks=[0]",
+                "profiler.enable=True",
+                "profiler.tool_config.torch.discrete=True",
+            ),
+            {"trainer.profiler.ranks": [0]},
+        ),
+        (
+            ("checkpoint.save_contents=[model]", "trainer.seed=3"),
+            {"trainer.checkpoint.save_contents": ["model"], "seed": 3},
+        ),
     ],
-)  # fmt: skip
-def test_keys_of_sft_trainer_become(tmp_path: Path, arguments: tuple[str, ...], expected: dict[str, Any]) -> None:
+)
+def test_keys_of_sft_trainer_become(
+    tmp_path: Path, arguments: tuple[str, ...], expected: dict[str, Any]
+) -> None:
     c = trainer(tmp_path, *arguments)
     assert not c.refused and not c.errors and not c.questions, (c.refused, c.errors)
     assert expected.items() <= found(c).items(), {k: found(c).get(k) for k in expected}
@@ -130,12 +297,18 @@ def test_keys_of_sft_trainer_become(tmp_path: Path, arguments: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("engine=megatron", "megatron is not offered; use fsdp"), ("data.train_max_samples=100", "put fewer into it"),
-        ("data.enable_thinking_key=think", "write model.enable_thinking"), ("engine.qat.enable=True", "is not offered"),
-        ("model.mtp.enable=True", "not trained"), ("model.hf_config_path=/c", "put it there"), ("data.truncation=left", "are not cut"),
+        ("engine=megatron", "megatron is not offered; use fsdp"),
+        ("data.train_max_samples=100", "put fewer into it"),
+        ("data.enable_thinking_key=think", "write model.enable_thinking"),
+        ("engine.qat.enable=True", "is not offered"),
+        ("model.mtp.enable=True", "not trained"),
+        ("model.hf_config_path=/c", "put it there"),
+        ("data.truncation=left", "are not cut"),
     ],
-)  # fmt: skip
-def test_keys_of_sft_trainer_that_would_change_results_are_refused(tmp_path: Path, argument: str, says: str) -> None:
+)
+def test_keys_of_sft_trainer_that_would_change_results_are_refused(
+    tmp_path: Path, argument: str, says: str
+) -> None:
     (row,) = trainer(tmp_path, argument).refused
     assert says in row.outcome.reason
 
@@ -143,27 +316,47 @@ def test_keys_of_sft_trainer_that_would_change_results_are_refused(tmp_path: Pat
 def test_data_for_a_model_of_images_is_a_question(tmp_path: Path) -> None:
     """Its script names nothing else that tells."""
     (question,) = trainer(tmp_path, "model.path=/m/Qwen3-VL-2B-Instruct").questions
-    assert question.startswith("Do the rows hold images?") and not trainer(tmp_path, "model.path=/m/vlad").questions
+    assert (
+        question.startswith("Do the rows hold images?")
+        and not trainer(tmp_path, "model.path=/m/vlad").questions
+    )
 
 
 def test_the_critic_s_engine_stands_at_the_critic() -> None:
-    given = ("algorithm.adv_estimator=gae", "critic.fsdp.param_offload=True", "critic.fsdp.ulysses_sequence_parallel_size=2",
-             f"{A}.fsdp_config.ulysses_sequence_parallel_size=2")  # fmt: skip
+    given = (
+        "algorithm.adv_estimator=gae",
+        "critic.fsdp.param_offload=True",
+        "critic.fsdp.ulysses_sequence_parallel_size=2",
+        f"{A}.fsdp_config.ulysses_sequence_parallel_size=2",
+    )
     c = made(*SHARED, *given)
-    assert found(c)["trainer.critic.param_offload"] is True and found(c)["trainer.ulysses_sequence_parallel_size"] == 2
+    assert (
+        found(c)["trainer.critic.param_offload"] is True
+        and found(c)["trainer.ulysses_sequence_parallel_size"] == 2
+    )
     assert not c.refused and not c.errors, (c.refused, c.errors)
 
 
 def test_no_steps_of_warm_up_beside_a_ratio_are_told() -> None:
     given = (f"{A}.optim.lr_warmup_steps=0", f"{A}.optim.lr_warmup_steps_ratio=0.1")
     c = made(*SHARED, *given)
-    assert found(c)["algorithm.optimizer.lr_warmup_steps"] == -1 and found(c)["algorithm.optimizer.lr_warmup_steps_ratio"] == 0.1
+    assert (
+        found(c)["algorithm.optimizer.lr_warmup_steps"] == -1
+        and found(c)["algorithm.optimizer.lr_warmup_steps_ratio"] == 0.1
+    )
     assert any(w.startswith(f"{A}.optim.lr_warmup_steps 0 and a ratio") for w in c.warnings)
-    assert not any("lr_warmup_steps 0" in w for i in (0, 1) for w in made(*SHARED, given[i]).warnings)
+    assert not any(
+        "lr_warmup_steps 0" in w for i in (0, 1) for w in made(*SHARED, given[i]).warnings
+    )
 
 
 def test_a_loss_is_not_given_arguments_that_it_does_not_read() -> None:
-    c = made(*SHARED, f"{A}.policy_loss.loss_mode=kl_cov", f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_c=10")
+    c = made(
+        *SHARED,
+        f"{A}.policy_loss.loss_mode=kl_cov",
+        f"{A}.clip_ratio_low=0.2",
+        f"{A}.clip_ratio_c=10",
+    )
     assert not c.errors and not any("clip_r" in k for k in found(c))
     assert outcome(c, f"{A}.clip_ratio_c") == ("ignored", "this loss does not read it")
 
@@ -201,7 +394,11 @@ def test_one_step_off_is_an_offset_of_one_iteration() -> None:
     c = made(*SHARED, "rollout.nnodes=1", "rollout.n_gpus_per_node=8", program="one_step_off")
     sync = c.values["synchronizer"]
     assert (sync["sync_style"], sync["sync_interval"], sync["sync_offset"]) == ("fixed", 4, 4)
-    assert c.values["cluster"] == {"node_num": 2, "gpu_per_node": 8} and c.gpus is not None and c.gpus.trainer == 8
+    assert (
+        c.values["cluster"] == {"node_num": 2, "gpu_per_node": 8}
+        and c.gpus is not None
+        and c.gpus.trainer == 8
+    )
     assert c.values.get("mode") is None and not c.errors
 
 
@@ -223,13 +420,30 @@ def read(folder: Path, more: str) -> Conversion:
 @pytest.mark.parametrize(
     ("given", "key", "value", "asked"),
     [
-        ("trainer.nnodes=$SLURM_JOB_NUM_NODES", "cluster.node_num", 1, "left to $SLURM_JOB_NUM_NODES"),
+        (
+            "trainer.nnodes=$SLURM_JOB_NUM_NODES",
+            "cluster.node_num",
+            1,
+            "left to $SLURM_JOB_NUM_NODES",
+        ),
         ("trainer.nnodes=${NODES:-}", "cluster.node_num", 1, "is empty"),
-        ("actor_rollout_ref.actor.use_kl_loss=$USE", "algorithm.kl_loss_fn", "none", "left to $USE"),
-        ("actor_rollout_ref.model.path=${MODEL:-}", "model.model_path", "~/models/deepseek-llm-7b-chat", "is empty"),
+        (
+            "actor_rollout_ref.actor.use_kl_loss=$USE",
+            "algorithm.kl_loss_fn",
+            "none",
+            "left to $USE",
+        ),
+        (
+            "actor_rollout_ref.model.path=${MODEL:-}",
+            "model.model_path",
+            "~/models/deepseek-llm-7b-chat",
+            "is empty",
+        ),
     ],
 )
-def test_a_parameter_gets_verl_s_default_and_a_question(tmp_path: Path, given: str, key: str, value: Any, asked: str) -> None:
+def test_a_parameter_gets_verl_s_default_and_a_question(
+    tmp_path: Path, given: str, key: str, value: Any, asked: str
+) -> None:
     c = read(tmp_path, given)
     (question,) = c.questions
     assert asked in question and question.startswith("line 3: ")
@@ -237,14 +451,21 @@ def test_a_parameter_gets_verl_s_default_and_a_question(tmp_path: Path, given: s
 
 
 def test_a_text_of_the_environment_stays_a_parameter(tmp_path: Path) -> None:
-    c = read(tmp_path, "actor_rollout_ref.model.path=$MODEL data.train_files=$TRAIN data.val_files=$HOME/d/test.parquet")
+    c = read(
+        tmp_path,
+        "actor_rollout_ref.model.path=$MODEL data.train_files=$TRAIN "
+        "data.val_files=$HOME/d/test.parquet",
+    )
     assert found(c)["model.model_path"] == "${oc.env:MODEL}" and not c.questions and not c.errors
     (taskset,) = c.values["buffer"]["explorer_input"]["tasksets"]
     assert taskset["path"] == "${oc.env:TRAIN}" and "split" not in taskset
 
 
 def test_division_by_zero_is_one_argument_to_decide(tmp_path: Path) -> None:
-    c = read(tmp_path, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((4096 / sp)) trainer.test_freq=False")
+    c = read(
+        tmp_path,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((4096 / sp)) trainer.test_freq=False",
+    )
     (row,) = c.refused
     assert row.argument.key.endswith("ppo_max_token_len_per_gpu") and "sp" in row.outcome.reason
     assert found(c)["explorer.eval_interval"] == 0
@@ -254,17 +475,44 @@ def test_division_by_zero_is_one_argument_to_decide(tmp_path: Path) -> None:
 
 
 def test_generation_is_a_bench_that_writes_its_answers() -> None:
-    c = made("trainer.nnodes=1", "trainer.n_gpus_per_node=8", "data.path=/d/math/test.parquet", "data.n_samples=8",
-             "data.output_path=/out/answers.parquet", "model.path=/m", "+model.trust_remote_code=True", "rollout.temperature=0.6",
-             "rollout.top_p=0.95", "rollout.prompt_length=1024", "rollout.response_length=4096", "rollout.tensor_model_parallel_size=2",
-             program="generation")  # fmt: skip
+    c = made(
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=8",
+        "data.path=/d/math/test.parquet",
+        "data.n_samples=8",
+        "data.output_path=/out/answers.parquet",
+        "model.path=/m",
+        "+model.trust_remote_code=True",
+        "rollout.temperature=0.6",
+        "rollout.top_p=0.95",
+        "rollout.prompt_length=1024",
+        "rollout.response_length=4096",
+        "rollout.tensor_model_parallel_size=2",
+        program="generation",
+    )
     v = found(c)
     sets = "buffer.explorer_input.eval_tasksets[0]"
     assert not c.refused and not c.errors
-    assert (v["mode"], v["explorer.eval_on_startup"], v["monitor.eval_dump_dir"]) == ("bench", True, "/out/answers")
-    assert (v[f"{sets}.path"], v[f"{sets}.split"], v[f"{sets}.repeat_times"]) == ("/d/math", "test", 8)
-    assert [v[f"{sets}.rollout_args.{n}"] for n in ("temperature", "top_p", "top_k")] == [0.6, 0.95, 50]
-    assert (v["model.max_prompt_tokens"], v["model.max_response_tokens"], v["explorer.rollout_model.engine_num"]) == (
+    assert (v["mode"], v["explorer.eval_on_startup"], v["monitor.eval_dump_dir"]) == (
+        "bench",
+        True,
+        "/out/answers",
+    )
+    assert (v[f"{sets}.path"], v[f"{sets}.split"], v[f"{sets}.repeat_times"]) == (
+        "/d/math",
+        "test",
+        8,
+    )
+    assert [v[f"{sets}.rollout_args.{n}"] for n in ("temperature", "top_p", "top_k")] == [
+        0.6,
+        0.95,
+        50,
+    ]
+    assert (
+        v["model.max_prompt_tokens"],
+        v["model.max_response_tokens"],
+        v["explorer.rollout_model.engine_num"],
+    ) == (
         1024,
         4096,
         4,
@@ -272,20 +520,34 @@ def test_generation_is_a_bench_that_writes_its_answers() -> None:
 
 
 def test_the_generation_server_has_the_trainer_s_keys() -> None:
-    c = made("actor_rollout_ref.model.path=/m", f"{R}.n=4", f"{R}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=8",
-             "data.train_files=/d/test.parquet", program="generation")  # fmt: skip
+    c = made(
+        "actor_rollout_ref.model.path=/m",
+        f"{R}.n=4",
+        f"{R}.tensor_model_parallel_size=2",
+        "trainer.n_gpus_per_node=8",
+        "data.train_files=/d/test.parquet",
+        program="generation",
+    )
     v = found(c)
     sets = "buffer.explorer_input.eval_tasksets[0]"
     assert not c.refused and not c.errors
-    assert (v[f"{sets}.repeat_times"], v[f"{sets}.rollout_args.top_p"], v["model.model_path"]) == (4, 1.0, "/m")
+    assert (v[f"{sets}.repeat_times"], v[f"{sets}.rollout_args.top_p"], v["model.model_path"]) == (
+        4,
+        1.0,
+        "/m",
+    )
 
 
-# ------------------------------------------------------------------ the account of what is no launch
+# ------------------------------------------------------------------ the account of what is no
+# launch
 
 
 @pytest.mark.parametrize("ending", ["md", "json"])
-def test_a_refused_file_has_an_account_too(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script, report = tmp_path / "run.sh", tmp_path / f"report.{ending}"
+def test_a_refused_file_has_an_account_too(
+    tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    report = tmp_path / f"report.{ending}"
     script.write_text("python3 -m recipe.spin.main_spin a=1\n")
     with pytest.raises(SystemExit) as done:
         main(["convert", "verl", str(script), "--report", str(report)])
@@ -294,15 +556,33 @@ def test_a_refused_file_has_an_account_too(tmp_path: Path, ending: str, capsys: 
 
 
 def test_epochs_between_checkpoints_are_the_one_argument_that_is_refused() -> None:
-    c = made("data.train_files=t.parquet", "trainer.save_freq=after_each_epoch", "optim.lr=2e-5", program="sft_trainer")
-    assert outcome(c, "trainer.save_freq") == ("refused", "is a number of steps here; write how many an epoch has")
+    c = made(
+        "data.train_files=t.parquet",
+        "trainer.save_freq=after_each_epoch",
+        "optim.lr=2e-5",
+        program="sft_trainer",
+    )
+    assert outcome(c, "trainer.save_freq") == (
+        "refused",
+        "is a number of steps here; write how many an epoch has",
+    )
     assert outcome(c, "optim.lr")[0] == "mapped" and len(c.refused) == 1
 
 
 def test_a_trainer_of_parts_of_nodes_is_not_told_about_micro_batches() -> None:
-    c = made("data.train_batch_size=512", f"{A}.ppo_mini_batch_size=32", f"{A}.use_dynamic_bsz=True", f"{R}.n=12", "trainer.nnodes=2",
-             "trainer.n_gpus_per_node=6", "rollout.nnodes=2", "rollout.n_gpus_per_node=2",
-             f"{R}.tensor_model_parallel_size=2", f"{A}.ulysses_sequence_parallel_size=4", program="one_step_off")  # fmt: skip
+    c = made(
+        "data.train_batch_size=512",
+        f"{A}.ppo_mini_batch_size=32",
+        f"{A}.use_dynamic_bsz=True",
+        f"{R}.n=12",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=6",
+        "rollout.nnodes=2",
+        "rollout.n_gpus_per_node=2",
+        f"{R}.tensor_model_parallel_size=2",
+        f"{A}.ulysses_sequence_parallel_size=4",
+        program="one_step_off",
+    )
     assert [w for w in c.warnings if "no whole number of nodes" in w]
     assert not [w for w in c.warnings if "micro-batches (" in w]
 
@@ -312,16 +592,31 @@ def test_copies_of_the_engine_that_the_environment_counts_are_asked_about() -> N
     assert [q for q in c.questions if "data_parallel_size" in q] and not c.errors
 
 
-@pytest.mark.parametrize(("more", "workflow", "asks"), [
-    ((), "tool_workflow", 1), ((f"{R}.multi_turn.enable=True",), "tool_workflow", 0),
-    ((f"{R}.agent.default_agent_loop=tool_agent",), "tool_workflow", 0), ((f"{R}.multi_turn.enable=False",), "simple_workflow", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "workflow", "asks"),
+    [
+        ((), "tool_workflow", 1),
+        ((f"{R}.multi_turn.enable=True",), "tool_workflow", 0),
+        ((f"{R}.agent.default_agent_loop=tool_agent",), "tool_workflow", 0),
+        ((f"{R}.multi_turn.enable=False",), "simple_workflow", 0),
+    ],
+)
 def test_a_file_of_tools_is_not_dropped_because_a_switch_stands_elsewhere(
     more: tuple[str, ...], workflow: str, asks: int
 ) -> None:
-    """veRL's agent loops read tool_config_path whatever multi_turn.enable is, which its examples set in a file of their own."""
-    c = made(*SHARED, f"{R}.multi_turn.tool_config_path=tools.yaml", f"{R}.multi_turn.max_assistant_turns=4", *more)
+    """veRL's agent loops read tool_config_path whatever multi_turn.enable is, which its examples
+    set in a file of their own.
+    """
+    c = made(
+        *SHARED,
+        f"{R}.multi_turn.tool_config_path=tools.yaml",
+        f"{R}.multi_turn.max_assistant_turns=4",
+        *more,
+    )
     v = found(c)
     assert v["buffer.explorer_input.default_workflow_type"] == workflow and len(c.questions) == asks
-    args = [v.get(f"buffer.explorer_input.tasksets[0].workflow_args.{n}") for n in ("tool_config_path", "max_assistant_turns")]
+    args = [
+        v.get(f"buffer.explorer_input.tasksets[0].workflow_args.{n}")
+        for n in ("tool_config_path", "max_assistant_turns")
+    ]
     assert args == (["tools.yaml", 4] if workflow == "tool_workflow" else [None, None])

@@ -17,7 +17,8 @@ from rft.extras.sandbox.container import COMMAND
 
 NAME = "rft-test-python:1"
 PODMAN = (
-    "podman --storage-driver=vfs --cgroup-manager=cgroupfs --runtime runc"  # what works inside containers and old kernels too
+    # what works inside containers and old kernels too
+    "podman --storage-driver=vfs --cgroup-manager=cgroupfs --runtime runc"
 )
 REQUIRED = "RFT_REQUIRE_CONTAINERS"  # in the environment where containers must not be skipped
 _LEFT_OUT = {
@@ -46,10 +47,14 @@ def command(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 
 def image(started: tuple[str, ...], folder: Path) -> str:
     """Name of the image, which is made where it is not there yet."""
-    if subprocess.run([*started, "image", "inspect", NAME], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [*started, "image", "inspect", NAME], capture_output=True, check=False
+    ).returncode:
         archive = folder / "image.tar"
         _pack(archive)
-        done = subprocess.run([*started, "import", str(archive), NAME], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*started, "import", str(archive), NAME], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             assert not os.environ.get(REQUIRED), done.stderr
             pytest.skip(f"this account has no containers: {done.stderr.strip()[-200:]}")
@@ -65,14 +70,19 @@ def _pack(archive: Path) -> None:
         made.add(python, "usr/bin/python3")
         for library in sorted(set(re.findall(r"/\S+\.so\S*", told))):
             made.add(Path(library).resolve(), library.lstrip("/"))
-        made.add(python.parents[1] / "lib" / f"python{version[1]}", f"usr/lib/python{version[1]}", filter=_kept)
+        made.add(
+            python.parents[1] / "lib" / f"python{version[1]}",
+            f"usr/lib/python{version[1]}",
+            filter=_kept,
+        )
         for name in ("tmp", "proc", "dev", "sys", "etc"):
             made.addfile(_folder(name), io.BytesIO())
 
 
 def _folder(name: str) -> tarfile.TarInfo:
     made = tarfile.TarInfo(name)
-    made.type, made.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
+    made.type = tarfile.DIRTYPE
+    made.mode = 0o1777 if name == "tmp" else 0o755
     return made
 
 

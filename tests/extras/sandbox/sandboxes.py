@@ -17,12 +17,16 @@ from rft.extras.sandbox.processes import LEVELS, ForkServer
 
 @pytest.fixture(scope="session")
 def anybodys_python() -> str:
-    """A Python of this version that every account can run: this one, or the system's.  Skips without one."""
+    """A Python of this version that every account can run: this one, or the system's.  Skips
+    without one.
+    """
     own = Path(sys.executable).resolve()
     if all(folder.stat().st_mode & 0o001 for folder in own.parents):
         return sys.executable
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return shutil.which(name, path="/usr/bin:/usr/local/bin") or pytest.skip(f"no {name} that another account can run")
+    return shutil.which(name, path="/usr/bin:/usr/local/bin") or pytest.skip(
+        f"no {name} that another account can run"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -57,17 +57,35 @@ async def test_each_solution_passes_and_an_empty_one_does_not(tasks: list[Task])
     assert len(tasks) == len(rows) == 3
 
     async def play(task: Task, row: dict[str, str]) -> None:
-        good, lazy = (f"So:\n```python\n{row['prompt']}{body}```" for body in (row["canonical_solution"], "    return None\n"))
-        engine = ScriptedEngine(good, lazy, "no idea", "```python\nimport os\nos._exit(0)\n```")
-        four = Task(**{f: getattr(task, f) for f in task.__struct_fields__} | {"num_runs": 4, "sampling": LONG})
-        group = await run_group(
-            four, Recipes().of(four), engine, GroupId(1, 0, 1, task.index), limits=RunLimits(max_timeout_s=60.0)
+        good, lazy = (
+            f"So:\n```python\n{row['prompt']}{body}```"
+            for body in (row["canonical_solution"], "    return None\n")
         )
-        assert [r.reward_parts["right"] for r in group.rows] == [1.0, 0.0, 0.0, 0.0], [r.info for r in group.rows]
+        engine = ScriptedEngine(good, lazy, "no idea", "```python\nimport os\nos._exit(0)\n```")
+        four = Task(
+            **{f: getattr(task, f) for f in task.__struct_fields__}
+            | {"num_runs": 4, "sampling": LONG}
+        )
+        group = await run_group(
+            four,
+            Recipes().of(four),
+            engine,
+            GroupId(1, 0, 1, task.index),
+            limits=RunLimits(max_timeout_s=60.0),
+        )
+        assert [r.reward_parts["right"] for r in group.rows] == [1.0, 0.0, 0.0, 0.0], [
+            r.info for r in group.rows
+        ]
         first = group.rows[0]
-        assert first.reward == pytest.approx(1.0 + 0.1 * first.reward_parts["short"]) and "short/length" in first.reward_parts
+        assert (
+            first.reward == pytest.approx(1.0 + 0.1 * first.reward_parts["short"])
+            and "short/length" in first.reward_parts
+        )
         reasons = [r.info.get("reward_reason", "") for r in group.rows]
         assert reasons[0] == "" and reasons[3].startswith("right: exit") and all(reasons[1:])
-        assert engine.calls[0].messages[0]["role"] == "system" and "```python" in engine.calls[0].messages[0]["content"]
+        assert (
+            engine.calls[0].messages[0]["role"] == "system"
+            and "```python" in engine.calls[0].messages[0]["content"]
+        )
 
     await asyncio.gather(*map(play, tasks, rows))

@@ -1,4 +1,6 @@
-"""Programs that are right are called right, at every level; failures of the sandbox itself are never a program's."""
+"""Programs that are right are called right, at every level; failures of the sandbox itself are
+never a program's.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,22 @@ import pytest
 
 from rft.extras.sandbox import code_sandbox as sandbox_module
 from rft.extras.sandbox import jobs, wire
-from rft.extras.sandbox.code_sandbox import BrokenTests, Calls, Pairs, Sandbox, SandboxUnavailable, Tests, open_server
-from rft.extras.sandbox.processes import LEVELS, ForkServer, ProgramLimits, SandboxedProcess, SandboxError
+from rft.extras.sandbox.code_sandbox import (
+    BrokenTests,
+    Calls,
+    Pairs,
+    Sandbox,
+    SandboxUnavailable,
+    Tests,
+    open_server,
+)
+from rft.extras.sandbox.processes import (
+    LEVELS,
+    ForkServer,
+    ProgramLimits,
+    SandboxedProcess,
+    SandboxError,
+)
 from rft.worker.framing import BadMessage
 from rft.worker.job_pool import counts
 
@@ -24,23 +40,56 @@ LIMITS = ProgramLimits(timeout_s=20)
 
 PROGRAMS = {
     "input and print": ("print(sum(map(int, input().split())))", "1 2 3\n", "6"),
-    "guarded by __main__": ("import sys\ndef main(): print(len(sys.stdin.read()))\nif __name__ == '__main__': main()", "abc", "3"),
+    "guarded by __main__": (
+        "import sys\ndef main(): print(len(sys.stdin.read()))\nif __name__ == '__main__': main()",
+        "abc",
+        "3",
+    ),
     "exit with 0": ("import sys\nprint(1)\nsys.exit()", "", "1"),
     "exit and quit": ("try: quit(0)\nexcept SystemExit: print(1)\nexit()", "", "1"),
-    "no arguments": ("import fileinput, sys\nprint(len(sys.argv), sum(map(int, fileinput.input())))", "1\n2\n", "1 3"),
+    "no arguments": (
+        "import fileinput, sys\nprint(len(sys.argv), sum(map(int, fileinput.input())))",
+        "1\n2\n",
+        "1 3",
+    ),
     "a thread with a large stack": (
         "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(1 << 27)\n"
-        "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\nthreading.Thread(target=lambda: print(deep(20000))).start()", "", "20000",
+        "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\nthreading.Thread(target=lambda: "
+        "print(deep(20000))).start()",
+        "",
+        "20000",
     ),
-    "output at exit": ("import atexit, io, os\nb = io.BytesIO(b'42')\natexit.register(lambda: os.write(1, b.getvalue()))", "", "42"),
-    "many lines": ("import sys\nfor line in sys.stdin: print(int(line) * 2)", "1\n" * 30000, "2\n" * 30000),
+    "output at exit": (
+        "import atexit, io, os\nb = io.BytesIO(b'42')\natexit.register(lambda: os.write(1, "
+        "b.getvalue()))",
+        "",
+        "42",
+    ),
+    "many lines": (
+        "import sys\nfor line in sys.stdin: print(int(line) * 2)",
+        "1\n" * 30000,
+        "2\n" * 30000,
+    ),
     "numbers with a point": ("print(1 / 3)", "", "0.33333333"),
     "numbers with many digits": ("print('%.50f' % (1 / 3))", "", "0.3333333333333333"),
-    "more than a megabyte that is wanted": ("for _ in range(150000): print(12345678)", "", "12345678\n" * 150000),
+    "more than a megabyte that is wanted": (
+        "for _ in range(150000): print(12345678)",
+        "",
+        "12345678\n" * 150000,
+    ),
     "does not read its input": ("print('x')", "y" * 300000, "x"),
-    "asyncio": ("import asyncio\nasync def f(): await asyncio.sleep(0); print('ok')\nasyncio.run(f())", "", "ok"),
-    "modules": ("import heapq, numbers, wave, decimal, zoneinfo, sqlite3, hashlib\nprint(hashlib.md5(b'').hexdigest()[:4])", "", "d41d"),
-}  # fmt: skip
+    "asyncio": (
+        "import asyncio\nasync def f(): await asyncio.sleep(0); print('ok')\nasyncio.run(f())",
+        "",
+        "ok",
+    ),
+    "modules": (
+        "import heapq, numbers, wave, decimal, zoneinfo, sqlite3, "
+        "hashlib\nprint(hashlib.md5(b'').hexdigest()[:4])",
+        "",
+        "d41d",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -52,8 +101,10 @@ def test_a_right_program(name: str, server: ForkServer) -> None:
 
 TESTS = {
     "plain data": (
-        "def f(x): return {'a': (x, [1.5, None, True]), 2: {x}, 'b': b'x', 'c': 1 + 2j, 'r': range(3)}",
-        "assert f(4) == {'a': (4, [1.5, None, True]), 2: {4}, 'b': b'x', 'c': 1 + 2j, 'r': range(3)}",
+        "def f(x): return {'a': (x, [1.5, None, True]), 2: {x}, 'b': b'x', 'c': 1 + 2j, 'r': "
+        "range(3)}",
+        "assert f(4) == {'a': (4, [1.5, None, True]), 2: {4}, 'b': b'x', 'c': 1 + 2j, 'r': "
+        "range(3)}",
     ),
     "keywords": ("def f(x, *, y=1): return x + y", "assert f(1, y=2) == 3"),
     "changes its argument": ("def f(x): x.sort()", "a = [3, 1, 2]\nf(a)\nassert a == [1, 2, 3]"),
@@ -63,17 +114,25 @@ TESTS = {
         "try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert 'no' in str(e)",
     ),
     "objects": (
-        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x); return self\n"
+        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): "
+        "self.items.append(x); return self\n"
         "def size(s): return len(s.items)",
         "s = Stack()\ns.push(1).push(2)\nassert s.items == [1, 2] and size(s) == 2",
     ),
     "subclasses of plain types": (
-        "from collections import Counter, namedtuple, OrderedDict\nP = namedtuple('P', 'x y')\ndef f(s): return Counter(s), P(1, 2)",
+        "from collections import Counter, namedtuple, OrderedDict\nP = namedtuple('P', 'x y')\ndef "
+        "f(s): return Counter(s), P(1, 2)",
         "c, p = f('aab')\nassert c == {'a': 2, 'b': 1} and p == (1, 2)",
     ),
-    "functions of functions": ("def twice(g, x): return g(g(x))\ndef inc(x): return x + 1", "assert twice(inc, 1) == 3"),
-    "fractions": ("from fractions import Fraction\ndef f(): return Fraction(1, 3)", "from fractions import Fraction\nassert f() * 3 == 1"),
-}  # fmt: skip
+    "functions of functions": (
+        "def twice(g, x): return g(g(x))\ndef inc(x): return x + 1",
+        "assert twice(inc, 1) == 3",
+    ),
+    "fractions": (
+        "from fractions import Fraction\ndef f(): return Fraction(1, 3)",
+        "from fractions import Fraction\nassert f() * 3 == 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", TESTS)
@@ -87,7 +146,14 @@ def test_helpers_of_the_question_are_the_questions(server: ForkServer) -> None:
     prompt = "def double(x):\n    return 2 * x\n\ndef f(x):\n    '''f.'''\n"
     test = "def check(candidate):\n    assert candidate(2) == double(2) + 1"
     cheat = "def double(x): return 0\ndef f(x): return 1"
-    right = jobs.judge_tests(server, prompt + "def f(x): return double(x) + 1", [test], LIMITS, entry_point="f", prompt=prompt)
+    right = jobs.judge_tests(
+        server,
+        prompt + "def f(x): return double(x) + 1",
+        [test],
+        LIMITS,
+        entry_point="f",
+        prompt=prompt,
+    )
     assert right.right
     wrong = jobs.judge_tests(server, cheat, [test], LIMITS, entry_point="f", prompt=prompt)
     assert wrong.reason == "wrong_answer" and "candidate(2) == double(2) + 1" in wrong.detail
@@ -98,9 +164,14 @@ def test_the_function_may_be_a_method_of_a_solution(server: ForkServer) -> None:
     test = "def check(candidate):\n    assert candidate(a=1, b=2) == 3"
     for sign, right in (("+", True), ("-", False)):
         program = f"class Solution:\n    def add(self, a, b): return a {sign} b"
-        verdict = jobs.judge_tests(server, program, [test], LIMITS, entry_point="Solution().add", prompt=prompt)
+        verdict = jobs.judge_tests(
+            server, program, [test], LIMITS, entry_point="Solution().add", prompt=prompt
+        )
         assert verdict.right is right, verdict
-    assert jobs.judge_tests(server, "x = 1", [test], LIMITS, entry_point="Solution().add").reason == "error"
+    assert (
+        jobs.judge_tests(server, "x = 1", [test], LIMITS, entry_point="Solution().add").reason
+        == "error"
+    )
 
 
 def test_calls_and_shares(server: ForkServer) -> None:
@@ -108,11 +179,19 @@ def test_calls_and_shares(server: ForkServer) -> None:
     program = "class Solution:\n    def square(self, x): return x * x"
     assert jobs.judge_calls(server, program, "square", cases[:3], LIMITS).right
     some = jobs.judge_calls(server, program, "square", [cases[3], *cases[:3]], LIMITS, all=True)
-    assert (some.passed, some.total, some.reason, some.detail) == (3, 4, "wrong_answer", "square gave '16'")
+    assert (some.passed, some.total, some.reason, some.detail) == (
+        3,
+        4,
+        "wrong_answer",
+        "square gave '16'",
+    )
     missing = jobs.judge_calls(server, "x = 1", "square", cases, LIMITS)
     assert (missing.passed, missing.reason) == (0, "error") and "square" in missing.detail
-    limited = "import resource\ndef seconds(): return resource.getrlimit(resource.RLIMIT_CPU)[0]"  # one process makes all calls
-    assert jobs.judge_calls(server, limited, "seconds", [([], 80)] * 3, LIMITS).right, "20 s to load, and 20 s for each call"
+    # one process makes all calls
+    limited = "import resource\ndef seconds(): return resource.getrlimit(resource.RLIMIT_CPU)[0]"
+    assert jobs.judge_calls(server, limited, "seconds", [([], 80)] * 3, LIMITS).right, (
+        "20 s to load, and 20 s for each call"
+    )
     asserts = ["assert g(1) == 1", "assert g(2) == 5", "assert g(3) == 3"]
     assert jobs.judge_tests(server, "def g(x): return x", asserts, LIMITS, all=True).passed == 2
     assert jobs.judge_tests(server, "def g(x): return x", asserts, LIMITS).passed == 1
@@ -121,21 +200,30 @@ def test_calls_and_shares(server: ForkServer) -> None:
 @pytest.mark.parametrize(
     ("got", "wanted", "equal"),
     [
-        (0.1 + 0.2, 0.3, True), (1, 1.0, True), (10**400, 1.5, False), (float("nan"), 1.0, False), (True, 1, False),
+        (0.1 + 0.2, 0.3, True),
+        (1, 1.0, True),
+        (10**400, 1.5, False),
+        (float("nan"), 1.0, False),
+        (True, 1, False),
         ((1, [2]), [1, (2,)], True),
-        ({1: "a"}, {"1": "a"}, True), ({1: "a"}, {"2": "a"}, False), ("1", 1, False), ({1}, {1}, True),
-        ({1}, [1], False), (None, None, True),
+        ({1: "a"}, {"1": "a"}, True),
+        ({1: "a"}, {"2": "a"}, False),
+        ("1", 1, False),
+        ({1}, {1}, True),
+        ({1}, [1], False),
+        (None, None, True),
     ],
-)  # fmt: skip
+)
 def test_equal_values(got: Any, wanted: Any, equal: bool) -> None:
     assert wire.same(got, wanted) is equal
 
 
 def test_tests_that_are_wrong_say_nothing_about_the_program(server: ForkServer) -> None:
     for test, why in [
-        ("assert f(1) == (", "SyntaxError"), ("import no_such_module", "No module named"), ("def check(c):\n    x += c(1)",
-        "UnboundLocalError"),
-    ]:  # fmt: skip
+        ("assert f(1) == (", "SyntaxError"),
+        ("import no_such_module", "No module named"),
+        ("def check(c):\n    x += c(1)", "UnboundLocalError"),
+    ]:
         with pytest.raises(BrokenTests, match=why):
             jobs.judge_tests(server, "def f(x): return x", [test], LIMITS, entry_point="f")
 
@@ -143,12 +231,24 @@ def test_tests_that_are_wrong_say_nothing_about_the_program(server: ForkServer) 
 @pytest.mark.parametrize(
     ("test", "attack", "gold"),
     [
-        ("for v in c(3):\n    last = v\nassert last == 6", "def c(x): return []", "def c(x): return [6]"),
+        (
+            "for v in c(3):\n    last = v\nassert last == 6",
+            "def c(x): return []",
+            "def c(x): return [6]",
+        ),
         ("if c(3):\n    x = 1\nassert x", "def c(x): return 0", "def c(x): return 1"),
-        ("import ast\nassert ast.literal_eval(c(3)) == 6", "def c(x): return '('", "def c(x): return '6'"),
+        (
+            "import ast\nassert ast.literal_eval(c(3)) == 6",
+            "def c(x): return '('",
+            "def c(x): return '6'",
+        ),
         ("assert eval(c(3)) == 6", "def c(x): return 'y'", "def c(x): return '6'"),
         ("assert compile(c(3), 'c', 'eval')", "def c(x): return '('", "def c(x): return '6'"),
-        ("import importlib\nassert importlib.import_module(c(3))", "def c(x): return 'no_such'", "def c(x): return 'ast'"),
+        (
+            "import importlib\nassert importlib.import_module(c(3))",
+            "def c(x): return 'no_such'",
+            "def c(x): return 'ast'",
+        ),
         (
             "def check(c):\n    for v in c(3):\n        last = v\n    assert last == 6",
             "def c(x): return ()",
@@ -156,7 +256,9 @@ def test_tests_that_are_wrong_say_nothing_about_the_program(server: ForkServer) 
         ),
     ],
 )
-def test_what_a_program_returns_cannot_make_tests_look_wrong(test: str, attack: str, gold: str, server: ForkServer) -> None:
+def test_what_a_program_returns_cannot_make_tests_look_wrong(
+    test: str, attack: str, gold: str, server: ForkServer
+) -> None:
     """R3: with a solution beside the row, and without."""
     entry = "c" if "check" in test else ""
     for known in (gold, ""):
@@ -169,9 +271,13 @@ def test_a_solution_shows_that_tests_are_wrong(server: ForkServer) -> None:
     """R3: behind an assert that constant programs fail."""
     test = "assert f(2) == 4\nfor v in []:\n    last = v\nassert last"
     with pytest.raises(BrokenTests, match="NameError"):
-        jobs.judge_tests(server, "def f(x): return x * x", [test], LIMITS, gold="def f(x): return 2 * x")
+        jobs.judge_tests(
+            server, "def f(x): return x * x", [test], LIMITS, gold="def f(x): return 2 * x"
+        )
     with pytest.raises(BrokenTests, match="no_such"):
-        jobs.judge_tests(server, "def f(x): return x * x", ["assert f(2) == 4\nimport no_such"], LIMITS)
+        jobs.judge_tests(
+            server, "def f(x): return x * x", ["assert f(2) == 4\nimport no_such"], LIMITS
+        )
 
 
 @pytest.mark.parametrize(
@@ -180,32 +286,59 @@ def test_a_solution_shows_that_tests_are_wrong(server: ForkServer) -> None:
         ("def check(c):\n    assert c(1) == 2", ""),
         ("'Tests.'\nimport math\nLIMIT = 1\ndef test_one():\n    assert f(1) == 2", "f"),
         (
-            "import unittest\nclass T(unittest.TestCase):\n    def test_one(self): self.assertEqual(f(1), 2)\n"
-            "if __name__ == '__main__': unittest.main()", "f",
+            "import unittest\nclass T(unittest.TestCase):\n    def test_one(self): "
+            "self.assertEqual(f(1), 2)\n"
+            "if __name__ == '__main__': unittest.main()",
+            "f",
         ),
     ],
-)  # fmt: skip
-def test_tests_that_run_nothing_are_passed_by_nobody(test: str, entry: str, server: ForkServer) -> None:
+)
+def test_tests_that_run_nothing_are_passed_by_nobody(
+    test: str, entry: str, server: ForkServer
+) -> None:
     with pytest.raises(BrokenTests, match="only define"):
         jobs.judge_tests(server, "def f(x): return 7", [test], LIMITS, entry_point=entry)
-    assert jobs.judge_tests(server, "def f(x): return 2", [test, "assert f(1) == 2"], LIMITS, entry_point=entry).right
+    assert jobs.judge_tests(
+        server, "def f(x): return 2", [test, "assert f(1) == 2"], LIMITS, entry_point=entry
+    ).right
 
 
 @pytest.mark.parametrize(
-    "raised", ["NameError", "ImportError", "SyntaxError", "RecursionError", "KeyboardInterrupt", "GeneratorExit"]
+    "raised",
+    [
+        "NameError",
+        "ImportError",
+        "SyntaxError",
+        "RecursionError",
+        "KeyboardInterrupt",
+        "GeneratorExit",
+    ],
 )
 def test_a_program_cannot_make_the_tests_look_wrong(raised: str, server: ForkServer) -> None:
-    verdict = jobs.judge_tests(server, f"def f(x): raise {raised}('no')", ["assert f(1) == 1"], LIMITS)
+    verdict = jobs.judge_tests(
+        server, f"def f(x): raise {raised}('no')", ["assert f(1) == 1"], LIMITS
+    )
     assert verdict.reason == "error" and verdict.passed == 0
     assert jobs.judge_tests(server, "pass", ["assert f(1) == 1"], LIMITS).reason == "error"
 
 
 @pytest.mark.parametrize(
     "said",
-    [b'["x", 1]', b'["d", [[["l", []], 1]]]', b'["r", 1, 2, 0]', b'["h"]', b'["s", [["l", []]]]', b'[["l"]]', b"{}", b"[[[[" * 9999,
-    b"\xff",
-     b'["F", 1, 0]', b'["D", "x"]', b'["i", 3]'],
-)  # fmt: skip
+    [
+        b'["x", 1]',
+        b'["d", [[["l", []], 1]]]',
+        b'["r", 1, 2, 0]',
+        b'["h"]',
+        b'["s", [["l", []]]]',
+        b'[["l"]]',
+        b"{}",
+        b"[[[[" * 9999,
+        b"\xff",
+        b'["F", 1, 0]',
+        b'["D", "x"]',
+        b'["i", 3]',
+    ],
+)
 def test_what_no_honest_program_sends_is_unreadable(said: bytes) -> None:
     with pytest.raises(BadMessage):
         wire.decode(wire.parse(said))
@@ -231,8 +364,10 @@ async def test_many_at_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -
         return (await sandbox.judge("print(int(input()) * 2)", pairs, LIMITS)).right
 
     at_once: list[int] = []
-    started, lock = [0], threading.Lock()
-    real_start, real_close = ForkServer.start, SandboxedProcess.close
+    started = [0]
+    lock = threading.Lock()
+    real_start = ForkServer.start
+    real_close = SandboxedProcess.close
 
     def count(step: int) -> None:
         with lock:
@@ -253,7 +388,9 @@ async def test_many_at_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -
     assert max(at_once) == 2 and len(at_once) == 48
 
 
-async def test_verdicts_are_remembered_but_timeouts_are_not(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verdicts_are_remembered_but_timeouts_are_not(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = []
     real = jobs.run
     monkeypatch.setattr(jobs, "run", lambda *a: runs.append(1) or real(*a))
@@ -262,7 +399,9 @@ async def test_verdicts_are_remembered_but_timeouts_are_not(sandbox: Sandbox, mo
         assert (await sandbox.judge("print(1)", pairs, LIMITS)).right
     assert len(runs) == 1
     for _ in range(2):
-        assert (await sandbox.judge("while 1: pass", pairs, ProgramLimits(timeout_s=0.1))).reason == "timeout"
+        assert (
+            await sandbox.judge("while 1: pass", pairs, ProgramLimits(timeout_s=0.1))
+        ).reason == "timeout"
     assert len(runs) == 3
 
 
@@ -287,27 +426,39 @@ async def test_sandboxes_are_counted_together(sandbox: Sandbox) -> None:
 
 
 def test_a_machine_without_protection_is_refused(tmp_path: Path) -> None:
-    """A Python that cannot start, and no level accepted: the message names every level and the remedy."""
+    """A Python that cannot start, and no level accepted: the message names every level and the
+    remedy.
+    """
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
-    with pytest.raises(SandboxUnavailable, match=r"namespaces: it ended while starting.*seccomp: .*Landlock.*sandbox_url"):
+    with pytest.raises(
+        SandboxUnavailable,
+        match=r"namespaces: it ended while starting.*seccomp: .*Landlock.*sandbox_url",
+    ):
         open_server(LEVELS, str(broken))
     with pytest.raises(SandboxUnavailable, match=r"namespaces: it.*landlock: it") as refused:
         Sandbox(python=str(broken)).level()
-    assert "seccomp: it" not in str(refused.value)  # which hides files by forbidding them all: it has to be named
+    # which hides files by forbidding them all: it has to be named
+    assert "seccomp: it" not in str(refused.value)
 
 
 def test_a_level_is_a_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A level that is named is the level that is used; nothing falls back to less than the two strongest."""
+    """A level that is named is the level that is used; nothing falls back to less than the two
+    strongest.
+    """
     for level in LEVELS:
         named = Sandbox(level=level)
         with contextlib.suppress(SandboxUnavailable):
             assert named.level() == level
         named.close()
-    monkeypatch.setattr(sandbox_module, "_fault", lambda server: "" if server.level == "seccomp" else "not here")
+    monkeypatch.setattr(
+        sandbox_module, "_fault", lambda server: "" if server.level == "seccomp" else "not here"
+    )
     with pytest.raises(
-        SandboxUnavailable, match=r"namespaces: not here; landlock: not here\).*user\.max_user_namespaces.*sandbox_level: seccomp"
+        SandboxUnavailable,
+        match=r"namespaces: not here; landlock: not "
+        r"here\).*user\.max_user_namespaces.*sandbox_level: seccomp",
     ):
         Sandbox().level()
     assert Sandbox(level="seccomp").level() == "seccomp"
@@ -326,7 +477,8 @@ async def test_closing_ends_a_program_that_goes_on(
 ) -> None:
     """Also one that sends a byte now and then; it gets no verdict."""
     monkeypatch.setattr(sandbox_module, "CLOSE_S", 0.01)
-    read, send = threading.Event(), wire.send
+    read = threading.Event()
+    send = wire.send
 
     def sent(sock: Any, message: Any, **kwargs: Any) -> None:
         send(sock, message, **kwargs)
@@ -334,9 +486,12 @@ async def test_closing_ends_a_program_that_goes_on(
 
     monkeypatch.setattr(wire, "send", sent)
     program = (
-        f"import os, time\nos.write({fd}, bytes([0, 1, 0, 0]))\nwhile True:\n    os.write({fd}, b' ')\n    time.sleep(0.05)\n"
+        f"import os, time\nos.write({fd}, bytes([0, 1, 0, 0]))\nwhile True:\n    "
+        f"os.write({fd}, b' ')\n    time.sleep(0.05)\n"
     )
-    job = asyncio.create_task(sandbox.judge(program, Calls("f", [([1], 1)]), ProgramLimits(timeout_s=3600)))
+    job = asyncio.create_task(
+        sandbox.judge(program, Calls("f", [([1], 1)]), ProgramLimits(timeout_s=3600))
+    )
     await asyncio.to_thread(read.wait)
     await asyncio.to_thread(sandbox.close)
     with pytest.raises(SandboxError, match="closed while the program ran"):
@@ -344,7 +499,9 @@ async def test_closing_ends_a_program_that_goes_on(
     assert (await sandbox.judge("print(1)", Pairs([("", "1")]), LIMITS)).right
 
 
-async def test_a_sandbox_that_fails_raises(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_that_fails_raises(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any) -> None:
         raise SandboxError("no more processes")
 

@@ -35,12 +35,20 @@ def sandbox(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     made = ContainerSandbox(containers.image(started, tmp_path))
     yield made
     made.close()
-    left = subprocess.run([*started, "ps", "--all", "--format", "{{.Names}}"], capture_output=True, text=True, check=True).stdout
-    assert f"rft-{os.getpid()}-" not in left, "a container outlives its run"  # others are of other workers
+    left = subprocess.run(
+        [*started, "ps", "--all", "--format", "{{.Names}}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    # others are of other workers
+    assert f"rft-{os.getpid()}-" not in left, "a container outlives its run"
 
 
 async def test_what_a_program_reads_prints_and_ends_with(sandbox: Any) -> None:
-    ran = await sandbox.run("import sys; print(sys.stdin.read().upper(), end='')", LIMITS, b"said\n")
+    ran = await sandbox.run(
+        "import sys; print(sys.stdin.read().upper(), end='')", LIMITS, b"said\n"
+    )
     assert (ran.reason, ran.output) == ("", b"SAID\n")
     ran = await sandbox.run("import sys; print('why', file=sys.stderr); sys.exit(3)", LIMITS)
     assert (ran.reason, ran.detail) == ("error", "why")
@@ -51,19 +59,28 @@ async def test_what_a_program_reads_prints_and_ends_with(sandbox: Any) -> None:
 @pytest.mark.parametrize(
     ("program", "limits", "reasons"),
     [
-        ("while True: pass", ProgramLimits(timeout_s=1.0), {"timeout", "killed"}),  # its processor time may be used up first
+        # its processor time may be used up first
+        ("while True: pass", ProgramLimits(timeout_s=1.0), {"timeout", "killed"}),
         ("import time; time.sleep(60)", ProgramLimits(timeout_s=1.0), {"timeout"}),
         ("x = bytearray(1 << 30)", ProgramLimits(timeout_s=20.0, memory_mb=128), {"memory"}),
         ("while True: print('x' * 1000)", ProgramLimits(timeout_s=20.0, output_kb=64), {"output"}),
-        ("open('/tmp/big', 'wb').write(bytes(32 << 20))", ProgramLimits(timeout_s=20.0, file_mb=4), {"error", "crash"}),
+        (
+            "open('/tmp/big', 'wb').write(bytes(32 << 20))",
+            ProgramLimits(timeout_s=20.0, file_mb=4),
+            {"error", "crash"},
+        ),
     ],
     ids=["computes", "sleeps", "memory", "prints", "writes"],
 )
-async def test_limits_end_it(sandbox: Any, program: str, limits: ProgramLimits, reasons: set[str]) -> None:
+async def test_limits_end_it(
+    sandbox: Any, program: str, limits: ProgramLimits, reasons: set[str]
+) -> None:
     assert (await sandbox.run(program, limits)).reason in reasons
 
 
-async def test_it_reaches_nothing_outside(sandbox: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_reaches_nothing_outside(
+    sandbox: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "secret").write_text("found")
     monkeypatch.setenv("SECRET", "found")
     program = f"""
@@ -87,7 +104,10 @@ print(told(lambda: [os.fork() or os._exit(0) for _ in range(64)] and "open") if 
 async def test_what_one_writes_no_other_sees(sandbox: Any) -> None:
     found = []
     for _ in range(2):
-        ran = await sandbox.run("import os; print(os.path.exists('/tmp/left')); open('/tmp/left', 'w').write('x')", LIMITS)
+        ran = await sandbox.run(
+            "import os; print(os.path.exists('/tmp/left')); open('/tmp/left', 'w').write('x')",
+            LIMITS,
+        )
         found.append(ran.output)
     assert found == [b"False\n"] * 2
 
@@ -98,10 +118,15 @@ async def test_several_at_the_same_time(sandbox: Any) -> None:
 
 
 async def test_projects_have_files_and_folders(sandbox: Any) -> None:
-    files = {"pack/__init__.py": "", "pack/sums.py": "def add(a, b):\n    return a - b\n", "data.txt": "5\n"}
+    files = {
+        "pack/__init__.py": "",
+        "pack/sums.py": "def add(a, b):\n    return a - b\n",
+        "data.txt": "5\n",
+    }
     files["test_sums.py"] = (
         "import unittest\nfrom pack.sums import add\n\n\nclass Sums(unittest.TestCase):\n"
-        "    def test_it(self):\n        self.assertEqual(add(2, 3), int(open('data.txt').read()))\n"
+        "    def test_it(self):\n        self.assertEqual(add(2, 3), "
+        "int(open('data.txt').read()))\n"
     )
     assert (await run_project(sandbox, files, ["-m", "unittest", "-q"], LIMITS)).reason == "error"
     files["pack/sums.py"] = "def add(a, b):\n    return a + b\n"
@@ -124,7 +149,9 @@ async def test_a_container_that_is_lost_at_its_start_is_started_again(
     failures: int, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = containers.command(monkeypatch)
-    image, lost, engine = containers.image(started, tmp_path), tmp_path / "lost", tmp_path / "engine"
+    image = containers.image(started, tmp_path)
+    lost = tmp_path / "lost"
+    engine = tmp_path / "engine"
     engine.write_text(
         f"""#!/bin/sh
 if [ "$1" = run ] && [ "$(wc -l <{lost})" -lt {failures} ]; then

@@ -1,4 +1,6 @@
-"""Clients of `rft serve` that outlive it: they send each call again until it is answered, and know what was acknowledged."""
+"""Clients of `rft serve` that outlive it: they send each call again until it is answered, and know
+what was acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ class Persistent:
 
     def __init__(self, address: str, key: str, *, clients: int = 8, pause_s: float = 0.0) -> None:
         """`pause_s`: of each client, between two sessions."""
-        self.address, self._key, self._clients, self._pause_s = address, key, clients, pause_s
-        self.acknowledged, self.rewarded = set[str](), set[str]()
+        self.address = address
+        self._key = key
+        self._clients = clients
+        self._pause_s = pause_s
+        self.acknowledged = set[str]()
+        self.rewarded = set[str]()
         self.again = 0  # calls that had to be sent again
         self.stopped = False
         self._news = asyncio.Condition()
@@ -33,7 +39,10 @@ class Persistent:
             await self._news.wait_for(lambda: len(self.acknowledged) >= wanted)
 
     async def play(self, first: int) -> None:
-        async with AsyncClient(self.address, self._key, patience_s=300.0) as rft, httpx.AsyncClient(timeout=30) as http:
+        async with (
+            AsyncClient(self.address, self._key, patience_s=300.0) as rft,
+            httpx.AsyncClient(timeout=30) as http,
+        ):
             for number in itertools.count(first, self._clients):
                 if self.stopped:
                     return
@@ -55,7 +64,9 @@ class Persistent:
         async with asyncio.timeout(300):
             while True:
                 try:
-                    answer = await http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)
+                    answer = await http.post(
+                        f"{session.base_url}/chat/completions", json=body, headers=headers
+                    )
                 except httpx.TransportError:
                     answer = None
                 if answer is None or answer.status_code == 503:
@@ -70,9 +81,24 @@ class Persistent:
 
     def lost(self, run_dir: Path) -> list[str]:
         """What a run's ledger lacks, or has twice, of what was acknowledged.  Empty = nothing."""
-        with contextlib.closing(sqlite3.connect(run_dir / "buffer" / "experience_buffer.db")) as ledger:
+        with contextlib.closing(
+            sqlite3.connect(run_dir / "buffer" / "experience_buffer.db")
+        ) as ledger:
             calls = [f"chatcmpl-{id}" for (id,) in ledger.execute("SELECT id FROM calls")]
-            scored = {id for (id,) in ledger.execute("SELECT id FROM sessions WHERE score IS NOT NULL")}
-        twice = [f"{len(calls) - len(set(calls))} answers are stored twice"] if len(calls) != len(set(calls)) else []
+            scored = {
+                id for (id,) in ledger.execute("SELECT id FROM sessions WHERE score IS NOT NULL")
+            }
+        twice = (
+            [f"{len(calls) - len(set(calls))} answers are stored twice"]
+            if len(calls) != len(set(calls))
+            else []
+        )
         lost = {"answers": self.acknowledged - set(calls), "rewards": self.rewarded - scored}
-        return [*twice, *(f"{len(ids)} acknowledged {what} are lost, e.g. {min(ids)}" for what, ids in lost.items() if ids)]
+        return [
+            *twice,
+            *(
+                f"{len(ids)} acknowledged {what} are lost, e.g. {min(ids)}"
+                for what, ids in lost.items()
+                if ids
+            ),
+        ]

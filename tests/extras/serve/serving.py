@@ -1,4 +1,6 @@
-"""A service around a real buffer and a scripted engine, with a gate that lets every batch begin; for tests of what clients see."""
+"""A service around a real buffer and a scripted engine, with a gate that lets every batch begin;
+for tests of what clients see.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 class OpenGate:
-    """Batches begin at once; `end` lets the trainer be finished.  Versions in `rejected` failed their canary."""
+    """Batches begin at once; `end` lets the trainer be finished.  Versions in `rejected` failed
+    their canary.
+    """
 
     def __init__(self, cursor: int) -> None:
         self.explored_batches: list[int] = []
@@ -36,7 +40,9 @@ class OpenGate:
         self._next = cursor
         self._over = asyncio.Event()
 
-    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
+    async def next_batch(
+        self, *, lag: int | None, fingerprint: str, total: int | None
+    ) -> Assignment | str:
         self._next += 1
         return Assignment(batch=self._next - 1, version=Version(1, 0))
 
@@ -73,8 +79,14 @@ class Sink:
 class Served:
     """What a test holds of a running service."""
 
-    def __init__(self, service: Service, buffer: Buffer, gate: OpenGate, sink: Sink, lineage: int) -> None:
-        self.service, self.buffer, self.gate, self.sink, self.lineage = service, buffer, gate, sink, lineage
+    def __init__(
+        self, service: Service, buffer: Buffer, gate: OpenGate, sink: Sink, lineage: int
+    ) -> None:
+        self.service = service
+        self.buffer = buffer
+        self.gate = gate
+        self.sink = sink
+        self.lineage = lineage
         self.address = service.gateway.address
         self._over = asyncio.Condition()
         service.book.on_over = self._tell
@@ -82,7 +94,10 @@ class Served:
 
     def http(self, key: str = "", **more: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(
-            base_url=self.address, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=20, **more
+            base_url=self.address,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=20,
+            **more,
         )
 
     async def open(self, **body: Any) -> dict[str, Any]:
@@ -90,13 +105,21 @@ class Served:
         assert answer.status_code == 201, answer.text
         return dict(answer.json())
 
-    async def ask(self, session: dict[str, Any], text: str = "hi", retry_key: str = "", **more: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {session['api_key']}"} | ({"Idempotency-Key": retry_key} if retry_key else {})
+    async def ask(
+        self, session: dict[str, Any], text: str = "hi", retry_key: str = "", **more: Any
+    ) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {session['api_key']}"} | (
+            {"Idempotency-Key": retry_key} if retry_key else {}
+        )
         body = {"model": "policy", "messages": [{"role": "user", "content": text}], **more}
-        return await self.client.post(f"{session['base_url']}/chat/completions", json=body, headers=headers)
+        return await self.client.post(
+            f"{session['base_url']}/chat/completions", json=body, headers=headers
+        )
 
     async def reward(self, session: dict[str, Any], reward: Any, **more: Any) -> httpx.Response:
-        return await self.client.post(f"/v1/sessions/{session['id']}/reward", json={"reward": reward, **more})
+        return await self.client.post(
+            f"/v1/sessions/{session['id']}/reward", json={"reward": reward, **more}
+        )
 
     async def state(self, session: dict[str, Any]) -> dict[str, Any]:
         return dict((await self.client.get(f"/v1/sessions/{session['id']}")).json())
@@ -127,13 +150,18 @@ class Served:
 async def started(
     folder: Path, engine: ScriptedEngine, found: Manifest | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Service, Buffer, OpenGate, Sink, int]]:
-    """A service that listens; the buffer of `folder` goes on, from the checkpoint `found` where there is one."""
+    """A service that listens; the buffer of `folder` goes on, from the checkpoint `found` where
+    there is one.
+    """
     buffer = Buffer(BufferSettings(folder=folder / "buffer", resume_rows="keep"))
     await buffer.open()
-    begun = await buffer.start_lineage(*((None, None) if found is None else (found.version, found.consumption)))
+    begun = await buffer.start_lineage(
+        *((None, None) if found is None else (found.version, found.consumption))
+    )
     lineage = begun.lineage
     engine.version = Version(lineage, 0 if found is None else found.version.step)
-    gate, sink = OpenGate(begun.cursor), Sink()
+    gate = OpenGate(begun.cursor)
+    sink = Sink()
     service = Service(
         ServeSettings(**{"port": 0, "batch_size": 1, **settings}),
         PipelineSettings(),
@@ -160,7 +188,9 @@ async def started(
 
 
 @asynccontextmanager
-async def serving(folder: Path, monkeypatch: Any, engine: ScriptedEngine | None = None, **settings: Any) -> AsyncIterator[Served]:
+async def serving(
+    folder: Path, monkeypatch: Any, engine: ScriptedEngine | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     """`settings`: of the service."""
     monkeypatch.setenv(ENVIRONMENT, KEY)
     engine = engine or ScriptedEngine(answer=lambda m: f"to {m[-1]['content']}")

@@ -16,15 +16,22 @@ def client(*answers: httpx.Response, patience_s: float = 60.0) -> Client:
 
 
 @pytest.mark.parametrize("after", ["Wed, 21 Oct 2015 07:28:00 GMT", "-5", "soon"])
-def test_a_proxy_may_say_in_any_way_when_to_come_again(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_may_say_in_any_way_when_to_come_again(
+    after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rft.extras.serve.client._PAUSE_S", 0.01)
-    busy, done = httpx.Response(503, headers={"Retry-After": after}), httpx.Response(200, json={"closed_groups": 3})
+    busy = httpx.Response(503, headers={"Retry-After": after})
+    done = httpx.Response(200, json={"closed_groups": 3})
     with client(busy, done) as rft:
         assert rft.commit() == 3
 
 
 def test_no_wait_goes_beyond_the_patience() -> None:
-    busy = httpx.Response(503, headers={"Retry-After": "3600"}, json={"error": {"code": "stopping", "message": "stopping"}})
+    busy = httpx.Response(
+        503,
+        headers={"Retry-After": "3600"},
+        json={"error": {"code": "stopping", "message": "stopping"}},
+    )
     with client(busy, busy, patience_s=0.05) as rft, pytest.raises(ServeError, match="stopping"):
         rft.commit()
 
@@ -41,5 +48,8 @@ def test_a_reward_waits_for_the_answers_under_way() -> None:
 
 def test_an_address_that_is_none_is_told_at_once() -> None:
     """It was asked again for a minute, and did not answer."""
-    with Client("localhost:8010", "key") as rft, pytest.raises(httpx.UnsupportedProtocol, match="unsupported protocol"):
+    with (
+        Client("localhost:8010", "key") as rft,
+        pytest.raises(httpx.UnsupportedProtocol, match="unsupported protocol"),
+    ):
         rft.commit()

@@ -31,8 +31,11 @@ async def test_it_is_flat_in_sessions_that_wait(tmp_path, monkeypatch):
             """A run, another that is withdrawn, and a call of a client without a session."""
             session = await served.played(1.0, task_id=f"t{len(served.service.book.sessions)}")
             await served.client.delete(f"/v1/sessions/{session['id']}")
-            body, headers = {"model": "m", "messages": HI}, {"Idempotency-Key": session["id"]}
-            assert (await served.client.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+            body = {"model": "m", "messages": HI}
+            headers = {"Idempotency-Key": session["id"]}
+            assert (
+                await served.client.post("/v1/chat/completions", json=body, headers=headers)
+            ).status_code == 200
 
         async def wait(count: int) -> None:
             for _ in range(count):

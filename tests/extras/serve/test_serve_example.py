@@ -1,4 +1,6 @@
-"""examples/serve: the program that plays sessions may be started at the same moment as the service, as its configuration says."""
+"""examples/serve: the program that plays sessions may be started at the same moment as the service,
+as its configuration says.
+"""
 
 from __future__ import annotations
 

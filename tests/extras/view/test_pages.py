@@ -1,4 +1,6 @@
-"""Pages of `rft view`: what is shown of broken runs, that numbers are those of SQL, and that nothing is changed."""
+"""Pages of `rft view`: what is shown of broken runs, that numbers are those of SQL, and that
+nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -69,18 +71,30 @@ async def test_a_page_shows_what_sql_says(tmp_path: Path) -> None:
         run = f"{server.address}run/run/"
         with open_run(tmp_path / "run") as questions:
             for path, condition in (
-                ("rollouts?step=1&order=worst", "used_step = 1 AND reward IS NOT NULL ORDER BY reward, id"),
+                (
+                    "rollouts?step=1&order=worst",
+                    "used_step = 1 AND reward IS NOT NULL ORDER BY reward, id",
+                ),
                 ("rollouts?order=best", "reward IS NOT NULL ORDER BY reward DESC, id"),
                 ("rollouts?status=failed", "status = 'failed' ORDER BY id"),
-                ("rollouts?state=leased&order=shortest", "state = 'leased' ORDER BY num_response_tokens, id"),
+                (
+                    "rollouts?state=leased&order=shortest",
+                    "state = 'leased' ORDER BY num_response_tokens, id",
+                ),
                 (
                     "rollouts?taskset=other&low=0.5&order=longest",
                     "taskset = 'other' AND reward >= 0.5 ORDER BY num_response_tokens DESC, id",
                 ),
-                ("rollouts?reason=TIME", "reason LIKE '%time%' OR explained LIKE '%time%' ORDER BY id"),
+                (
+                    "rollouts?reason=TIME",
+                    "reason LIKE '%time%' OR explained LIKE '%time%' ORDER BY id",
+                ),
                 ("rollouts?text=RED", "prompt_text LIKE '%red%' OR response_text LIKE '%red%'"),
                 ("rollouts?batch=1&high=0&order=best", "batch = 1 AND reward <= 0 ORDER BY id"),
-                ("rollouts?version=0&order=worst", "newest_step = 0 AND reward IS NOT NULL ORDER BY reward, id"),
+                (
+                    "rollouts?version=0&order=worst",
+                    "newest_step = 0 AND reward IS NOT NULL ORDER BY reward, id",
+                ),
                 (
                     "rollouts?task=1&taskset=toy&order=worst",
                     "task_index = 1 AND taskset = 'toy' AND reward IS NOT NULL ORDER BY reward, id",
@@ -90,14 +104,18 @@ async def test_a_page_shows_what_sql_says(tmp_path: Path) -> None:
                     expected = [id for (id,) in answer.rows]
                 assert expected, path
                 shown = await read(session, run + path)
-                assert re.findall(r'class="go" href="[^"]*/rollout/([\d.]+)"', shown) == expected, path
+                assert re.findall(r'class="go" href="[^"]*/rollout/([\d.]+)"', shown) == expected, (
+                    path
+                )
             (row,) = questions.row(expected[0])
             page = Page(await read(session, f"{run}rollout/{expected[0]}")).text
             assert row["content_hash"] in page
             assert f"reward{row['reward']:.6g}" in page.replace("\n", "").replace(" ", "")
 
 
-@pytest.mark.parametrize("said", [["gpt"], {"name": "gpt"}, "gpt", [{"question": "gpt"}], [{"reply": ["gpt"]}]], ids=str)
+@pytest.mark.parametrize(
+    "said", [["gpt"], {"name": "gpt"}, "gpt", [{"question": "gpt"}], [{"reply": ["gpt"]}]], ids=str
+)
 async def test_what_others_call_judge_is_shown_as_it_is(tmp_path: Path, said: object) -> None:
     """Metadata of a session and `info` of a workflow may have any name."""
     buffer = Buffer(BufferSettings(folder=tmp_path / "run" / "buffer"))
@@ -105,7 +123,10 @@ async def test_what_others_call_judge_is_shown_as_it_is(tmp_path: Path, said: ob
     await buffer.start_lineage(None, None)
     name = GroupId(1, 0, 0, 0)
     rows = [
-        msgspec.structs.replace(row(name.run(n), reward=float(n), version=Version(1, 0)), info={"judge": said}) for n in (0, 1)
+        msgspec.structs.replace(
+            row(name.run(n), reward=float(n), version=Version(1, 0)), info={"judge": said}
+        )
+        for n in (0, 1)
     ]
     await buffer.writer(1).append(encode(rows), accepted=True)
     await buffer.close()
@@ -144,15 +165,20 @@ async def test_sql_page_and_files_hold_the_same_rows(tmp_path: Path) -> None:
         ):
             assert said in Page(await read(session, f"{run}sql?q={quote(wrong)}")).text
             assert said in Page(await read(session, f"{run}sql.csv?q={quote(wrong)}", 422)).text
-        assert "of one name" in await read(session, f"{run}sql.parquet?q={quote('SELECT 1 AS a, 2 AS a')}", 422)
+        assert "of one name" in await read(
+            session, f"{run}sql.parquet?q={quote('SELECT 1 AS a, 2 AS a')}", 422
+        )
         late = many.replace("SELECT i,", "SELECT CASE WHEN i < 3000 THEN i ELSE 'x' END AS i,")
-        with pytest.raises(aiohttp.ClientPayloadError):  # a file that breaks off does not look whole
+        # a file that breaks off does not look whole
+        with pytest.raises(aiohttp.ClientPayloadError):
             async with session.get(URL(f"{run}sql.parquet?q={quote(late)}", encoded=True)) as file:
                 await file.read()
 
 
 async def test_a_run_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut line of metrics is left for the next look, new rows and states appear, and a damaged line is named."""
+    """A cut line of metrics is left for the next look, new rows and states appear, and a damaged
+    line is named.
+    """
     monkeypatch.setattr("rft.extras.view.opened_run.REFRESH_S", 0.0)
     buffer = Buffer(BufferSettings(folder=tmp_path / "run" / "buffer"))
     await buffer.open()
@@ -166,7 +192,10 @@ async def test_a_run_that_is_being_written(tmp_path: Path, monkeypatch: pytest.M
         run = f"{server.address}run/run/"
         assert ">2</b><span>train step" in await read(session, run)
         assert "8 rollouts" in await read(session, run + "rollouts?order=best")
-        file.write_text(whole + '{"role":"trainer","step":3,"time":1.7e9,"values":{"actor/loss":1.5}}\nno record\n')
+        file.write_text(
+            whole
+            + '{"role":"trainer","step":3,"time":1.7e9,"values":{"actor/loss":1.5}}\nno record\n'
+        )
         await fill(buffer, 1, 1)
         page = await read(session, run)
         assert ">3</b><span>train step" in page
@@ -177,7 +206,10 @@ async def test_a_run_that_is_being_written(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_live_pages_hear_of_changes(tmp_path: Path) -> None:
     await stored(tmp_path / "run")
-    async with viewing(tmp_path / "run") as (server, session), session.get(f"{server.address}run/run/events") as events:
+    async with (
+        viewing(tmp_path / "run") as (server, session),
+        session.get(f"{server.address}run/run/events") as events,
+    ):
         assert await events.content.readuntil(b"\n\n") == b'event: hello\ndata: "done"\n\n'
         metrics(tmp_path / "run", steps=13)
         assert await events.content.readuntil(b"\n\n") == b'event: changed\ndata: "done"\n\n'
@@ -201,7 +233,12 @@ async def test_broken_and_foreign_runs_say_what_is_wrong(tmp_path: Path) -> None
         listed = await read(session, server.address)
         for name in ("half", "older", "newer", "bare", "garbage"):
             assert f"/run/{name}/" in listed
-            assert "Reward" in json.loads(await read(session, f"{server.address}run/{name}/curves.json"))["charts"][0]["title"]
+            assert (
+                "Reward"
+                in json.loads(await read(session, f"{server.address}run/{name}/curves.json"))[
+                    "charts"
+                ][0]["title"]
+            )
             await read(session, f"{server.address}run/{name}/")
         for name, said in (
             ("half", "damaged|malformed"),
@@ -227,9 +264,15 @@ async def test_folders_may_have_any_name(tmp_path: Path) -> None:
         assert len(runs) == 2
         for run in runs:
             page = await read(session, origin + run)
-            assert re.findall(r'data-run="([^"]*)"', page) == [run.rstrip("/")] and f'href="{run}sql"' in page
+            assert (
+                re.findall(r'data-run="([^"]*)"', page) == [run.rstrip("/")]
+                and f'href="{run}sql"' in page
+            )
             assert "charts" in json.loads(await read(session, f"{origin}{run}curves.json"))
-        compared = await read(session, f"{server.address}compare?{urlencode([('run', html.unescape(k)) for k in keys])}")
+        compared = await read(
+            session,
+            f"{server.address}compare?{urlencode([('run', html.unescape(k)) for k in keys])}",
+        )
         points = re.findall(r'"([^"]*compare.json[^"]*)"', compared)[0]
         assert len(json.loads(await read(session, origin + html.unescape(points)))["charts"]) > 0
 
@@ -249,28 +292,45 @@ async def test_more_runs_at_once_than_are_held_open(tmp_path: Path) -> None:
     for number in range(1, 6):
         shutil.copytree(tmp_path / "r0", tmp_path / f"r{number}")
     async with viewing(tmp_path) as (server, session):
-        pages = [f"{server.address}run/r{number}/{page}" for number in range(6) for page in ("", "rollouts?order=best")]
+        pages = [
+            f"{server.address}run/r{number}/{page}"
+            for number in range(6)
+            for page in ("", "rollouts?order=best")
+        ]
         await asyncio.gather(*(read(session, page) for page in pages))
         assert len(server.pages._opened) == 3
-        assert "is no place in the table" in await read(session, f"{pages[1]}&batch=0&after={'9' * 30}", 422)
+        assert "is no place in the table" in await read(
+            session, f"{pages[1]}&batch=0&after={'9' * 30}", 422
+        )
 
 
 async def test_compare_shows_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rate in (("a", 1e-5), ("b", 3e-5)):
         await stored(tmp_path / name)
-        tree = {"seed": 1, "algorithm": {"optimizer": {"lr": rate}}, "buffer": {"tasksets": [{"name": name}]}}
+        tree = {
+            "seed": 1,
+            "algorithm": {"optimizer": {"lr": rate}},
+            "buffer": {"tasksets": [{"name": name}]},
+        }
         (tmp_path / name / "config.json").write_text(json.dumps({"tree": tree}))
     async with viewing(tmp_path) as (server, session):
         page = Page(await read(session, f"{server.address}compare?run=a&run=b")).text
         assert "algorithm.optimizer.lr" in page
         assert "3e-05" in page
         assert "seed" not in page
-        points = json.loads(await read(session, f"{server.address}compare.json?run=a&run=b&x=tokens"))
-        assert [c["label"] for c in points["charts"][0]["curves"]][:2] == ["a", "a: experience/reward/mean"]
+        points = json.loads(
+            await read(session, f"{server.address}compare.json?run=a&run=b&x=tokens")
+        )
+        assert [c["label"] for c in points["charts"][0]["curves"]][:2] == [
+            "a",
+            "a: experience/reward/mean",
+        ]
         assert max(points["charts"][0]["curves"][0]["x"]) > 0
         decoded = []
         monkeypatch.setattr(monitor_read, "_record", lambda *given: decoded.append(given))
-        assert points == json.loads(await read(session, f"{server.address}compare.json?run=a&run=b&x=tokens"))
+        assert points == json.loads(
+            await read(session, f"{server.address}compare.json?run=a&run=b&x=tokens")
+        )
         assert not decoded, "only what was added since is read"
         for wrong in ("?run=a", "?run=a&run=nothing", "?" + "&".join(["run=a"] * 3)):
             await read(session, f"{server.address}compare{wrong}", 422)
@@ -314,9 +374,19 @@ async def test_viewing_changes_nothing(tmp_path: Path) -> None:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     database.close()
     kept = (".db-wal", ".db-shm")  # SQLite's own, of any reader
-    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and not p.name.endswith(kept)}
+    before = {
+        p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and not p.name.endswith(kept)
+    }
     async with viewing(run_dir) as (server, session):
-        for path in ("", "rollouts?order=best", "rollouts?text=a", "sql?q=SELECT+1", "timeline.svg"):
+        for path in (
+            "",
+            "rollouts?order=best",
+            "rollouts?text=a",
+            "sql?q=SELECT+1",
+            "timeline.svg",
+        ):
             await read(session, f"{server.address}run/run/{path}")
-    after = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and not p.name.endswith(kept)}
+    after = {
+        p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and not p.name.endswith(kept)
+    }
     assert after == before

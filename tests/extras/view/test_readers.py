@@ -1,4 +1,6 @@
-"""What the viewer reads: metrics as they are written, filters as SQL, the index of rollouts, runs below a folder."""
+"""What the viewer reads: metrics as they are written, filters as SQL, the index of rollouts, runs
+below a folder.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ from tests.helpers.asked_ledger import said
 
 def line(role: str, step: int, time: float = 0.0, **values: Any) -> str:
     return (
-        json.dumps({"role": role, "step": step, "time": time, "values": {k.replace("__", "/"): v for k, v in values.items()}})
+        json.dumps(
+            {
+                "role": role,
+                "step": step,
+                "time": time,
+                "values": {k.replace("__", "/"): v for k, v in values.items()},
+            }
+        )
         + "\n"
     )
 
@@ -45,7 +54,12 @@ def test_a_tail_gives_each_whole_record_once(tmp_path: Path) -> None:
     file.write_text(line("trainer", 1, a=1.0) + line("trainer", 2, a=2.0)[:-9])
     assert [r.step for r in tail.new()] == [1]
     assert list(tail.new()) == []
-    file.write_text(line("trainer", 1, a=1.0) + line("trainer", 2, a=2.0) + "damaged\n" + line("trainer", 3, a=3.0))
+    file.write_text(
+        line("trainer", 1, a=1.0)
+        + line("trainer", 2, a=2.0)
+        + "damaged\n"
+        + line("trainer", 3, a=3.0)
+    )
     assert [r.step for r in tail.new()] == [2, 3]
     assert len(tail.problems) == 1
     assert ":3 is not a metric record" in tail.problems[0]
@@ -66,17 +80,24 @@ def test_a_file_that_was_begun_anew_is_read_from_its_begin(tmp_path: Path) -> No
 def test_curves_are_the_series_that_others_read(tmp_path: Path) -> None:
     """Also where a resumed run wrote steps again, and where batches ended in another order."""
     steps = [1, 2, 3, 5, 4, 2, 3, 6]
-    (tmp_path / "metrics.jsonl").write_text("".join(line("trainer", s, 10.0 * i, x=float(i)) for i, s in enumerate(steps)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(line("trainer", s, 10.0 * i, x=float(i)) for i, s in enumerate(steps))
+    )
     curves = Curves(tmp_path)
     curves.refresh()
     x, y = curves.points("x", "step")
-    assert list(zip(x.tolist(), y.tolist(), strict=True)) == series(read(tmp_path / "metrics.jsonl"), "x")
+    assert list(zip(x.tolist(), y.tolist(), strict=True)) == series(
+        read(tmp_path / "metrics.jsonl"), "x"
+    )
     assert curves.newest("x") == (6, 7.0)
 
 
 def test_what_an_attempt_reached_beyond_a_checkpoint_is_no_point(tmp_path: Path) -> None:
     """The newest reward was one of the attempt that was left behind."""
-    lines = [line("synchronizer", 0, sync__version=0.0), *(line("trainer", s, x=float(s)) for s in (1, 2, 3, 4))]
+    lines = [
+        line("synchronizer", 0, sync__version=0.0),
+        *(line("trainer", s, x=float(s)) for s in (1, 2, 3, 4)),
+    ]
     lines += [line("synchronizer", 2, sync__version=2.0), line("trainer", 3, x=30.0)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     curves = Curves(tmp_path)
@@ -90,11 +111,17 @@ def test_what_an_attempt_reached_beyond_a_checkpoint_is_no_point(tmp_path: Path)
     assert curves.newest("x") == (3, 30.0)
 
 
-def test_the_table_of_runs_reads_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_runs_reads_what_was_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Records decoded: a run of weeks was read from its begin at each look."""
     metrics(tmp_path, steps=400)
     decoded = []
-    monkeypatch.setattr(monitor_read, "_record", lambda *given, real=monitor_read._record: decoded.append(given) or real(*given))
+    monkeypatch.setattr(
+        monitor_read,
+        "_record",
+        lambda *given, real=monitor_read._record: decoded.append(given) or real(*given),
+    )
     found = FoundRuns(tmp_path)
     assert found.lines()[0].step == 400 and len(decoded) >= 400
     decoded.clear()
@@ -124,8 +151,11 @@ def test_a_name_of_two_roles_is_two_curves(tmp_path: Path) -> None:
 
 
 def test_costs_of_all_processes_are_added(tmp_path: Path) -> None:
-    counted = [line("explorer", i + 1, judge__j__cost_usd=c) for i, c in enumerate([0.1, 0.4, 0.4, 0.5])]
-    counted.insert(2, line("synchronizer", 2, sync__total_s=1.0))  # the run went on, and counts from 0
+    counted = [
+        line("explorer", i + 1, judge__j__cost_usd=c) for i, c in enumerate([0.1, 0.4, 0.4, 0.5])
+    ]
+    # the run went on, and counts from 0
+    counted.insert(2, line("synchronizer", 2, sync__total_s=1.0))
     (tmp_path / "metrics.jsonl").write_text("".join(counted))
     curves = Curves(tmp_path)
     curves.refresh()
@@ -133,7 +163,10 @@ def test_costs_of_all_processes_are_added(tmp_path: Path) -> None:
 
 
 def test_time_in_which_two_batches_are_explored_counts_once(tmp_path: Path) -> None:
-    lines = [line("explorer", s, t, rollout__time__batch=10.0) for s, t in ((1, 10.0), (2, 15.0), (3, 40.0))]
+    lines = [
+        line("explorer", s, t, rollout__time__batch=10.0)
+        for s, t in ((1, 10.0), (2, 15.0), (3, 40.0))
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     curves = Curves(tmp_path)
     curves.refresh()
@@ -143,7 +176,9 @@ def test_time_in_which_two_batches_are_explored_counts_once(tmp_path: Path) -> N
 def test_long_curves_keep_their_extremes(tmp_path: Path) -> None:
     values = np.sin(np.arange(20_000) / 50)
     values[[777, 15_001]] = 9.0, -9.0
-    (tmp_path / "metrics.jsonl").write_text("".join(line("trainer", i + 1, x=float(v)) for i, v in enumerate(values)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(line("trainer", i + 1, x=float(v)) for i, v in enumerate(values))
+    )
     curves = Curves(tmp_path)
     curves.refresh()
     x, y = curves.points("x", "step")
@@ -167,7 +202,14 @@ def test_the_timeline_is_the_one_of_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "shown"), [([], False), ([1.0], False), ([float("nan"), 1.0], False), ([1.0, 1.0], True), ([0.0] * 500, True)]
+    ("values", "shown"),
+    [
+        ([], False),
+        ([1.0], False),
+        ([float("nan"), 1.0], False),
+        ([1.0, 1.0], True),
+        ([0.0] * 500, True),
+    ],
 )
 def test_small_curves(values: list[float], shown: bool) -> None:
     assert spark(values).startswith("M") is shown
@@ -209,10 +251,18 @@ async def test_filters_as_sql_choose_the_same_rows(tmp_path: Path) -> None:
         while not index.refresh(questions):
             pass
         for given in (
-            {}, {"status": "failed"}, {"state": "used", "order": "best"}, {"state": "leased", "order": "worst"}, {"task": "1"},
-            {"taskset": "other", "low": "0.5"}, {"reason": "time"}, {"reason": "%"}, {"reason": "'"}, {"high": "0", "order": "longest"},
+            {},
+            {"status": "failed"},
+            {"state": "used", "order": "best"},
+            {"state": "leased", "order": "worst"},
+            {"task": "1"},
+            {"taskset": "other", "low": "0.5"},
+            {"reason": "time"},
+            {"reason": "%"},
+            {"reason": "'"},
+            {"high": "0", "order": "longest"},
             {"version": "0", "order": "shortest"},
-        ):  # fmt: skip
+        ):
             f = Filters.read(given)
             with questions.ask(f.sql()) as answer:
                 expected = [row[0] for row in answer.rows]
@@ -238,7 +288,10 @@ async def test_the_index_follows_states_rewards_and_new_lineages(tmp_path: Path)
         def states() -> dict[str, int]:
             while not index.refresh(questions):
                 pass
-            return {s: index.choose(Filters(state=s), 50).total for s in ("available", "leased", "used", "explained")}
+            return {
+                s: index.choose(Filters(state=s), 50).total
+                for s in ("available", "leased", "used", "explained")
+            }
 
         assert states() == {"available": 8, "leased": 0, "used": 0, "explained": 0}
         await take(buffer, 1, 1)
@@ -255,27 +308,43 @@ async def test_the_index_follows_states_rewards_and_new_lineages(tmp_path: Path)
 def test_the_first_of_many_keys_are_those_of_a_sort() -> None:
     rng = np.random.default_rng(0)
     for trial in range(300):
-        size, num = int(rng.integers(1, 9000)), int(rng.integers(1, 60))
-        keys = rng.integers(0, int(rng.integers(1, 3000)), size).astype(float) if trial % 2 else rng.random(size)
+        size = int(rng.integers(1, 9000))
+        num = int(rng.integers(1, 60))
+        keys = (
+            rng.integers(0, int(rng.integers(1, 3000)), size).astype(float)
+            if trial % 2
+            else rng.random(size)
+        )
         positions = np.sort(rng.permutation(20_000)[:size])
-        assert _first(keys, positions, num).tolist() == positions[np.argsort(keys, kind="stable")][:num].tolist()
+        assert (
+            _first(keys, positions, num).tolist()
+            == positions[np.argsort(keys, kind="stable")][:num].tolist()
+        )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_pages_follow_each_other_without_gap(order: str) -> None:
-    index, rng, size = RolloutIndex(), np.random.default_rng(1), 997
+    index = RolloutIndex()
+    rng = np.random.default_rng(1)
+    size = 997
     for name, column in index._columns.items():
         index._columns[name] = rng.integers(0, 5, size).astype(column.dtype)
     index._columns["reward"][::7] = np.nan
     index.size = size
     seen: list[int] = []
-    after, more = None, True
+    after = None
+    more = True
     while more:
         chosen = index.choose(Filters(order=order), 50, after)
         seen += chosen.positions.tolist()
-        after, more = int(chosen.positions[-1]), chosen.more
+        after = int(chosen.positions[-1])
+        more = chosen.more
     assert len(seen) == len(set(seen))
-    expected = np.flatnonzero(~np.isnan(index.column("reward"))) if order in ("best", "worst") else np.arange(size)
+    expected = (
+        np.flatnonzero(~np.isnan(index.column("reward")))
+        if order in ("best", "worst")
+        else np.arange(size)
+    )
     assert sorted(seen) == expected.tolist()
 
 
@@ -321,7 +390,10 @@ def test_configurations_are_compared_key_by_key(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"tree": tree}))
     (tmp_path / "c").mkdir()
-    assert differences([tmp_path / "a", tmp_path / "b"]) == {"x.y": ["1", "2"], "s[1].n": ["default", "2"]}
+    assert differences([tmp_path / "a", tmp_path / "b"]) == {
+        "x.y": ["1", "2"],
+        "s[1].n": ["default", "2"],
+    }
     assert differences([tmp_path / "a", tmp_path / "c"])["l"] == ["[1, 2]", "default"]
 
 
@@ -334,7 +406,9 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path) -> None:
 
 async def test_metrics_stay_as_they_are_while_a_page_reads_them(tmp_path: Path) -> None:
     metrics(tmp_path, steps=2)
-    run, entered, go = OpenedRun(tmp_path), threading.Event(), threading.Event()
+    run = OpenedRun(tmp_path)
+    entered = threading.Event()
+    go = threading.Event()
 
     def slow(curves: Curves) -> tuple[int, int]:
         before = curves.num_records

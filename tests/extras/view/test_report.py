@@ -1,4 +1,6 @@
-"""`rft report` and `rft compare`: one file without scripts, equal to what other commands say; runs beside each other."""
+"""`rft report` and `rft compare`: one file without scripts, equal to what other commands say; runs
+beside each other.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,41 @@ from tests.helpers.asked_ledger import EVIL, play, said
 
 RECORDS = 3000
 INJECTIONS = (
-    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<svg onload=alert(1)>", "<svg><script>alert(1)</script></svg>",
-    "</pre><script>alert(1)</script>", "</style><script>alert(1)</script>", "</title><script>alert(1)</script>", '"><b onclick=alert(1)>',
-    "' onmouseover='alert(1)", "<iframe src=javascript:alert(1)>", "<a href=javascript:alert(1)>x</a>", "<object data=x>", "<embed src=x>",
-    "<link rel=stylesheet href=//x>", "<meta http-equiv=refresh content=0;url=//x>", "<base href=//x>", "<form action=//x><input>",
-    "<body onload=alert(1)>", "<details open ontoggle=alert(1)>", "<math><mi//xlink:href=javascript:alert(1)>",
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<svg onload=alert(1)>",
+    "<svg><script>alert(1)</script></svg>",
+    "</pre><script>alert(1)</script>",
+    "</style><script>alert(1)</script>",
+    "</title><script>alert(1)</script>",
+    '"><b onclick=alert(1)>',
+    "' onmouseover='alert(1)",
+    "<iframe src=javascript:alert(1)>",
+    "<a href=javascript:alert(1)>x</a>",
+    "<object data=x>",
+    "<embed src=x>",
+    "<link rel=stylesheet href=//x>",
+    "<meta http-equiv=refresh content=0;url=//x>",
+    "<base href=//x>",
+    "<form action=//x><input>",
+    "<body onload=alert(1)>",
+    "<details open ontoggle=alert(1)>",
+    "<math><mi//xlink:href=javascript:alert(1)>",
     "<!--><script>alert(1)</script>",
-    "<![CDATA[<script>alert(1)</script>]]>", "{{ 7 * 7 }}", "{% raw %}x", "${7*7}", "<style>*{display:none}</style>", "&lt;script&gt;",
-    "<video><source onerror=alert(1)>", "<x\x00script>", "\u202e<script>\u2066", "\ud800<b>", "<plaintext>", "<template><script>", EVIL,
-)  # fmt: skip
+    "<![CDATA[<script>alert(1)</script>]]>",
+    "{{ 7 * 7 }}",
+    "{% raw %}x",
+    "${7*7}",
+    "<style>*{display:none}</style>",
+    "&lt;script&gt;",
+    "<video><source onerror=alert(1)>",
+    "<x\x00script>",
+    "\u202e<script>\u2066",
+    "\ud800<b>",
+    "<plaintext>",
+    "<template><script>",
+    EVIL,
+)
 
 
 class Tags(HTMLParser):
@@ -73,8 +101,18 @@ def write(folder: Path, records: list[dict[str, Any]], **files: Any) -> Path:
 
 
 def curve(last: float, *, alarm: bool = False) -> list[dict[str, Any]]:
-    found = [{"role": "explorer", "step": s, "time": float(s), "values": {"rollout/reward/mean": s / 10}} for s in (1, 2, 3)]
-    found.append({"role": "eval", "step": 0, "time": 0.5, "values": {"eval/sums/mean@8": 0.25, "eval/sums/tasks": 100}})
+    found = [
+        {"role": "explorer", "step": s, "time": float(s), "values": {"rollout/reward/mean": s / 10}}
+        for s in (1, 2, 3)
+    ]
+    found.append(
+        {
+            "role": "eval",
+            "step": 0,
+            "time": 0.5,
+            "values": {"eval/sums/mean@8": 0.25, "eval/sums/tasks": 100},
+        }
+    )
     values = {
         "eval/sums/mean@8": last,
         "eval/sums/sem@8": 0.01,
@@ -85,16 +123,27 @@ def curve(last: float, *, alarm: bool = False) -> list[dict[str, Any]]:
     found.append({"role": "eval", "step": 3, "time": 9.0, "values": values})
     if alarm:
         found.append(
-            {"role": "explorer", "step": 3, "time": 9.0, "values": {"alarm/length_drift": 1.0}, "notes": ["answers grew"]}
+            {
+                "role": "explorer",
+                "step": 3,
+                "time": 9.0,
+                "values": {"alarm/length_drift": 1.0},
+                "notes": ["answers grew"],
+            }
         )
     return found
 
 
 def planted(run: Path, evil: str) -> None:
-    """Prompts, answers, reward parts, a reason, notes, names of metrics, the configuration: all of them say `evil`."""
+    """Prompts, answers, reward parts, a reason, notes, names of metrics, the configuration: all of
+    them say `evil`.
+    """
     with closing(sqlite3.connect(run / "buffer" / "experience_buffer.db")) as ledger:
         text = evil.encode("utf-8", "surrogatepass")
-        ledger.execute("UPDATE texts SET prompt_text = CAST(? AS TEXT), response_text = CAST(? AS TEXT)", (text, text))
+        ledger.execute(
+            "UPDATE texts SET prompt_text = CAST(? AS TEXT), response_text = CAST(? AS TEXT)",
+            (text, text),
+        )
         ledger.execute(
             "UPDATE experiences SET reward_parts = ?, taskset = ?",
             (json.dumps({evil: 1.0}), evil.encode("utf-8", "replace").decode()),
@@ -103,8 +152,16 @@ def planted(run: Path, evil: str) -> None:
     records = curve(0.9, alarm=True)
     if "\ud800" not in evil:  # no part of a run can write half a character into metrics.jsonl
         records[-1]["notes"] = [evil]
-        records[0]["values"][f"rollout/{evil}/mean"] = records[1]["values"][f"rollout/{evil}/mean"] = 1.0
-    tree = {"tree": {"seed": evil}, "path": evil, "sha256": "x", "overrides": [evil], "versions": {evil: evil}}
+        records[0]["values"][f"rollout/{evil}/mean"] = records[1]["values"][
+            f"rollout/{evil}/mean"
+        ] = 1.0
+    tree = {
+        "tree": {"seed": evil},
+        "path": evil,
+        "sha256": "x",
+        "overrides": [evil],
+        "versions": {evil: evil},
+    }
     write(run, records, state={"phase": "failed", "reason": evil, "time": 1.0}, config=tree)
 
 
@@ -119,10 +176,16 @@ async def test_thirty_injections_are_shown_and_never_executed(tmp_path: Path) ->
         planted(run, evil)
         text = page(collect(rft.open_run(run)))
         found = Tags(text)
-        assert set(found.seen) <= {*plain.seen, "ul", "li"} and found.attributes <= plain.attributes, evil
+        assert (
+            set(found.seen) <= {*plain.seen, "ul", "li"} and found.attributes <= plain.attributes
+        ), evil
         assert all(found.seen[tag] == plain.seen[tag] for tag in ("meta", "style", "body", "pre"))
-        assert not set(map(chr, (*range(9), *range(11, 32), 0x9B, 0x202E, 0x2066, 0xD800))) & set(text), evil
-        assert found.text.count(evil) > 20 or not evil.isprintable() or "\ud800" in evil, "it is shown as it is"
+        assert not set(map(chr, (*range(9), *range(11, 32), 0x9B, 0x202E, 0x2066, 0xD800))) & set(
+            text
+        ), evil
+        assert found.text.count(evil) > 20 or not evil.isprintable() or "\ud800" in evil, (
+            "it is shown as it is"
+        )
     head = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
     assert head and unescape(head[1]).startswith("default-src 'none'; style-src 'sha256-")
 
@@ -132,15 +195,22 @@ async def test_answers_equal_the_ledgers(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(0.9), state={"phase": "running"})
     answers = collect(rft.open_run(tmp_path / "run")).answers
     for kind in ("best", "worst"):
-        told = json.loads(said("buffer", "sample", str(tmp_path / "run"), "--step", "1", f"--{kind}", "3", "--json")[0])
+        told = json.loads(
+            said(
+                "buffer", "sample", str(tmp_path / "run"), "--step", "1", f"--{kind}", "3", "--json"
+            )[0]
+        )
         mine = [(a.id, a.reward, a.text) for a in answers if a.kind == kind]
         assert mine[0] == (told[0]["id"], told[0]["reward"], told[0]["response_text"])
         assert len({id[:-13] for id, *_ in mine}) == len(mine) == 2, "one of each group"
 
 
-async def test_answers_are_found_in_two_readings_of_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_are_found_in_two_readings_of_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Instructions of SQLite's machine for each row, beside those of one reading."""
-    opened, ticks = Questions.open, Counter[str]()
+    opened = Questions.open
+    ticks = Counter[str]()
 
     def counted(questions: Questions) -> None:
         opened(questions)
@@ -160,7 +230,10 @@ async def test_answers_are_found_in_two_readings_of_the_ledger(tmp_path: Path, m
         await buffer.close()
         with closing(sqlite3.connect(run / "buffer/experience_buffer.db")) as ledger, ledger:
             ledger.execute("DROP TRIGGER reward_edit")
-            ledger.execute("UPDATE experiences SET reward = (batch * 31 + task * 17 + run * 7) % 11 / 2.0 WHERE run != 3")
+            ledger.execute(
+                "UPDATE experiences SET reward = (batch * 31 + task * 17 + run * 7) % 11 / 2.0 "
+                "WHERE run != 3"
+            )
             asked = "SELECT id, group_id, reward FROM v_experiences WHERE used_step > ? ORDER BY id"
             rows = ledger.execute(asked, (steps * 3 // 4,)).fetchall()
         ticks.clear()
@@ -172,7 +245,11 @@ async def test_answers_are_found_in_two_readings_of_the_ledger(tmp_path: Path, m
                 assert list(answer.rows) == [(steps,)]
         middle = sorted(reward for *_, reward in rows)[len(rows) // 2]
         told = set[str]()
-        orders = {"best": lambda r: -r[2], "worst": lambda r: r[2], "typical": lambda r: r[2] != middle}
+        orders = {
+            "best": lambda r: -r[2],
+            "worst": lambda r: r[2],
+            "typical": lambda r: r[2] != middle,
+        }
         for kind, order in orders.items():
             first: dict[str, str] = {}
             for id, group, _ in sorted(rows, key=order):
@@ -191,9 +268,19 @@ def test_the_page_has_what_the_run_has(tmp_path: Path) -> None:
     run = write(tmp_path / "run", curve(0.9, alarm=True), state={"phase": "done"})
     out, _, code = said("report", str(run), "-o", str(tmp_path / "new" / "r.html"))
     text = (tmp_path / "new" / "r.html").read_text()
-    assert code == 0 and "r.html" in out and "configuration:" in out and "answers: the run has no buffer" in out
+    assert (
+        code == 0
+        and "r.html" in out
+        and "configuration:" in out
+        and "answers: the run has no buffer" in out
+    )
     tags = Tags(text)
-    assert tags.seen["svg"] == 1 and "0.25 → 0.9" in tags.text and "length_drift" in tags.text and "answers grew" in tags.text
+    assert (
+        tags.seen["svg"] == 1
+        and "0.25 → 0.9" in tags.text
+        and "length_drift" in tags.text
+        and "answers grew" in tags.text
+    )
     assert "0.8804 to 0.9196" in tags.text and "Not in this report" in tags.text
     assert said("report", str(run), "-o", str(tmp_path / "r.pdf"))[2] == 2
     assert said("report", str(tmp_path / "nowhere"))[2] == 2
@@ -201,7 +288,9 @@ def test_the_page_has_what_the_run_has(tmp_path: Path) -> None:
 
 async def test_half_a_ledger_and_a_cut_line_are_named(tmp_path: Path) -> None:
     await play(tmp_path / "run")
-    (tmp_path / "run" / "buffer" / "experience_buffer.db").write_bytes(b"SQLite format 3\x00" + b"\x07" * 4000)
+    (tmp_path / "run" / "buffer" / "experience_buffer.db").write_bytes(
+        b"SQLite format 3\x00" + b"\x07" * 4000
+    )
     (tmp_path / "run" / "metrics.jsonl").write_text('{"role": "trainer", "st')
     found = collect(rft.open_run(tmp_path / "run"))
     assert [m for m in found.missing if "the last line is cut" in m] and [
@@ -214,25 +303,46 @@ async def test_half_a_ledger_and_a_cut_line_are_named(tmp_path: Path) -> None:
 def test_the_file_stays_small(tmp_path: Path) -> None:
     """300,000 records, each with many names; texts are cut where answers are shown."""
     many = [
-        {"role": "trainer", "step": s, "time": float(s), "values": {"actor/loss": s * 0.1, "perf/step_s": 1.0, "alarm/x": 1.0}}
+        {
+            "role": "trainer",
+            "step": s,
+            "time": float(s),
+            "values": {"actor/loss": s * 0.1, "perf/step_s": 1.0, "alarm/x": 1.0},
+        }
         for s in range(100_000)
     ]
-    run = write(tmp_path / "run", many + curve(0.5), state={"phase": "done", "reason": "x" * 10_000_000})
+    run = write(
+        tmp_path / "run", many + curve(0.5), state={"phase": "done", "reason": "x" * 10_000_000}
+    )
     text = page(collect(rft.open_run(run)))
-    assert len(text.encode()) < MAX_BYTES / 10 and "more characters" in text and "The first 200 of 100000" in text
+    assert (
+        len(text.encode()) < MAX_BYTES / 10
+        and "more characters" in text
+        and "The first 200 of 100000" in text
+    )
 
 
 def test_an_interval_over_tasks() -> None:
     assert interval(0.5, 0.1, 20) == (pytest.approx(0.304), pytest.approx(0.696))
     low, high = interval(1.0, 0.0, 100)
-    assert (low, high) == (pytest.approx(0.963, abs=1e-3), pytest.approx(1.0)), "all tasks alike: Wilson's, which is never empty"
-    assert interval(0.1, None, 50) == (pytest.approx(0.0435, abs=1e-4), pytest.approx(0.2136, abs=1e-4))
+    assert (low, high) == (pytest.approx(0.963, abs=1e-3), pytest.approx(1.0)), (
+        "all tasks alike: Wilson's, which is never empty"
+    )
+    assert interval(0.1, None, 50) == (
+        pytest.approx(0.0435, abs=1e-4),
+        pytest.approx(0.2136, abs=1e-4),
+    )
     assert interval(3.5, None, 50) == (None, None) == interval(0.5, None, None)
 
 
 def test_costs_of_processes_are_added(tmp_path: Path) -> None:
     def record(role: str, time: float, **values: float) -> MetricRecord:
-        return MetricRecord(role=role, step=1, time=time, values={k.replace("__", "/"): v for k, v in values.items()})  # type: ignore[arg-type]
+        return MetricRecord(
+            role=role,
+            step=1,
+            time=time,
+            values={k.replace("__", "/"): v for k, v in values.items()},
+        )  # type: ignore[arg-type]
 
     records = [
         record("synchronizer", 0, sync__version=0.0),
@@ -242,7 +352,8 @@ def test_costs_of_processes_are_added(tmp_path: Path) -> None:
         record("synchronizer", 1000, sync__version=0.0),  # the run was stopped and went on
         record("explorer", 1100, judge__j__cost_usd=0.125, rollout__time__batch=90.0),
         record("eval", 1110, eval__sums__time=20.0),
-        record("eval", 90_000, bench__sums__time=20.0, judge__j__cost_usd=0.5),  # the next day its checkpoints were evaluated
+        # the next day its checkpoints were evaluated
+        record("eval", 90_000, bench__sums__time=20.0, judge__j__cost_usd=0.5),
     ]
     assert dict(_cost({"trainer": {"world_size": 2}}, RunSummary(records))) == {
         "duration": "5m00s, pauses between its processes left out",
@@ -253,17 +364,32 @@ def test_costs_of_processes_are_added(tmp_path: Path) -> None:
 
 
 def test_a_resumed_training_on_data_did_not_last_while_it_was_stopped() -> None:
-    steps = [MetricRecord(role="trainer", step=s, time=t, values={"perf/step_s": 10.0}) for s, t in ((1, 10.0), (2, 86_400.0))]
+    steps = [
+        MetricRecord(role="trainer", step=s, time=t, values={"perf/step_s": 10.0})
+        for s, t in ((1, 10.0), (2, 86_400.0))
+    ]
     assert dict(_cost({}, RunSummary(steps)))["trainer"] == "1 rank(s): 20s held, 20s at work"
 
 
 def test_the_subject_says_what_was_played_and_not_what_nobody_has_written() -> None:
-    """A null repeat_times is the algorithm's, which was told as 1; evaluations may have a workflow of their own."""
+    """A null repeat_times is the algorithm's, which was told as 1; evaluations may have a workflow
+    of their own.
+    """
     tasks = {"taskset": {"name": "t"}, "eval_tasksets": [{"name": "e"}]}
-    both = {"default_workflow_type": "w", "default_eval_workflow_type": "v", "default_reward_fn_type": "r"}
-    tree = {"algorithm": {"repeat_times": None}, "buffer": {"batch_size": 4, "explorer_input": tasks | both}}
+    both = {
+        "default_workflow_type": "w",
+        "default_eval_workflow_type": "v",
+        "default_reward_fn_type": "r",
+    }
+    tree = {
+        "algorithm": {"repeat_times": None},
+        "buffer": {"batch_size": 4, "explorer_input": tasks | both},
+    }
     values = {"rollout/runs": 40.0, "rollout/groups/accepted": 4.0, "rollout/groups/rejected": 1.0}
-    explored, trained = (MetricRecord(role=r, step=2, time=0.0, values=v) for r, v in (("explorer", values), ("trainer", {})))
+    explored, trained = (
+        MetricRecord(role=r, step=2, time=0.0, values=v)
+        for r, v in (("explorer", values), ("trainer", {}))
+    )
     told = dict(_subject(tree, RunSummary([explored, trained])))
     assert told["a step"] == "4 tasks, 8 answers each" and told["steps"] == "2"
     assert "workflow w" in told["trained on"] and "workflow v" in told["evaluated on"]
@@ -274,11 +400,18 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     tree = {"tree": {"seed": 42, "algorithm": {"repeat_times": 8}}, "versions": {"torch": "2.13"}}
     a = write(tmp_path / "a", curve(0.9), state={"phase": "done"}, config=tree)
     b = write(
-        tmp_path / "b", curve(0.4, alarm=True), state={"phase": "done"}, config={**tree, "tree": {"seed": 7, "algorithm": {}}}
+        tmp_path / "b",
+        curve(0.4, alarm=True),
+        state={"phase": "done"},
+        config={**tree, "tree": {"seed": 7, "algorithm": {}}},
     )
     out, _, code = said("compare", str(a), str(b), "-o", str(tmp_path / "c.svg"))
     assert code == 0 and "0.250 → 0.900 (0.880 to 0.920), step 3" in out and "since step 3" in out
-    assert re.search(r"algorithm.repeat_times +8 +default", out) and re.search(r"seed +42 +7", out) and "torch" not in out
+    assert (
+        re.search(r"algorithm.repeat_times +8 +default", out)
+        and re.search(r"seed +42 +7", out)
+        and "torch" not in out
+    )
     assert "a: rollout/reward/mean" in (tmp_path / "c.svg").read_text()
     told = json.loads(said("compare", str(a), str(b), "--json")[0])
     assert told["newest"]["rollout/reward/mean"] == {"a": 0.3, "b": 0.3}
@@ -298,27 +431,42 @@ def test_json_is_json_whatever_was_measured(tmp_path: Path) -> None:
 
     for verb in (("compare", *map(str, runs)), ("status", str(runs[0])), ("ls", str(tmp_path))):
         json.loads(said(*verb, "--json")[0], parse_constant=number)
-    assert json.loads(said("compare", *map(str, runs), "--json")[0])["newest"]["actor/loss"]["a"] is None
+    assert (
+        json.loads(said("compare", *map(str, runs), "--json")[0])["newest"]["actor/loss"]["a"]
+        is None
+    )
 
 
 def test_the_check_of_a_service_is_json() -> None:
     """Its trainer waits for rows without end, which was printed as Infinity."""
-    out, _, code = said("check", "--config", "examples/serve/config.yaml", "--schema-only", "--json")
-    assert code == 0 and json.loads(out, parse_constant=pytest.fail)["plan"]["trainer"]["read_deadline_s"] is None
+    out, _, code = said(
+        "check", "--config", "examples/serve/config.yaml", "--schema-only", "--json"
+    )
+    assert (
+        code == 0
+        and json.loads(out, parse_constant=pytest.fail)["plan"]["trainer"]["read_deadline_s"]
+        is None
+    )
 
 
 def test_points_are_those_of_the_file(tmp_path: Path) -> None:
     run = write(tmp_path, [*curve(0.9), curve(0.8)[-1]])
     (first, last) = eval_points(RunSummary(read(run / "metrics.jsonl")).series)
     assert (first.step, first.mean, first.low) == (0, 0.25, pytest.approx(0.1755, abs=1e-3))
-    assert (last.step, last.mean, last.failed) == (3, 0.8, 2), "of a step that was written twice the later value"
+    assert (last.step, last.mean, last.failed) == (3, 0.8, 2), (
+        "of a step that was written twice the later value"
+    )
     with pytest.raises(ConfigError):
         collect(rft.open_run(tmp_path / "nothing"))
 
 
 @pytest.mark.e2e
-def test_what_a_command_holds_does_not_grow_with_the_metrics_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes at the peak, for each record of 100 metrics that nobody draws; all records of a run were held."""
+def test_what_a_command_holds_does_not_grow_with_the_metrics_of_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes at the peak, for each record of 100 metrics that nobody draws; all records of a run
+    were held.
+    """
     monkeypatch.setattr(monitor_read, "_PORTION_BYTES", 1 << 16)
 
     def held(run: Path, read_it: Callable[[], object]) -> float:
@@ -330,14 +478,27 @@ def test_what_a_command_holds_does_not_grow_with_the_metrics_of_a_record(tmp_pat
         finally:
             tracemalloc.stop()
 
-    values = {f"other/{i}": float(i) for i in range(100)} | {"perf/step_s": 1.0, "rollout/reward/mean": 0.5}
-    first = {"role": "synchronizer", "step": 0, "time": 0.0, "values": {"sync/version": 0.0, "sync/stage_s": 0.1}}
-    lines = [{"role": "trainer", "step": s, "time": float(s), "values": values} for s in range(1, RECORDS + 1)]
+    values = {f"other/{i}": float(i) for i in range(100)} | {
+        "perf/step_s": 1.0,
+        "rollout/reward/mean": 0.5,
+    }
+    first = {
+        "role": "synchronizer",
+        "step": 0,
+        "time": 0.0,
+        "values": {"sync/version": 0.0, "sync/stage_s": 0.1},
+    }
+    lines = [
+        {"role": "trainer", "step": s, "time": float(s), "values": values}
+        for s in range(1, RECORDS + 1)
+    ]
     run = write(tmp_path / "run", [first, *lines])
     reads: dict[str, Callable[[], object]] = {
         "status": lambda: status_command.collect(run),
         "report": lambda: page(collect(rft.open_run(run))),
-        "compare": lambda: compared([collect(rft.open_run(run), answers=False)] * 2, ["a", "b"], ["perf/step_s"]),
+        "compare": lambda: compared(
+            [collect(rft.open_run(run), answers=False)] * 2, ["a", "b"], ["perf/step_s"]
+        ),
         "timeline": lambda: picture(run, tmp_path / "timeline.svg", last=30),
         "plot": lambda: rft.open_run(run).plot(),
     }
@@ -349,7 +510,10 @@ def test_what_a_command_holds_does_not_grow_with_the_metrics_of_a_record(tmp_pat
 
 def test_a_folder_of_a_model_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    for verb in (("report", str(tmp_path), "-o", str(tmp_path / "r.html")), ("compare", str(tmp_path), str(tmp_path))):
+    for verb in (
+        ("report", str(tmp_path), "-o", str(tmp_path / "r.html")),
+        ("compare", str(tmp_path), str(tmp_path)),
+    ):
         _, told, code = said(*verb)
         assert code == 2 and "is not the folder of a run" in told
     assert not (tmp_path / "r.html").exists()
@@ -357,16 +521,34 @@ def test_a_folder_of_a_model_is_no_run(tmp_path: Path) -> None:
 
 def test_a_value_that_is_not_finite_hides_no_cost() -> None:
     steps = [
-        MetricRecord(role="trainer", step=s, time=10.0 * s, values={"perf/step_s": v, "experience/response_tokens": v})
+        MetricRecord(
+            role="trainer",
+            step=s,
+            time=10.0 * s,
+            values={"perf/step_s": v, "experience/response_tokens": v},
+        )
         for s, v in ((1, 10.0), (2, math.nan), (3, math.inf))
     ]
     told = dict(_cost({}, RunSummary(steps)))
     assert told["duration"].startswith("10s") and told["tokens trained"] == "10"
 
 
-def test_what_an_attempt_without_a_checkpoint_reached_is_not_told_of_the_next_one(tmp_path: Path) -> None:
-    lines = [("eval", 0, "eval/x/mean@1"), ("eval", 5, "eval/x/mean@1"), ("trainer", 5, "perf/step_s")]
-    lines += [("synchronizer", 0, "sync/version"), ("eval", 0, "eval/x/mean@1"), ("trainer", 1, "perf/step_s")]
-    records = [{"role": role, "step": step, "time": 1.0, "values": {name: 1.0}} for role, step, name in lines]
+def test_what_an_attempt_without_a_checkpoint_reached_is_not_told_of_the_next_one(
+    tmp_path: Path,
+) -> None:
+    lines = [
+        ("eval", 0, "eval/x/mean@1"),
+        ("eval", 5, "eval/x/mean@1"),
+        ("trainer", 5, "perf/step_s"),
+    ]
+    lines += [
+        ("synchronizer", 0, "sync/version"),
+        ("eval", 0, "eval/x/mean@1"),
+        ("trainer", 1, "perf/step_s"),
+    ]
+    records = [
+        {"role": role, "step": step, "time": 1.0, "values": {name: 1.0}}
+        for role, step, name in lines
+    ]
     facts = collect(rft.open_run(write(tmp_path / "run", records)), answers=False)
     assert facts.steps == 1 and [p.step for p in facts.evals] == [0]

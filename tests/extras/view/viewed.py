@@ -58,8 +58,10 @@ INJECTIONS = (
     "..%2f..%2f..%2fetc%2fpasswd/../../32",
 )
 TAGS = set(
-    "html head meta title link script body a header nav span button main h1 h2 h3 small p div form label input select option "
-    "table thead tbody tr th td bdi code b br ol ul li details summary dialog kbd article svg path pre textarea datalist img".split()
+    "html head meta title link script body a header nav span button main h1 h2 h3 small p div form "
+    "label input select option "
+    "table thead tbody tr th td bdi code b br ol ul li details summary dialog kbd article svg path "
+    "pre textarea datalist img".split()
 )
 
 
@@ -67,31 +69,62 @@ async def stored(run_dir: Path) -> Path:
     """A run that has ended, with rows of every state."""
     await play(run_dir)
     metrics(run_dir)
-    (run_dir / "state.json").write_text(json.dumps({"phase": "done", "pid": 1, "time": 1.7e9, "version": "1:1"}))
+    (run_dir / "state.json").write_text(
+        json.dumps({"phase": "done", "pid": 1, "time": 1.7e9, "version": "1:1"})
+    )
     return run_dir
 
 
 async def hostile(run_dir: Path) -> list[str]:
-    """A run whose texts, names and numbers come from people who mean no good; ids of its rows, one for each injection."""
+    """A run whose texts, names and numbers come from people who mean no good; ids of its rows, one
+    for each injection.
+    """
     buffer = Buffer(BufferSettings(folder=run_dir / "buffer"))
     await buffer.open()
     await buffer.start_lineage(None, None)
-    writer, ids = buffer.writer(1), []
+    writer = buffer.writer(1)
+    ids = []
     for task, evil in enumerate(INJECTIONS):
         name = GroupId(1, 0, 0, task)
         members = [row(name.run(run), reward=float(run), version=Version(1, 0)) for run in range(2)]
-        kept = evil.encode("utf-8", "replace").decode()  # payload and database hold no lone surrogates
+        # payload and database hold no lone surrogates
+        kept = evil.encode("utf-8", "replace").decode()
         judged = {"judge": kept, "question": [{"role": kept, "content": kept}], "reply": kept}
         said = {
-            "messages": ({"role": kept, "name": kept, "content": [{"type": "text", "text": kept}, {"type": kept}]},
-                         {"role": "assistant", "content": kept, "tool_calls": [{"function": {"name": kept, "arguments": kept}}]}),
+            "messages": (
+                {
+                    "role": kept,
+                    "name": kept,
+                    "content": [{"type": "text", "text": kept}, {"type": kept}],
+                },
+                {
+                    "role": "assistant",
+                    "content": kept,
+                    "tool_calls": [{"function": {"name": kept, "arguments": kept}}],
+                },
+            ),
             "tools": ({"type": "function", "function": {"name": kept}},),
-            "info": {"reward_reason": kept, kept: kept, "judge": [judged]}, "metrics": {kept: 1.0}, "prompt_text": kept,
-            "response_text": kept, "taskset": kept, "workflow": kept, "reward_parts": {kept: 0.5}, "finish_reason": kept,
-        }  # fmt: skip
+            "info": {"reward_reason": kept, kept: kept, "judge": [judged]},
+            "metrics": {kept: 1.0},
+            "prompt_text": kept,
+            "response_text": kept,
+            "taskset": kept,
+            "workflow": kept,
+            "reward_parts": {kept: 0.5},
+            "finish_reason": kept,
+        }
         members[0] = msgspec.structs.replace(members[0], **said)
-        members[1] = failed(name.run(1), taskset=kept, task_index=task, workflow=kept, reason=kept, info={"traceback": kept})
-        members.append(msgspec.structs.replace(row(name.run(2), reward=0.5), taskset=kept, workflow=kept))
+        members[1] = failed(
+            name.run(1),
+            taskset=kept,
+            task_index=task,
+            workflow=kept,
+            reason=kept,
+            info={"traceback": kept},
+        )
+        members.append(
+            msgspec.structs.replace(row(name.run(2), reward=0.5), taskset=kept, workflow=kept)
+        )
         await writer.append(encode(members), accepted=True)
         ids += [str(m.id) for m in members]
     await writer.close_batch(0, accepted=len(INJECTIONS), wanted=len(INJECTIONS), reasons={})
@@ -107,14 +140,18 @@ async def hostile(run_dir: Path) -> list[str]:
             }
             file.write(json.dumps({**record, "notes": [evil]}) + "\n")
     (run_dir / "state.json").write_text(
-        json.dumps({"phase": INJECTIONS[4], "pid": 1, "time": 1.7e9, "reason": "".join(INJECTIONS[:6])})
+        json.dumps(
+            {"phase": INJECTIONS[4], "pid": 1, "time": 1.7e9, "reason": "".join(INJECTIONS[:6])}
+        )
     )
     (run_dir / "config.json").write_text(json.dumps({"tree": {evil: evil for evil in INJECTIONS}}))
     return ids
 
 
 @asynccontextmanager
-async def viewing(folder: Path, **more: Any) -> AsyncIterator[tuple[ViewServer, aiohttp.ClientSession]]:
+async def viewing(
+    folder: Path, **more: Any
+) -> AsyncIterator[tuple[ViewServer, aiohttp.ClientSession]]:
     """A server that shows `folder`, and somebody who asks."""
     server = ViewServer(ViewPages(folder), port=0, **more)
     await server.start()

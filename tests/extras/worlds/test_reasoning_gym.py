@@ -14,7 +14,8 @@ from rft.reward.base import score
 from rft.reward.build_reward import build
 from tests.helpers.answers import make_transcript, task
 
-ITEMS, SEED = 3, 5
+ITEMS = 3
+SEED = 5
 OF_OTHERS = "composite"  # its rows are of the data sets it is given, and name them
 
 
@@ -35,8 +36,12 @@ async def assert_scored_as_its_own(data: Any, rows: list[dict[str, Any]]) -> Non
             continue
         of = msgspec.structs.replace(task(gold), row=plain(row))
         for said in (gold, f"<think>x</think><answer>{gold}</answer>"):
-            assert (await score(fn, of, make_transcript(said))).value == float(data.score_answer(gold.strip(), row)), (row, said)
-        assert row["answer"] is None or float(data.score_answer(gold, row)) == float(data.score_answer(gold.strip(), row))
+            assert (await score(fn, of, make_transcript(said))).value == float(
+                data.score_answer(gold.strip(), row)
+            ), (row, said)
+        assert row["answer"] is None or float(data.score_answer(gold, row)) == float(
+            data.score_answer(gold.strip(), row)
+        )
 
 
 def rows_of(name: str) -> tuple[Any, list[dict[str, Any]]]:
@@ -47,7 +52,15 @@ def rows_of(name: str) -> tuple[Any, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["codeio", "number_sorting", "knights_knaves", "simple_integration", "countdown", "polynomial_multiplication"]
+    "name",
+    [
+        "codeio",
+        "number_sorting",
+        "knights_knaves",
+        "simple_integration",
+        "countdown",
+        "polynomial_multiplication",
+    ],
 )
 async def test_gold_answers_score_as_reasoning_gym_scores_them(name):
     data, rows = rows_of(name)
@@ -56,7 +69,13 @@ async def test_gold_answers_score_as_reasoning_gym_scores_them(name):
 
 
 @pytest.mark.parametrize(
-    "gold", ['{"found": true, "rest": null}', "{'a': 'b.c()'}", '{"code": "lambda x: __name__"}', '"' + "x" * 3000 + '"']
+    "gold",
+    [
+        '{"found": true, "rest": null}',
+        "{'a': 'b.c()'}",
+        '{"code": "lambda x: __name__"}',
+        '"' + "x" * 3000 + '"',
+    ],
 )
 async def test_an_answer_of_codeio_is_data_and_may_hold_anything(gold):
     data, rows = rows_of("codeio")

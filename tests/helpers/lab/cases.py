@@ -1,6 +1,8 @@
-"""The fault matrix: what is done to a run, by the numbers of the fault table, and what must hold afterwards.
+"""The fault matrix: what is done to a run, by the numbers of the fault table, and what must hold
+afterwards.
 
-Each case plays one run of `Plan` with faults drawn from its seed and raises AssertionError unless the judge finds nothing.
+Each case plays one run of `Plan` with faults drawn from its seed and raises AssertionError unless
+the judge finds nothing.
 """
 
 from __future__ import annotations
@@ -53,9 +55,27 @@ TRAINER = (
     "lab.trainer.publish.sent",  # the weight sync
     "lab.trainer.start_lineage.sent",
 )
-ONLY = {"storage.put.torn": ("file", "queue"), "storage.put.aside": ("file",), "buffer.drop": ("memory",)}
-_VISITS = {"append": 24, "mid_batch": 8, "group": 8, "batch": 8, "put": 12, "torn": 12, "aside": 12, "stored": 12, "explain": 1,
-           "lineage": 1, "start_lineage": 1, "files": 4, "saved": 4, "consumption": 4}  # fmt: skip
+ONLY = {
+    "storage.put.torn": ("file", "queue"),
+    "storage.put.aside": ("file",),
+    "buffer.drop": ("memory",),
+}
+_VISITS = {
+    "append": 24,
+    "mid_batch": 8,
+    "group": 8,
+    "batch": 8,
+    "put": 12,
+    "torn": 12,
+    "aside": 12,
+    "stored": 12,
+    "explain": 1,
+    "lineage": 1,
+    "start_lineage": 1,
+    "files": 4,
+    "saved": 4,
+    "consumption": 4,
+}
 POINTS_OF_SQL = 150  # database events of a run
 WRITES_OF_OPENING = 90  # a buffer that cannot even be created has nothing to go on with
 
@@ -73,10 +93,14 @@ class Case:
         """Plays the case in a folder of its own, kept only when it fails."""
         root = tempfile.mkdtemp(prefix="rft-lab-")
         try:
-            result = self.play(nursery, Plan(root=root, **plan), random.Random(f"{self.name} {seed} {plan}"))
+            result = self.play(
+                nursery, Plan(root=root, **plan), random.Random(f"{self.name} {seed} {plan}")
+            )
         except BaseException as e:
             nursery.clear()
-            e.add_note(f"case {self.number} {self.name}, seed {seed}, {plan}; its files are in {root}")
+            e.add_note(
+                f"case {self.number} {self.name}, seed {seed}, {plan}; its files are in {root}"
+            )
             raise
         shutil.rmtree(root)
         return result
@@ -97,13 +121,17 @@ def nth(point: str, dice: random.Random) -> int:
 
 
 def kill_at(role: str, point: str) -> Callable[[Nursery, Plan, random.Random], Result]:
-    """The process dies at a random visit of the point; half of the time its next life, or another process, dies somewhere too."""
+    """The process dies at a random visit of the point; half of the time its next life, or another
+    process, dies somewhere too.
+    """
 
     def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
         target = f"explorer{dice.randrange(plan.explorers)}" if role == "explorer" else role
         planned = [Fault(role=target, fault=f"{point}:{nth(point, dice)}=kill")]
         if dice.random() < 0.5:
-            other, points = dice.choice((("explorer0", EXPLORER), ("trainer", TRAINER), ("buffer", faults.BUFFER_POINTS)))
+            other, points = dice.choice(
+                (("explorer0", EXPLORER), ("trainer", TRAINER), ("buffer", faults.BUFFER_POINTS))
+            )
             again = dice.choice(points)
             planned.append(Fault(role=other, life=1, fault=f"{again}:{nth(again, dice)}=kill"))
         lab = Lab(nursery, plan, tuple(planned))
@@ -117,7 +145,9 @@ def kill_anywhere(role: str) -> Callable[[Nursery, Plan, random.Random], Result]
     """The buffer dies at any statement or commit, three lives in a row."""
 
     def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-        planned = tuple(Fault(role=role, life=n, sql=dice.randint(1, POINTS_OF_SQL)) for n in range(3))
+        planned = tuple(
+            Fault(role=role, life=n, sql=dice.randint(1, POINTS_OF_SQL)) for n in range(3)
+        )
         lab = Lab(nursery, plan, planned)
         lab.play()
         return good(lab)
@@ -130,7 +160,10 @@ def kill_in_a_write(role: str) -> Callable[[Nursery, Plan, random.Random], Resul
 
     def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
         most = 60 if role == "buffer" else 6
-        planned = tuple(Fault(role=role, life=n, first_write=(k := dice.randint(1, most)), last_write=k) for n in range(2))
+        planned = tuple(
+            Fault(role=role, life=n, first_write=(k := dice.randint(1, most)), last_write=k)
+            for n in range(2)
+        )
         lab = Lab(nursery, plan, planned)
         lab.play()
         return good(lab)
@@ -142,9 +175,17 @@ def kill_everyone(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     """The launcher or the machine goes: all processes die at once, three times."""
     planned = []
     for life in range(3):
-        role, points = dice.choice((("explorer0", EXPLORER[:4]), ("trainer", TRAINER[:7]), ("buffer", faults.BUFFER_POINTS[:8])))
+        role, points = dice.choice(
+            (
+                ("explorer0", EXPLORER[:4]),
+                ("trainer", TRAINER[:7]),
+                ("buffer", faults.BUFFER_POINTS[:8]),
+            )
+        )
         point = dice.choice(points)
-        planned.append(Fault(role=role, life=life, fault=f"{point}:{nth(point, dice)}=kill", everyone=True))
+        planned.append(
+            Fault(role=role, life=life, fault=f"{point}:{nth(point, dice)}=kill", everyone=True)
+        )
     lab = Lab(nursery, plan, tuple(planned))
     lab.play()
     return good(lab)
@@ -157,15 +198,27 @@ def lose_the_power(durability: Any) -> Callable[[Nursery, Plan, random.Random], 
     """All die, and of the disk only what was synced is left."""
 
     def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-        apart = durability == "process" and plan.storage != "sql"  # headers may be on disk before their payload
+        # headers may be on disk before their payload
+        apart = durability == "process" and plan.storage != "sql"
         plan = msgspec.structs.replace(
-            plan, power_loss=True, durability=durability, on_damaged_payload="explain" if apart else "stop"
+            plan,
+            power_loss=True,
+            durability=durability,
+            on_damaged_payload="explain" if apart else "stop",
         )
         planned = []
         for life in range(3):
-            role, points = dice.choice((("explorer0", EXPLORER), ("trainer", TRAINER[:10]), ("buffer", faults.BUFFER_POINTS[:8])))
+            role, points = dice.choice(
+                (
+                    ("explorer0", EXPLORER),
+                    ("trainer", TRAINER[:10]),
+                    ("buffer", faults.BUFFER_POINTS[:8]),
+                )
+            )
             point = dice.choice(points)
-            planned.append(Fault(role=role, life=life, fault=f"{point}:{nth(point, dice)}=kill", everyone=True))
+            planned.append(
+                Fault(role=role, life=life, fault=f"{point}:{nth(point, dice)}=kill", everyone=True)
+            )
         lab = Lab(nursery, plan, tuple(planned))
         lab.play(between=lambda: lose_power(plan))
         good(lab, may_lose=durability == "process")
@@ -178,13 +231,27 @@ def lose_the_power(durability: Any) -> Callable[[Nursery, Plan, random.Random], 
 # ---------------------------------------------------------------- F8: disks
 
 
-def disk_fails(role: str, error: int, *, in_place: bool) -> Callable[[Nursery, Plan, random.Random], Result]:
-    """Some writes fail with the error.  In place: the clients repeat their calls until there is room again; else all start anew."""
+def disk_fails(
+    role: str, error: int, *, in_place: bool
+) -> Callable[[Nursery, Plan, random.Random], Result]:
+    """Some writes fail with the error.  In place: the clients repeat their calls until there is
+    room again; else all start anew.
+    """
 
     def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-        plan = msgspec.structs.replace(plan, patience=60 if in_place else 0, full_disk_wait_s=30.0 if in_place else 0.0)
+        plan = msgspec.structs.replace(
+            plan, patience=60 if in_place else 0, full_disk_wait_s=30.0 if in_place else 0.0
+        )
         first = dice.randint(WRITES_OF_OPENING if in_place else 1, 150 if role == "buffer" else 4)
-        lab = Lab(nursery, plan, (Fault(role=role, first_write=first, last_write=first + dice.randint(0, 8), error=error),))
+        lab = Lab(
+            nursery,
+            plan,
+            (
+                Fault(
+                    role=role, first_write=first, last_write=first + dice.randint(0, 8), error=error
+                ),
+            ),
+        )
         lab.play()
         result = good(lab)
         if in_place and role == "buffer":
@@ -201,7 +268,15 @@ def disk_fails(role: str, error: int, *, in_place: bool) -> Callable[[Nursery, P
 def damage_the_checkpoint(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     """The newest checkpoint is damaged: the run goes on from the one before, on rows of its own."""
     lab = Lab(
-        nursery, plan, (Fault(role="trainer", fault=f"lab.trainer.checkpoint.saved:{dice.randint(2, 3)}=kill", everyone=True),)
+        nursery,
+        plan,
+        (
+            Fault(
+                role="trainer",
+                fault=f"lab.trainer.checkpoint.saved:{dice.randint(2, 3)}=kill",
+                everyone=True,
+            ),
+        ),
     )
     said: list[str] = []
 
@@ -210,7 +285,8 @@ def damage_the_checkpoint(nursery: Nursery, plan: Plan, dice: random.Random) -> 
         assert newest is not None
         how = dice.choice(("flip", "cut", "delete", "empty manifest", "torn manifest", "swap"))
         said.append(how)
-        file, manifest = newest.folder / "trainer" / "weights", newest.folder / manifests.NAME
+        file = newest.folder / "trainer" / "weights"
+        manifest = newest.folder / manifests.NAME
         data = bytearray(file.read_bytes())
         if how == "flip":
             data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
@@ -234,9 +310,17 @@ def damage_the_checkpoint(nursery: Nursery, plan: Plan, dice: random.Random) -> 
 
 
 def resume_older(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-    """A person puts the newer checkpoints away and goes on from an older one; then takes them back, and goes on from there."""
-    lab = Lab(nursery, plan, (Fault(role="trainer", fault="lab.trainer.checkpoint.saved:3=kill", everyone=True),
-                              Fault(role="trainer", life=1, fault="lab.trainer.used:3=kill", everyone=True)))  # fmt: skip
+    """A person puts the newer checkpoints away and goes on from an older one; then takes them back,
+    and goes on from there.
+    """
+    lab = Lab(
+        nursery,
+        plan,
+        (
+            Fault(role="trainer", fault="lab.trainer.checkpoint.saved:3=kill", everyone=True),
+            Fault(role="trainer", life=1, fault="lab.trainer.used:3=kill", everyone=True),
+        ),
+    )
     away = Path(plan.root) / "away"
     folders = [plan.checkpoints / manifests.folder_name(step) for step in (4, 6)]
 
@@ -261,14 +345,25 @@ def resume_older(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
 
 
 def back_pressure(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-    """The trainer stands still, the explorer is free to run ahead: it is held at `capacity`, and nothing is lost."""
+    """The trainer stands still, the explorer is free to run ahead: it is held at `capacity`, and
+    nothing is lost.
+    """
     plan = msgspec.structs.replace(plan, capacity=5, offset=1000, steps=12)
-    lab = Lab(nursery, plan, (Fault(role="trainer", fault=f"lab.trainer.forward:{dice.randint(1, 4)}=stop"),))
+    lab = Lab(
+        nursery,
+        plan,
+        (Fault(role="trainer", fault=f"lab.trainer.forward:{dice.randint(1, 4)}=stop"),),
+    )
     lab.begin("buffer", "trainer", "explorer0")
     lab.wait_until("trainer", "stopped")
     lab.nothing_happens()
     trained = {e["step"] for e in told(plan) if e["event"] in ("used", "skipped")}
-    stored = {g for e in told(plan) if e["event"] == "acked" and not e["group"].endswith("100") for g in [e["group"]]}
+    stored = {
+        g
+        for e in told(plan)
+        if e["event"] == "acked" and not e["group"].endswith("100")
+        for g in [e["group"]]
+    }
     waiting = len(stored) - plan.groups * len(trained)
     assert waiting < plan.capacity + plan.groups, f"{waiting} groups wait, capacity {plan.capacity}"
     lab.go_on("trainer")
@@ -277,7 +372,9 @@ def back_pressure(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
 
 
 def starvation(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-    """The explorer dies and nobody starts it again: the trainer ends by its deadline, says who is missing, and can go on later."""
+    """The explorer dies and nobody starts it again: the trainer ends by its deadline, says who is
+    missing, and can go on later.
+    """
     plan = msgspec.structs.replace(plan, deadline_s=0.5)
     point = dice.choice(EXPLORER)
     lab = Lab(nursery, plan, (Fault(role="explorer0", fault=f"{point}:{dice.randint(2, 6)}=kill"),))
@@ -294,9 +391,15 @@ def starvation(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
 
 
 def two_trainers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-    """A second trainer takes over while the first one stands still; when that one wakes up, its next call is refused."""
+    """A second trainer takes over while the first one stands still; when that one wakes up, its
+    next call is refused.
+    """
     point = dice.choice(("forward", "optimizer", "checkpoint.files", "used"))
-    lab = Lab(nursery, plan, (Fault(role="trainer", fault=f"lab.trainer.{point}:{dice.randint(1, 3)}=stop"),))
+    lab = Lab(
+        nursery,
+        plan,
+        (Fault(role="trainer", fault=f"lab.trainer.{point}:{dice.randint(1, 3)}=stop"),),
+    )
     lab.begin("buffer", "trainer", "explorer0")
     lab.wait_until("trainer", "stopped")
     lab.start("rival0")
@@ -318,23 +421,36 @@ def same_identity(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
 
 def duplicates(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     """Every message comes twice, and processes die in between."""
-    return kill_at(*dice.choice((("explorer", EXPLORER[2]), ("trainer", TRAINER[3]), ("buffer", "buffer.append.after"))))(
-        nursery, msgspec.structs.replace(plan, duplicate=True), dice
-    )
+    return kill_at(
+        *dice.choice(
+            (("explorer", EXPLORER[2]), ("trainer", TRAINER[3]), ("buffer", "buffer.append.after"))
+        )
+    )(nursery, msgspec.structs.replace(plan, duplicate=True), dice)
 
 
 def clock_jumps(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     """Time of day jumps by an hour back and forth, or stands still, in every process."""
-    return kill_at(*dice.choice((("explorer", EXPLORER[3]), ("trainer", TRAINER[5]), ("buffer", "buffer.use.after"))))(
-        nursery, msgspec.structs.replace(plan, clock=dice.randint(1, 3)), dice
-    )
+    return kill_at(
+        *dice.choice(
+            (("explorer", EXPLORER[3]), ("trainer", TRAINER[5]), ("buffer", "buffer.use.after"))
+        )
+    )(nursery, msgspec.structs.replace(plan, clock=dice.randint(1, 3)), dice)
 
 
-def server_goes(point: str, go: Callable[[], None]) -> Callable[[Nursery, Plan, random.Random], Result]:
-    """`go` is done to the database server while the buffer is at the point; the run goes on without a restart."""
+def server_goes(
+    point: str, go: Callable[[], None]
+) -> Callable[[Nursery, Plan, random.Random], Result]:
+    """`go` is done to the database server while the buffer is at the point; the run goes on without
+    a restart.
+    """
 
     def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-        lab = Lab(nursery, plan, (Fault(role="buffer", fault=f"{point}:{nth(point, dice)}=stop"),), on_stop=go)
+        lab = Lab(
+            nursery,
+            plan,
+            (Fault(role="buffer", fault=f"{point}:{nth(point, dice)}=stop"),),
+            on_stop=go,
+        )
         lab.play()
         result = good(lab)
         assert result.deaths == ["trainer 0"], result.deaths
@@ -344,7 +460,9 @@ def server_goes(point: str, go: Callable[[], None]) -> Callable[[Nursery, Plan, 
 
 
 def damage_payload(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-    """A byte of waiting payload changes: found by the audit, not trained on; with `explain` its task is explored again."""
+    """A byte of waiting payload changes: found by the audit, not trained on; with `explain` its
+    task is explored again.
+    """
     plan = msgspec.structs.replace(plan, steps=4, offset=1000, save_interval=1)
     lab = Lab(nursery, plan, (Fault(role="trainer", fault="lab.trainer.forward:2=stop"),))
     lab.begin("buffer", "trainer", "explorer0")
@@ -359,7 +477,9 @@ def damage_payload(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     lab.wait_for_end("trainer")
     lab.end(list(lab.living))
     (failed,) = [e for e in told(plan) if e["event"] == "failed"]
-    assert failed["kind"] == "PayloadDamaged" and "on_damaged_payload: explain" in failed["why"], failed
+    assert failed["kind"] == "PayloadDamaged" and "on_damaged_payload: explain" in failed["why"], (
+        failed
+    )
     lab = Lab(nursery, msgspec.structs.replace(plan, on_damaged_payload="explain"), first_life=2)
     lab.play()
     result = good(lab)
@@ -371,7 +491,9 @@ def _change_a_byte(plan: Plan, dice: random.Random) -> None:
     """Near the end of the newest block."""
     if plan.storage == "sql":
         with contextlib.closing(sqlite3.connect(find(plan.run).path or "")) as raw, raw:
-            number, block = raw.execute("SELECT id, block FROM payloads ORDER BY id DESC LIMIT 1").fetchone()
+            number, block = raw.execute(
+                "SELECT id, block FROM payloads ORDER BY id DESC LIMIT 1"
+            ).fetchone()
             data = bytearray(block)
             data[-dice.randint(1, 40)] ^= 0x10
             raw.execute("UPDATE payloads SET block = ? WHERE id = ?", (bytes(data), number))
@@ -383,14 +505,20 @@ def _change_a_byte(plan: Plan, dice: random.Random) -> None:
 
 
 def kill_the_migration(format1: str) -> Callable[[Nursery, Plan, random.Random], Result]:
-    """A ledger of format 1 is opened; the process dies at any statement, or in any write, of its migration."""
+    """A ledger of format 1 is opened; the process dies at any statement, or in any write, of its
+    migration.
+    """
 
     def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-        lab = Lab(nursery, plan, (
-            Fault(role="buffer", sql=dice.randint(1, 60)),
-            Fault(role="buffer", life=1, first_write=(k := dice.randint(1, 60)), last_write=k),
-            Fault(role="buffer", life=2, sql=dice.randint(1, 60)),
-        ))  # fmt: skip
+        lab = Lab(
+            nursery,
+            plan,
+            (
+                Fault(role="buffer", sql=dice.randint(1, 60)),
+                Fault(role="buffer", life=1, first_write=(k := dice.randint(1, 60)), last_write=k),
+                Fault(role="buffer", life=2, sql=dice.randint(1, 60)),
+            ),
+        )
         settings = plan.settings()
         path = settings.folder / f"{settings.name}.db"
         path.parent.mkdir()
@@ -404,11 +532,18 @@ def kill_the_migration(format1: str) -> Callable[[Nursery, Plan, random.Random],
             lab.end(["buffer"])
             with contextlib.closing(sqlite3.connect(path)) as raw:
                 now = _form(raw)
-            assert now == before or (now[0] == str(FORMAT) and now[1] == {c.name for c in experiences.columns}), now
+            assert now == before or (
+                now[0] == str(FORMAT) and now[1] == {c.name for c in experiences.columns}
+            ), now
         assert now[0] == str(FORMAT), now
         audit = audit_run(plan.run)
         assert audit.ok and audit.acked == acked, audit
-        return Result(verdict=Verdict(problems=[], audit=audit), deaths=lab.deaths, recovered_s=[], seconds=0.0)
+        return Result(
+            verdict=Verdict(problems=[], audit=audit),
+            deaths=lab.deaths,
+            recovered_s=[],
+            seconds=0.0,
+        )
 
     return play
 
@@ -419,11 +554,14 @@ def _form(raw: sqlite3.Connection) -> tuple[str, set[str]]:
 
 
 def readers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-    """People look while it trains: queries, audits, and one transaction that stays open from beginning to end."""
+    """People look while it trains: queries, audits, and one transaction that stays open from
+    beginning to end.
+    """
     plan = msgspec.structs.replace(plan, steps=30)
     lab = Lab(nursery, plan)
     lab.begin("buffer", "trainer", "explorer0")
-    stop, asked = threading.Event(), [0]
+    stop = threading.Event()
+    asked = [0]
     failed: list[str] = []
 
     def ask() -> None:
@@ -444,7 +582,9 @@ def readers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
         first = long.execute(select(func.count()).select_from(experiences)).scalar()
         asker.start()
         lab.play_on()
-        assert long.execute(select(func.count()).select_from(experiences)).scalar() == first, "a reader sees one moment"
+        assert long.execute(select(func.count()).select_from(experiences)).scalar() == first, (
+            "a reader sees one moment"
+        )
     stop.set()
     asker.join()
     engine.dispose()
@@ -459,10 +599,23 @@ def readers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
 def matrix(storage: str) -> Iterator[Case]:
     """Every case that makes sense for the storage."""
     for point in EXPLORER:
-        yield Case("F1", f"kill -9 explorer at {point.removeprefix('lab.explorer.')}", kill_at("explorer", point))
+        yield Case(
+            "F1",
+            f"kill -9 explorer at {point.removeprefix('lab.explorer.')}",
+            kill_at("explorer", point),
+        )
     for point in TRAINER:
-        yield Case("F2", f"kill -9 trainer at {point.removeprefix('lab.trainer.')}", kill_at("trainer", point))
-    yield Case("F2", "kill -9 trainer in a write of a checkpoint", kill_in_a_write("trainer"), needs_shim=True)
+        yield Case(
+            "F2",
+            f"kill -9 trainer at {point.removeprefix('lab.trainer.')}",
+            kill_at("trainer", point),
+        )
+    yield Case(
+        "F2",
+        "kill -9 trainer in a write of a checkpoint",
+        kill_in_a_write("trainer"),
+        needs_shim=True,
+    )
     for point in faults.BUFFER_POINTS:
         if storage in ONLY.get(point, (storage,)):
             yield Case("F5", f"kill -9 buffer at {point}", kill_at("buffer", point))
@@ -470,11 +623,35 @@ def matrix(storage: str) -> Iterator[Case]:
     yield Case("F5", "kill -9 buffer in a write", kill_in_a_write("buffer"), needs_shim=True)
     yield Case("F6", "kill -9 of all processes at once", kill_everyone)
     for durability in ("power", "process"):
-        yield Case("F7", f"power loss, durability {durability}", lose_the_power(durability), needs_shim=True)
-    for name, error in (("disk full", errno.ENOSPC), ("quota used up", errno.EDQUOT), ("disk error", errno.EIO)):
-        yield Case("F8", f"{name} for the buffer, all start again", disk_fails("buffer", error, in_place=False), needs_shim=True)
-        yield Case("F8", f"{name} for the buffer, goes on in place", disk_fails("buffer", error, in_place=True), needs_shim=True)
-        yield Case("F8", f"{name} for a checkpoint", disk_fails("trainer", error, in_place=False), needs_shim=True)
+        yield Case(
+            "F7",
+            f"power loss, durability {durability}",
+            lose_the_power(durability),
+            needs_shim=True,
+        )
+    for name, error in (
+        ("disk full", errno.ENOSPC),
+        ("quota used up", errno.EDQUOT),
+        ("disk error", errno.EIO),
+    ):
+        yield Case(
+            "F8",
+            f"{name} for the buffer, all start again",
+            disk_fails("buffer", error, in_place=False),
+            needs_shim=True,
+        )
+        yield Case(
+            "F8",
+            f"{name} for the buffer, goes on in place",
+            disk_fails("buffer", error, in_place=True),
+            needs_shim=True,
+        )
+        yield Case(
+            "F8",
+            f"{name} for a checkpoint",
+            disk_fails("trainer", error, in_place=False),
+            needs_shim=True,
+        )
     yield Case("F9", "newest checkpoint damaged", damage_the_checkpoint)
     yield Case("F9", "older checkpoint, then the newer one again", resume_older)
     yield Case("F9", "a byte of waiting payload changed", damage_payload)
@@ -491,21 +668,36 @@ def postgres_matrix(server: PostgresServer) -> Iterator[Case]:
     """The cases that concern a ledger in PostgreSQL; `ledger_url` of the plan is the server's."""
 
     def terminate() -> None:
-        server.run("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rft %'")
+        server.run(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE "
+            "'rft %'"
+        )
 
     def crash() -> None:
         server.crash()
         server.start()
 
-    for point in (p for p in faults.BUFFER_POINTS if p.startswith("buffer.") and p not in ("buffer.drop", "buffer.lineage")):
+    for point in (
+        p
+        for p in faults.BUFFER_POINTS
+        if p.startswith("buffer.") and p not in ("buffer.drop", "buffer.lineage")
+    ):
         yield Case("F5", f"pg_terminate_backend at {point}", server_goes(point, terminate))
         yield Case("F5", f"kill -9 of the server at {point}", server_goes(point, crash))
         yield Case("F5", f"kill -9 buffer at {point}", kill_at("buffer", point))
     yield Case("F5", "kill -9 buffer at any statement or commit", kill_anywhere("buffer"))
     for point in (EXPLORER[2], EXPLORER[5]):
-        yield Case("F1", f"kill -9 explorer at {point.removeprefix('lab.explorer.')}", kill_at("explorer", point))
+        yield Case(
+            "F1",
+            f"kill -9 explorer at {point.removeprefix('lab.explorer.')}",
+            kill_at("explorer", point),
+        )
     for point in (TRAINER[3], TRAINER[8], TRAINER[10]):
-        yield Case("F2", f"kill -9 trainer at {point.removeprefix('lab.trainer.')}", kill_at("trainer", point))
+        yield Case(
+            "F2",
+            f"kill -9 trainer at {point.removeprefix('lab.trainer.')}",
+            kill_at("trainer", point),
+        )
     yield Case("F6", "kill -9 of all processes at once", kill_everyone)
     yield Case("F9", "older checkpoint, then the newer one again", resume_older)
     yield Case("F19", "two trainers on one buffer", two_trainers)

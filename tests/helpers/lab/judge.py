@@ -1,9 +1,11 @@
-"""The judge: was anything lost, stored twice or trained twice?  Reads files only, the run's and what its processes were told.
+"""The judge: was anything lost, stored twice or trained twice?  Reads files only, the run's and
+what its processes were told.
 
-Rules: (1) what was acknowledged is stored, once, as it was; (2) no checkpoint was trained on a row twice, and its uses are those
-that its trainer was told; (3) acked = used + leased + available + explained, and every payload can be read; (4) a finished run used
-every row of the trained batches exactly once and has the weights of a run without faults; (5) each used row has the trainer's log-probs
-of one of its uses.
+Rules: (1) what was acknowledged is stored, once, as it was; (2) no checkpoint was trained on a row
+twice, and its uses are those that its trainer was told; (3) acked = used + leased + available +
+explained, and every payload can be read; (4) a finished run used every row of the trained batches
+exactly once and has the weights of a run without faults; (5) each used row has the trainer's
+log-probs of one of its uses.
 """
 
 from __future__ import annotations
@@ -38,14 +40,21 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 def told(plan: Plan) -> list[dict[str, Any]]:
     """Every line of the event logs, by time."""
-    lines = [x for path in sorted(plan.events.glob("*.jsonl")) for x in path.read_bytes().splitlines()]
+    lines = [
+        x for path in sorted(plan.events.glob("*.jsonl")) for x in path.read_bytes().splitlines()
+    ]
     return sorted((msgspec.json.decode(x) for x in lines), key=lambda e: e["at"])
 
 
 def judge(plan: Plan, *, finished: bool = True, may_lose: bool = False) -> Verdict:
-    """`finished`: the run has reached its last step.  `may_lose`: a power loss with `process` durability may shorten the ledger."""
+    """`finished`: the run has reached its last step.  `may_lose`: a power loss with `process`
+    durability may shorten the ledger.
+    """
     audit = audit_run(plan.run)
-    problems = [*audit.problems, *([] if audit.balanced else [f"the audit does not balance: {audit}"])]
+    problems = [
+        *audit.problems,
+        *([] if audit.balanced else [f"the audit does not balance: {audit}"]),
+    ]
     verdict = Verdict(problems=problems, audit=audit)
     engine = connect(find(plan.run), read_only=True)
     try:
@@ -63,7 +72,9 @@ def judge(plan: Plan, *, finished: bool = True, may_lose: bool = False) -> Verdi
     if finished:
         if verdict.step != plan.steps:
             problems.append(f"the newest checkpoint is of step {verdict.step}, not {plan.steps}")
-        elif newest is not None and (newest.folder / "trainer" / "weights").read_text() != weights_of(plan, plan.steps):
+        elif newest is not None and (
+            newest.folder / "trainer" / "weights"
+        ).read_text() != weights_of(plan, plan.steps):
             problems.append("the weights are not those of a run without faults")
     return verdict
 
@@ -75,43 +86,68 @@ def _acknowledged(tx: Connection, plan: Plan, verdict: Verdict, may_lose: bool) 
     verdict.acked = len(acked)
     verdict.lost = len(acked - rows)
     if verdict.lost and not may_lose:
-        verdict.problems.append(f"{verdict.lost} acknowledged rows are not stored, e.g. {min(acked - rows)}")
+        verdict.problems.append(
+            f"{verdict.lost} acknowledged rows are not stored, e.g. {min(acked - rows)}"
+        )
     if sum(stored.values()) != len(rows):
-        verdict.problems.append(f"{sum(stored.values())} rows were acknowledged by the groups' headers, {len(rows)} are stored")
+        verdict.problems.append(
+            f"{sum(stored.values())} rows were acknowledged by the groups' headers, {len(rows)} "
+            f"are stored"
+        )
 
 
 def _trained(tx: Connection, plan: Plan, verdict: Verdict, version: Version) -> None:
-    """What a checkpoint was trained on: by content, so that a row that was explored again counts as the same one."""
+    """What a checkpoint was trained on: by content, so that a row that was explored again counts as
+    the same one.
+    """
     times = Counter(_content(u.experience) for u in tx.execute(counted_uses(chain(tx, version))))
     twice = [x for x, n in times.items() if n > 1]
     verdict.twice += len(twice)
     if twice:
-        verdict.problems.append(f"checkpoint {version} was trained twice on {twice[0]} ({len(twice)} such rows)")
+        verdict.problems.append(
+            f"checkpoint {version} was trained twice on {twice[0]} ({len(twice)} such rows)"
+        )
     if (wanted := plan.trained(version.step)) != times.keys():
-        missing, more = sorted(wanted - times.keys()), sorted(times.keys() - wanted)
-        verdict.problems.append(f"checkpoint {version}: rows not trained {missing[:3]}, rows too many {more[:3]}")
+        missing = sorted(wanted - times.keys())
+        more = sorted(times.keys() - wanted)
+        verdict.problems.append(
+            f"checkpoint {version}: rows not trained {missing[:3]}, rows too many {more[:3]}"
+        )
 
 
 def _uses(tx: Connection, plan: Plan, verdict: Verdict, may_lose: bool) -> None:
     """Each step that a trainer was told to be recorded has the uses of the rows it was given."""
     for e in told(plan):
         if e["event"] == "used":
-            found = set(tx.scalars(select(uses.c.experience).where(uses.c.lineage == e["lineage"], uses.c.step == e["step"])))
+            found = set(
+                tx.scalars(
+                    select(uses.c.experience).where(
+                        uses.c.lineage == e["lineage"], uses.c.step == e["step"]
+                    )
+                )
+            )
             if found != set(e["rows"]) and not (may_lose and not found):
                 verdict.problems.append(
-                    f"step {e['lineage']}:{e['step']} has {len(found)} uses, its trainer was told {len(e['rows'])}"
+                    f"step {e['lineage']}:{e['step']} has {len(found)} uses, its trainer was told "
+                    f"{len(e['rows'])}"
                 )
 
 
 def _kept(tx: Connection, verdict: Verdict) -> None:
     k = token_logprobs.c
-    kept = {r.experience: r for r in tx.execute(select(k.experience, k.step, k.token_start, k.pairs))}
+    kept = {
+        r.experience: r for r in tx.execute(select(k.experience, k.step, k.token_start, k.pairs))
+    }
     if none := set(tx.scalars(select(uses.c.experience))) - kept.keys():
-        verdict.problems.append(f"{len(none)} used rows have no log-probs of the trainer, e.g. {min(none)}")
+        verdict.problems.append(
+            f"{len(none)} used rows have no log-probs of the trainer, e.g. {min(none)}"
+        )
     for name, row in kept.items():
         numbers = set(of_trainer(row.token_start, row.pairs).logprobs[row.token_start :].tolist())
         if numbers != {-float(row.step)}:
-            verdict.problems.append(f"{name} was used in step {row.step} and has the log-probs {numbers}")
+            verdict.problems.append(
+                f"{name} was used in step {row.step} and has the log-probs {numbers}"
+            )
 
 
 def _content(experience: str) -> tuple[int, int, int, int]:

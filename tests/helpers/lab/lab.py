@@ -1,7 +1,8 @@
-"""The laboratory's supervisor: plays one run with its faults to the end, by the rules of a real launcher, and asks the judge.
+"""The laboratory's supervisor: plays one run with its faults to the end, by the rules of a real
+launcher, and asks the judge.
 
-A dead explorer is started again; a dead trainer too, which begins a new lineage, so that the explorer follows; when the buffer dies
-or fails, everything is.  It uses no clock but deadlines.
+A dead explorer is started again; a dead trainer too, which begins a new lineage, so that the
+explorer follows; when the buffer dies or fails, everything is.  It uses no clock but deadlines.
 """
 
 from __future__ import annotations
@@ -63,7 +64,17 @@ def build_shim(folder: Path) -> Path | None:
         return None
     library = folder / "labshim.so"
     if not library.exists():
-        command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SHIM), "-ldl", "-lpthread"]
+        command = [
+            compiler,
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-o",
+            str(library),
+            str(SHIM),
+            "-ldl",
+            "-lpthread",
+        ]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
     return library
 
@@ -73,17 +84,22 @@ class Nursery:
 
     def __init__(self, shim: Path | None = None) -> None:
         self.has_shim = shim is not None
-        self._process = WorkerProcess("tests.helpers.lab.nursery", env={"LD_PRELOAD": str(shim)} if shim else None)
+        self._process = WorkerProcess(
+            "tests.helpers.lab.nursery", env={"LD_PRELOAD": str(shim)} if shim else None
+        )
         self._pids: dict[str, int] = {}
 
     def start(self, order: Order) -> None:
         self._process.send(msgspec.json.encode(order))
 
     def next(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-        """The next thing that happened: {"born": tag, "pid": n}, {"stopped": tag}, {"told": tag, "event": name}
-        or {"exit": tag, "code": n}."""
+        """The next thing that happened: {"born": tag, "pid": n}, {"stopped": tag}, {"told": tag,
+        "event": name} or {"exit": tag, "code": n}.
+        """
         try:
-            news: dict[str, Any] = msgspec.json.decode(self._process.receive(time.monotonic() + timeout_s))
+            news: dict[str, Any] = msgspec.json.decode(
+                self._process.receive(time.monotonic() + timeout_s)
+            )
         except TimeoutError:
             raise TimeoutError(f"nothing happened within {timeout_s:g} s") from None
         except ChannelClosed:
@@ -131,9 +147,13 @@ class Lab:
         first_life: int = 0,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
-        """`on_stop` is called when a process has stopped at a fault point; then it is woken up again."""
+        """`on_stop` is called when a process has stopped at a fault point; then it is woken up
+        again.
+        """
         self._on_stop = on_stop
-        self.plan, self._nursery, self._faults = plan, nursery, faults
+        self.plan = plan
+        self._nursery = nursery
+        self._faults = faults
         self.living: dict[str, str] = {}  # role -> tag
         self.lives: dict[str, int] = {}
         self._first_life = first_life
@@ -152,15 +172,24 @@ class Lab:
         life = self.lives.get(role, self._first_life)
         self.lives[role] = life + 1
         tag = f"{self.plan.root}|{role}|{life}"
-        given = next((f for f in self._faults if f.role == role and f.life == life), Fault(role=role))
+        given = next(
+            (f for f in self._faults if f.role == role and f.life == life), Fault(role=role)
+        )
         kind, number = (role[:-1], int(role[-1])) if role[-1].isdigit() else (role, 0)
         kind = KINDS.get(kind, kind)
         self._nursery.start(
             Order(
-                tag=tag, role=kind, number=number, plan=self.plan, fault=given.fault, sql=given.sql,
-                first_write=given.first_write, last_write=given.last_write, error=given.error,
+                tag=tag,
+                role=kind,
+                number=number,
+                plan=self.plan,
+                fault=given.fault,
+                sql=given.sql,
+                first_write=given.first_write,
+                last_write=given.last_write,
+                error=given.error,
             )
-        )  # fmt: skip
+        )
         self.living[role] = tag
         self.wait_for("born", tag)
 
@@ -249,7 +278,9 @@ class Lab:
     # ------------------------------------------------------------ a whole run
 
     def play(self, *, between: Callable[[], None] | None = None, most: int = 40) -> int:
-        """Until the trainer is done; returns its exit code.  `between` is called each time when nothing runs."""
+        """Until the trainer is done; returns its exit code.  `between` is called each time when
+        nothing runs.
+        """
         explorers = [f"explorer{n}" for n in range(self.plan.explorers)]
         for _ in range(most):
             if self.start_buffer():
@@ -257,7 +288,10 @@ class Lab:
                     self.start(role)
                 code = self._until_over(explorers)
                 if code == DONE:
-                    self.end(["buffer", *explorers], signal.SIGTERM if len(self.deaths) % 2 else signal.SIGKILL)
+                    self.end(
+                        ["buffer", *explorers],
+                        signal.SIGTERM if len(self.deaths) % 2 else signal.SIGKILL,
+                    )
                     return DONE
             self.end(list(self.living))
             if between is not None:
@@ -279,7 +313,10 @@ class Lab:
             while not self._ended:
                 self._note(self._nursery.next())
             role, code = self._ended.popleft()
-            everyone = any(f.everyone and f.role == role and f.life == self.lives[role] - 1 for f in self._faults)
+            everyone = any(
+                f.everyone and f.role == role and f.life == self.lives[role] - 1
+                for f in self._faults
+            )
             if role == "buffer" or code == LOST or (everyone and code != DONE):
                 return None
             if role in TRAINERS:
@@ -297,9 +334,14 @@ class Lab:
     def result(self, *, finished: bool = True, may_lose: bool = False) -> Result:
         verdict = judge(self.plan, finished=finished, may_lose=may_lose)
         steps = [e["at"] for e in told(self.plan) if e["event"] in ("used", "skipped")]
-        recovered = [min(later) - at for at in self._when if (later := [s for s in steps if s > at])]
+        recovered = [
+            min(later) - at for at in self._when if (later := [s for s in steps if s > at])
+        ]
         return Result(
-            verdict=verdict, deaths=self.deaths[: self._over], recovered_s=recovered, seconds=time.monotonic() - self._began
+            verdict=verdict,
+            deaths=self.deaths[: self._over],
+            recovered_s=recovered,
+            seconds=time.monotonic() - self._began,
         )
 
 

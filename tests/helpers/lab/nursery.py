@@ -1,8 +1,10 @@
-"""Starts the laboratory's processes in milliseconds: one process imports everything once and forks the others.
+"""Starts the laboratory's processes in milliseconds: one process imports everything once and forks
+the others.
 
     python -m tests.helpers.lab.nursery      stdin: JSON orders; stdout: what happens to them, as JSON; both in frames
 
-A child that was killed by a signal has the code -signal.  All children end with the nursery, and the nursery with its stdin.
+A child that was killed by a signal has the code -signal.  All children end with the nursery, and
+the nursery with its stdin.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ class Order(msgspec.Struct, kw_only=True):
     plan: Plan
     number: int = 0  # of the explorer
     fault: str = ""  # for RFT_FAULT
-    sql: int = 0  # die at this database event (before or after a statement, or at a commit); 0 = never
-    first_write: int = 0  # these writes below the run's folder fail with `error` (0: are torn, and kill); 0 = none
+    # die at this database event (before or after a statement, or at a commit); 0 = never
+    sql: int = 0
+    # these writes below the run's folder fail with `error` (0: are torn, and kill); 0 = none
+    first_write: int = 0
     last_write: int = 0
     error: int = 0
 
 
 def say(**values: Any) -> None:
-    framing.send(1, msgspec.json.encode(values))  # by one write, so that processes do not get between each other's
+    # by one write, so that processes do not get between each other's
+    framing.send(1, msgspec.json.encode(values))
 
 
 def main() -> None:
@@ -92,15 +97,21 @@ def _child(order: Order) -> NoReturn:
         os.environ[faults.VARIABLE] = order.fault
         plan = order.plan
         os.chdir(plan.root)
-        log = os.open(f"{order.role}{order.number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(
+            f"{order.role}{order.number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
         os.dup2(log, 2)
         if order.first_write or plan.power_loss or plan.clock:
             shadow = str(plan.shadow) if plan.power_loss else ""
             writes = (ctypes.c_long(order.first_write), ctypes.c_long(order.last_write))
-            ctypes.CDLL(None).lab_arm(str(plan.run).encode(), shadow.encode(), *writes, order.error, plan.clock)
+            ctypes.CDLL(None).lab_arm(
+                str(plan.run).encode(), shadow.encode(), *writes, order.error, plan.clock
+            )
         if order.sql:
             die_at(order.sql)
-        events = roles.Events(plan, order.tag.split("|")[1], lambda event: say(told=order.tag, event=event))
+        events = roles.Events(
+            plan, order.tag.split("|")[1], lambda event: say(told=order.tag, event=event)
+        )
         code = asyncio.run(roles.guarded(_role(order, events), events))
     except BaseException:
         traceback.print_exc()
@@ -119,7 +130,9 @@ async def _role(order: Order, events: roles.Events) -> int:
 
 
 def die_at(nth: int) -> None:
-    """SIGKILL to this process at the nth database event: before or after a statement, or at a commit."""
+    """SIGKILL to this process at the nth database event: before or after a statement, or at a
+    commit.
+    """
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 

@@ -1,8 +1,10 @@
-"""What a run of the fault laboratory does: everything in it follows from these few numbers, so any interruption can be judged.
+"""What a run of the fault laboratory does: everything in it follows from these few numbers, so any
+interruption can be judged.
 
-Batch b holds `groups` accepted groups (every third batch also a rejected one) of `runs` rows; train step s uses batch s - 1, except
-that every fifth one is skipped as not finite.  Tokens follow from (batch, task, run) alone.  So however often a run is killed, its
-last checkpoint must have used each row of the trained batches exactly once, and must carry the weights of a run without faults.
+Batch b holds `groups` accepted groups (every third batch also a rejected one) of `runs` rows; train
+step s uses batch s - 1, except that every fifth one is skipped as not finite.  Tokens follow from
+(batch, task, run) alone.  So however often a run is killed, its last checkpoint must have used each
+row of the trained batches exactly once, and must carry the weights of a run without faults.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ REJECTED = 100  # number of the rejected task of a batch
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.  `root`, where its processes work, holds `run/` (what a power loss may shorten) and `events/` (what the processes saw)."""
+    """One run.  `root`, where its processes work, holds `run/` (what a power loss may shorten) and
+    `events/` (what the processes saw).
+    """
 
     root: str
     storage: str = "sql"
@@ -79,15 +83,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def tasks(self, batch: int) -> list[tuple[int, bool]]:
         """(task, accepted) of the groups of a batch, per explorer."""
-        return [(task, True) for task in range(self.groups)] + [(REJECTED, False)] * (batch % 3 == 1)
+        return [(task, True) for task in range(self.groups)] + [(REJECTED, False)] * (
+            batch % 3 == 1
+        )
 
     def skipped(self, step: int) -> bool:
         """Whether the step's gradient is "not finite"."""
         return step % 5 == 3
 
     def logprobs(self, rows: list[Experience], step: int) -> bytes:
-        """What the trainer of `step` says of its rows: one number for all tokens, by which the step is known."""
-        return token_logprobs.encode([token_logprobs.beside(x, np.full(x.num_response_tokens, -step, np.float32)) for x in rows])
+        """What the trainer of `step` says of its rows: one number for all tokens, by which the step
+        is known.
+        """
+        return token_logprobs.encode(
+            [
+                token_logprobs.beside(x, np.full(x.num_response_tokens, -step, np.float32))
+                for x in rows
+            ]
+        )
 
     def trained(self, step: int) -> set[tuple[int, int, int, int]]:
         """(explorer, batch, task, run) of every row that the weights of `step` were trained on."""
@@ -106,8 +119,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Whether this run of the workflow ends in a failed record."""
         return self.runs > 2 and run == self.runs - 1 and (batch + task) % 4 == 3
 
-    def rows(self, lineage: int, explorer: int, batch: int, task: int, version: Version) -> list[Experience]:
-        made = group(lineage, batch, task, runs=self.runs, version=version, explorer=explorer, tokens=self.tokens)
+    def rows(
+        self, lineage: int, explorer: int, batch: int, task: int, version: Version
+    ) -> list[Experience]:
+        made = group(
+            lineage,
+            batch,
+            task,
+            runs=self.runs,
+            version=version,
+            explorer=explorer,
+            tokens=self.tokens,
+        )
         name = GroupId(lineage, explorer, batch, task)
         return [
             failed(name.run(i), taskset="toy", task_index=task, workflow="toy", reason="timeout")
@@ -118,7 +141,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learn(weights: str, rows: list[Experience]) -> str:
-    """The next weights: a chain over what was trained on, without the names of lineages and attempts."""
+    """The next weights: a chain over what was trained on, without the names of lineages and
+    attempts.
+    """
     seen = xxhash.xxh3_128(weights.encode())
     for x in rows:
         seen.update(f"{x.id.explorer}.{x.id.batch}.{x.id.task}.{x.id.run}:{x.reward}".encode())

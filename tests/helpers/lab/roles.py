@@ -1,7 +1,9 @@
-"""The three processes of the laboratory: a real buffer behind a socket, an explorer and a trainer that speak to it.
+"""The three processes of the laboratory: a real buffer behind a socket, an explorer and a trainer
+that speak to it.
 
-Explorer and trainer are models: they make rows, chain hashes for weights, and write real checkpoints.  What each was told is
-appended to `events/`, one JSON line per answer, so that a judge can compare it with the files of the run.  Each returns an exit code.
+Explorer and trainer are models: they make rows, chain hashes for weights, and write real
+checkpoints.  What each was told is appended to `events/`, one JSON line per answer, so that a judge
+can compare it with the files of the run.  Each returns an exit code.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class Events:
         self._tell = tell
 
     def say(self, event: str, **values: Any) -> None:
-        os.write(self._fd, msgspec.json.encode({"event": event, "at": time.monotonic(), **values}) + b"\n")
+        os.write(
+            self._fd,
+            msgspec.json.encode({"event": event, "at": time.monotonic(), **values}) + b"\n",
+        )
         if event in TOLD:
             self._tell(event)
 
@@ -64,7 +69,9 @@ async def buffer(plan: Plan, events: Events) -> int:
         known = None if consumption is None else msgspec.convert(consumption, Consumption)
         start = await it.start_lineage(Version(*parent) if parent else None, known)
         await gate.begin(start.lineage, start.cursor)
-        events.say("lineage", lineage=start.lineage, orphaned=start.orphaned, available=start.available)
+        events.say(
+            "lineage", lineage=start.lineage, orphaned=start.orphaned, available=start.available
+        )
         return start
 
     methods = {
@@ -75,7 +82,17 @@ async def buffer(plan: Plan, events: Events) -> int:
         "replaced": gate.replaced,
         **{
             name: getattr(it, name)
-            for name in ("append", "room", "close_batch", "stored_groups", "finish", "lease", "use", "discard", "consumption")
+            for name in (
+                "append",
+                "room",
+                "close_batch",
+                "stored_groups",
+                "finish",
+                "lease",
+                "use",
+                "discard",
+                "consumption",
+            )
         },
     }
     server = await serve(SOCKET, methods)
@@ -89,7 +106,9 @@ async def buffer(plan: Plan, events: Events) -> int:
 
 
 class Gate:
-    """What the synchronizer does in a real run: who is the trainer, which weights are served, who may go on."""
+    """What the synchronizer does in a real run: who is the trainer, which weights are served, who
+    may go on.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._offset = plan.offset
@@ -99,7 +118,9 @@ class Gate:
 
     async def begin(self, lineage: int, cursor: int) -> None:
         async with self._changed:
-            self._lineage, self._cursor, self._version = lineage, cursor, None
+            self._lineage = lineage
+            self._cursor = cursor
+            self._version = None
             self._changed.notify_all()
 
     async def publish(self, lineage: int, step: int) -> None:
@@ -111,7 +132,9 @@ class Gate:
     async def join(self, after: int) -> tuple[int, int]:
         """(lineage, cursor) of the first trainer later than `after` that has published its weights."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._lineage > after and self._version is not None)
+            await self._changed.wait_for(
+                lambda: self._lineage > after and self._version is not None
+            )
             return self._lineage, self._cursor
 
     async def may_explore(self, lineage: int, batch: int) -> Version:
@@ -139,25 +162,37 @@ class Gate:
 
 
 async def explorer(plan: Plan, events: Events, number: int) -> int:
-    """Explores every batch that the trainer will ask for; what the buffer holds is not explored again.  It lives on until it is ended."""
-    client = await Client.connect(SOCKET, name="explorer", duplicate=plan.duplicate, patience=plan.patience)
+    """Explores every batch that the trainer will ask for; what the buffer holds is not explored
+    again.  It lives on until it is ended.
+    """
+    client = await Client.connect(
+        SOCKET, name="explorer", duplicate=plan.duplicate, patience=plan.patience
+    )
     line, cursor = await client.call("join", 0)
-    held = {(b, t): ok for b, t, ok in await client.call("stored_groups", line, cursor, explorer=number)}
+    held = {
+        (b, t): ok for b, t, ok in await client.call("stored_groups", line, cursor, explorer=number)
+    }
     events.say("joined", lineage=line, cursor=cursor, held=len(held))
     for batch in range(cursor, plan.steps):
         version = Version(*await client.call("may_explore", line, batch))
         await client.call("room", line, batch, explorer=number)
         todo = [(task, ok) for task, ok in plan.tasks(batch) if (batch, task) not in held]
         fault("lab.explorer.group")
-        most, last = todo[:-1], todo[-1:]
-        await asyncio.gather(*(_offer(plan, client, events, line, number, batch, task, version) for task in most))
+        most = todo[:-1]
+        last = todo[-1:]
+        await asyncio.gather(
+            *(_offer(plan, client, events, line, number, batch, task, version) for task in most)
+        )
         fault("lab.explorer.mid_batch")
         for task in last:
             await _offer(plan, client, events, line, number, batch, task, version)
         fault("lab.explorer.batch")
-        good, bad = plan.groups, len(plan.tasks(batch)) - plan.groups
+        good = plan.groups
+        bad = len(plan.tasks(batch)) - plan.groups
         reasons = {"filtered": bad} if bad else {}
-        await client.call("close_batch", line, batch, accepted=good, wanted=good, reasons=reasons, explorer=number)
+        await client.call(
+            "close_batch", line, batch, accepted=good, wanted=good, reasons=reasons, explorer=number
+        )
         events.say("closed", lineage=line, batch=batch)
     await client.call("finish", line, "all batches are explored", explorer=number)
     events.say("finished", lineage=line)
@@ -166,12 +201,21 @@ async def explorer(plan: Plan, events: Events, number: int) -> int:
 
 
 async def _offer(
-    plan: Plan, client: Client, events: Events, line: int, number: int, batch: int, task: tuple[int, bool], version: Version
+    plan: Plan,
+    client: Client,
+    events: Events,
+    line: int,
+    number: int,
+    batch: int,
+    task: tuple[int, bool],
+    version: Version,
 ) -> None:
     rows = plan.rows(line, number, batch, task[0], version)
     fault("lab.explorer.append.before")
     reason = "" if task[1] else "filtered"
-    answer = await client.call("append", line, encode(rows), accepted=task[1], reason=reason, explorer=number)
+    answer = await client.call(
+        "append", line, encode(rows), accepted=task[1], reason=reason, explorer=number
+    )
     events.say("acked", group=str(rows[0].group), rows=[str(x.id) for x in rows], **answer)
     fault("lab.explorer.append.after")
 
@@ -180,16 +224,21 @@ async def _offer(
 
 
 async def trainer(plan: Plan, events: Events) -> int:
-    """From the newest whole checkpoint to the last step; a wait that ends without a batch ends the process."""
+    """From the newest whole checkpoint to the last step; a wait that ends without a batch ends the
+    process.
+    """
     client = await Client.connect(SOCKET, name="trainer", patience=plan.patience)
     found = manifests.latest(plan.checkpoints)
     parent = found.version if found else None
     weights = (found.folder / "trainer" / "weights").read_text() if found else "base"
     start = await client.call("start_lineage", parent, found.consumption if found else None)
-    line, step = int(start["lineage"]), parent.step if parent else 0
+    line = int(start["lineage"])
+    step = parent.step if parent else 0
     events.say("began", lineage=line, parent=parent, step=step)
     if plan.duplicate:
-        client = await Client.connect(SOCKET, name="trainer", duplicate=True, patience=plan.patience)
+        client = await Client.connect(
+            SOCKET, name="trainer", duplicate=True, patience=plan.patience
+        )
     store = Checkpoints(plan.checkpoints, keep=0)
     await client.call("publish", line, step)
     while step < plan.steps:
@@ -204,7 +253,12 @@ async def trainer(plan: Plan, events: Events) -> int:
             weights = learn(weights, rows)
             fault("lab.trainer.optimizer")
             await client.call("use", line, step, logprobs=plan.logprobs(rows, step))
-        events.say("skipped" if plan.skipped(step) else "used", lineage=line, step=step, rows=[str(x.id) for x in rows])
+        events.say(
+            "skipped" if plan.skipped(step) else "used",
+            lineage=line,
+            step=step,
+            rows=[str(x.id) for x in rows],
+        )
         fault("lab.trainer.used")
         if step % plan.save_interval == 0 or step == plan.steps:
             await _save(store, client, line, step, parent, weights)
@@ -215,7 +269,15 @@ async def trainer(plan: Plan, events: Events) -> int:
 
 async def _lease(plan: Plan, client: Client, line: int, step: int) -> Lease:
     groups = plan.groups * plan.explorers
-    answer = await client.call("lease", line, step, groups=groups, rows=None, deadline_s=plan.deadline_s, max_staleness=None)
+    answer = await client.call(
+        "lease",
+        line,
+        step,
+        groups=groups,
+        rows=None,
+        deadline_s=plan.deadline_s,
+        max_staleness=None,
+    )
     lease = msgspec.convert(answer, Lease)
     expected = sorted(
         (e, step - 1, t, r)
@@ -229,7 +291,9 @@ async def _lease(plan: Plan, client: Client, line: int, step: int) -> Lease:
     return lease
 
 
-async def _save(store: Checkpoints, client: Client, line: int, step: int, parent: Version | None, weights: str) -> None:
+async def _save(
+    store: Checkpoints, client: Client, line: int, step: int, parent: Version | None, weights: str
+) -> None:
     consumption = msgspec.convert(await client.call("consumption", line, step), Consumption)
 
     async def fill(folder: Path) -> dict[str, str]:

@@ -1,6 +1,8 @@
-"""Calls between the laboratory's processes over a unix socket: length and msgpack, many calls at a time on one connection.
+"""Calls between the laboratory's processes over a unix socket: length and msgpack, many calls at a
+time on one connection.
 
-Errors of rft come back as themselves; a connection that ends fails every call that waits with ConnectionError.
+Errors of rft come back as themselves; a connection that ends fails every call that waits with
+ConnectionError.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from rft.types.ports import EndOfData
 from rft.worker import framing
 
 _ERRORS: dict[str, type[Exception]] = {
-    name: kind for name in dir(errors) if isinstance(kind := getattr(errors, name), type) and issubclass(kind, Exception)
+    name: kind
+    for name in dir(errors)
+    if isinstance(kind := getattr(errors, name), type) and issubclass(kind, Exception)
 } | {"EndOfData": EndOfData}
 Handler = Callable[..., Awaitable[Any]]
 
@@ -39,7 +43,13 @@ async def serve(path: str, methods: dict[str, Handler]) -> asyncio.Server:
     """Answers calls of `methods`, each in its own task."""
     running: set[asyncio.Task[None]] = set()
 
-    async def one(writer: asyncio.StreamWriter, number: int, method: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    async def one(
+        writer: asyncio.StreamWriter,
+        number: int,
+        method: str,
+        args: list[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
         answer: Any
         try:
             answer = [number, None, await methods[method](*args, **kwargs)]
@@ -60,7 +70,8 @@ async def serve(path: str, methods: dict[str, Handler]) -> asyncio.Server:
     def _ended(task: asyncio.Task[None]) -> None:
         running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            traceback.print_exception(error)  # its caller would wait for ever: the supervisor shows this as how the process died
+            # its caller would wait for ever: the supervisor shows this as how the process died
+            traceback.print_exception(error)
             sys.stderr.flush()
             os._exit(1)
 
@@ -68,20 +79,38 @@ async def serve(path: str, methods: dict[str, Handler]) -> asyncio.Server:
 
 
 class Client:
-    """`await client.call(method, ...)`.  `duplicate` sends every message twice and expects both answers to be good;
-    `patience` repeats a call that failed with BufferFailed."""
+    """`await client.call(method, ...)`.  `duplicate` sends every message twice and expects both
+    answers to be good; `patience` repeats a call that failed with BufferFailed.
+    """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, duplicate: bool, patience: int
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        name: str,
+        duplicate: bool,
+        patience: int,
     ) -> None:
-        self._reader, self._writer, self._name, self._duplicate, self._patience = reader, writer, name, duplicate, patience
+        self._reader = reader
+        self._writer = writer
+        self._name = name
+        self._duplicate = duplicate
+        self._patience = patience
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
-    async def connect(cls, path: str, *, name: str, duplicate: bool = False, patience: int = 0) -> Client:
-        return cls(*await asyncio.open_unix_connection(path), name=name, duplicate=duplicate, patience=patience)
+    async def connect(
+        cls, path: str, *, name: str, duplicate: bool = False, patience: int = 0
+    ) -> Client:
+        return cls(
+            *await asyncio.open_unix_connection(path),
+            name=name,
+            duplicate=duplicate,
+            patience=patience,
+        )
 
     async def _listen(self) -> None:
         why: Exception = ConnectionError("the connection ended")
@@ -105,7 +134,8 @@ class Client:
             try:
                 return await self._call(method, args, kwargs)
             except BufferFailed as e:
-                if not left or isinstance(e, Fenced | FrameRejected | IdConflict):  # these do not pass
+                # these do not pass
+                if not left or isinstance(e, Fenced | FrameRejected | IdConflict):
                     raise
         raise AssertionError("unreachable")
 
@@ -118,7 +148,9 @@ class Client:
         first, *_ = await asyncio.gather(*answers)
         return first
 
-    def _send(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+    def _send(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> asyncio.Future[Any]:
         number = next(self._numbers)
         self._waiting[number] = answer = asyncio.get_running_loop().create_future()
         self._writer.write(_frame([number, method, args, kwargs]))

@@ -42,7 +42,9 @@ def step() -> LossInputs:
 
 def test_total_is_policy_minus_entropy_plus_kl() -> None:
     out = build(FULL).loss(step())
-    policy, kl, entropy = -1 / 3, (0 + 0.5 + 2) / 3, 1.8 / 3
+    policy = -1 / 3
+    kl = (0 + 0.5 + 2) / 3
+    entropy = 1.8 / 3
     assert out.loss.item() == pytest.approx(policy + 0.5 * kl - 0.25 * entropy)
     means = {k: v.item() / 3 for k, v in out.sums.items()}
     assert means["pg_loss"] == pytest.approx(policy)
@@ -61,28 +63,38 @@ def test_losses_in_the_sums_divide_to_the_loss_in_every_mode() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_the_mask_hides_is_harmless(bad: float) -> None:
-    clean, dirty = step(), step()
+    clean = step()
+    dirty = step()
     hidden = ~clean.mask
     logprobs = dirty.logprobs.detach().masked_fill(hidden, bad).requires_grad_()
     names = ("old_logprobs", "advantages", "ref_logprobs", "entropy")
-    dirty = dataclasses.replace(dirty, logprobs=logprobs, **{n: getattr(dirty, n).masked_fill(hidden, bad) for n in names})
+    dirty = dataclasses.replace(
+        dirty, logprobs=logprobs, **{n: getattr(dirty, n).masked_fill(hidden, bad) for n in names}
+    )
     algorithm = build(FULL)
-    a, b = algorithm.loss(clean), algorithm.loss(dirty)
+    a = algorithm.loss(clean)
+    b = algorithm.loss(dirty)
     torch.testing.assert_close(b.loss, a.loss)
-    torch.testing.assert_close(torch.autograd.grad(b.loss, logprobs)[0], torch.autograd.grad(a.loss, clean.logprobs)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(b.loss, logprobs)[0], torch.autograd.grad(a.loss, clean.logprobs)[0]
+    )
     for name, value in a.sums.items():
         torch.testing.assert_close(b.sums[name], value, msg=name)
 
 
 def test_a_trained_token_that_is_not_finite_shows() -> None:
     x = step()
-    broken = dataclasses.replace(x, logprobs=torch.full_like(x.logprobs, float("nan")).requires_grad_())
+    broken = dataclasses.replace(
+        x, logprobs=torch.full_like(x.logprobs, float("nan")).requires_grad_()
+    )
     assert not torch.isfinite(build(AlgorithmSettings()).loss(broken).loss)
 
 
 def test_parts_that_are_off_need_nothing() -> None:
     x = dataclasses.replace(step(), ref_logprobs=None, entropy=None)
-    off = dataclasses.replace(FULL, kl_loss_fn_args={"kl_coef": 0.0}, entropy_loss_fn_args={"entropy_coef": 0.0})
+    off = dataclasses.replace(
+        FULL, kl_loss_fn_args={"kl_coef": 0.0}, entropy_loss_fn_args={"entropy_coef": 0.0}
+    )
     assert build(off).loss(x).loss.item() == pytest.approx(-1 / 3)
     with pytest.raises(ValueError, match="ref_logprobs"):
         build(FULL).loss(x)
@@ -90,7 +102,11 @@ def test_parts_that_are_off_need_nothing() -> None:
 
 def test_an_empty_micro_batch_is_a_zero_with_a_gradient() -> None:
     x = step()
-    empty = {f.name: v[:0] for f in dataclasses.fields(x) if isinstance(v := getattr(x, f.name), torch.Tensor)}
+    empty = {
+        f.name: v[:0]
+        for f in dataclasses.fields(x)
+        if isinstance(v := getattr(x, f.name), torch.Tensor)
+    }
     out = build(FULL).loss(dataclasses.replace(x, **empty, num_rows=0))
     assert out.loss.item() == 0
     assert out.loss.requires_grad
@@ -99,8 +115,13 @@ def test_an_empty_micro_batch_is_a_zero_with_a_gradient() -> None:
 
 def test_advantages_go_through() -> None:
     stats = GroupStats(group="g", rewards=(1.0, 0.0), mean=0.5, std=0.7071067811865476)
-    rows = [StepRow(group="g", run=i, step=0, reward=1.0 - i, logprobs=np.zeros(2 + i, np.float32)) for i in range(2)]
-    made = build(AlgorithmSettings(advantage_fn_args={"norm_by_std": False})).prepare(StepInputs(rows=rows, groups={"g": stats}))
+    rows = [
+        StepRow(group="g", run=i, step=0, reward=1.0 - i, logprobs=np.zeros(2 + i, np.float32))
+        for i in range(2)
+    ]
+    made = build(AlgorithmSettings(advantage_fn_args={"norm_by_std": False})).prepare(
+        StepInputs(rows=rows, groups={"g": stats})
+    )
     assert [a.tolist() for a in made.advantages] == [[0.5, 0.5], [-0.5, -0.5, -0.5]]
 
 
@@ -108,18 +129,26 @@ def test_advantages_go_through() -> None:
     ("given", "says"),
     [
         (np.zeros(3), "3 advantages were given for 2 rows"),
-        ([np.zeros(2), np.zeros(5)], r"group g, run 1: advantages of shape \(5,\) for 3 trained tokens"),
+        (
+            [np.zeros(2), np.zeros(5)],
+            r"group g, run 1: advantages of shape \(5,\) for 3 trained tokens",
+        ),
         (Advantages(values=[np.zeros(2, np.float32)] * 2), r"shape \(2,\) for 3 trained"),
     ],
 )
 def test_advantages_of_another_shape_are_refused(given: Any, says: str) -> None:
-    rows = [StepRow(group="g", run=i, step=0, reward=1.0, logprobs=np.zeros(2 + i, np.float32)) for i in range(2)]
+    rows = [
+        StepRow(group="g", run=i, step=0, reward=1.0, logprobs=np.zeros(2 + i, np.float32))
+        for i in range(2)
+    ]
     with pytest.raises(ValueError, match=says):
         spread(given, rows)
 
 
 def test_unknown_aggregation() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm.loss_agg_mode: 'mean' is not one of token-mean"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.loss_agg_mode: 'mean' is not one of token-mean"
+    ):
         build(AlgorithmSettings(loss_agg_mode="mean"))
 
 
@@ -136,7 +165,9 @@ def test_a_policy_loss_of_ones_own(tmp_path: Path) -> None:
         "    return LossOutput(loss=-args.scale * aggregate(x.advantages * x.logprobs, x))\n"
     )
     name = f"{file}:plain"
-    out = build(AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args={"scale": 3.0})).loss(step())
+    out = build(AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args={"scale": 3.0})).loss(
+        step()
+    )
     assert out.loss.item() == pytest.approx(-3 * (-1 - 2 + 1) / 3)
     with pytest.raises(ConfigError, match="Did you mean scale"):
         build(AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args={"scal": 3.0}))
@@ -154,8 +185,13 @@ def test_a_loss_named_by_its_place_has_its_extra(tmp_path: Path) -> None:
         "def loss(x, args):\n"
         "    return LossOutput(loss=aggregate(x.extra['late'], x))\n"
     )
-    rows = [StepRow(group="g", run=i, step=0, reward=float(i), logprobs=np.zeros(3, np.float32)) for i in range(2)]
-    x = StepInputs(rows=rows, groups={"g": GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)})
+    rows = [
+        StepRow(group="g", run=i, step=0, reward=float(i), logprobs=np.zeros(3, np.float32))
+        for i in range(2)
+    ]
+    x = StepInputs(
+        rows=rows, groups={"g": GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)}
+    )
     prepared = build(AlgorithmSettings(policy_loss_fn=f"{file}:loss")).prepare(x)
     assert [e.tolist() for e in prepared.extra["late"]] == [[0, 1, 2]] * 2
 
@@ -170,15 +206,26 @@ def test_a_kl_penalty_of_ones_own(tmp_path: Path) -> None:
         "half.Args = Half\n"
     )
     row = StepRow(
-        group="g", run=0, step=0, reward=1.0, logprobs=np.array([-1.0, -2.0], np.float32), ref=np.array([-1.5, -2.0], np.float32)
+        group="g",
+        run=0,
+        step=0,
+        reward=1.0,
+        logprobs=np.array([-1.0, -2.0], np.float32),
+        ref=np.array([-1.5, -2.0], np.float32),
     )
-    x = StepInputs(rows=[row], groups={"g": GroupStats(group="g", rewards=(1.0,), mean=1.0, std=0.0)})
-    settings = AlgorithmSettings(advantage_fn="reinforce", kl_penalty_fn=f"{file}:half", kl_penalty_fn_args={"share": 0.25})
+    x = StepInputs(
+        rows=[row], groups={"g": GroupStats(group="g", rewards=(1.0,), mean=1.0, std=0.0)}
+    )
+    settings = AlgorithmSettings(
+        advantage_fn="reinforce", kl_penalty_fn=f"{file}:half", kl_penalty_fn_args={"share": 0.25}
+    )
     algorithm = build(settings)
     assert algorithm.needs.kl_penalty and "ref" in algorithm.needs.before
     prepared = algorithm.prepare(x)
     assert prepared.kl == pytest.approx(0.25 * 0.5 / 2)
-    assert prepared.rewards is not None and prepared.rewards[0].tolist() == pytest.approx([-0.125, 1.0])
+    assert prepared.rewards is not None and prepared.rewards[0].tolist() == pytest.approx(
+        [-0.125, 1.0]
+    )
     with pytest.raises(ConfigError, match="shar"):
         build(dataclasses.replace(settings, kl_penalty_fn_args={"shar": 0.25}))
 
@@ -187,9 +234,14 @@ def test_a_kl_penalty_of_ones_own(tmp_path: Path) -> None:
     ("correction", "strategy", "calls"),
     [
         ({"rollout_is": "token"}, "default", 1),
-        ({"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 9.0}, "default", 1),
+        (
+            {"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 9.0},
+            "default",
+            1,
+        ),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": 9.0}, "default", 1),
-        ({"rollout_is": "token"}, "pf_ppo", 2),  # advantages see the weights of all rows, losses those of the drawn ones
+        # advantages see the weights of all rows, losses those of the drawn ones
+        ({"rollout_is": "token"}, "pf_ppo", 2),
     ],
 )
 def test_a_correction_of_the_same_tokens_is_computed_once(
@@ -198,7 +250,9 @@ def test_a_correction_of_the_same_tokens_is_computed_once(
     counted: list[int] = []
     correct = composition.correct
     monkeypatch.setattr(composition, "correct", lambda *a: counted.append(1) or correct(*a))
-    settings = AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction, sample_strategy=strategy)
+    settings = AlgorithmSettings(
+        bypass_old_logprobs=False, rollout_correction=correction, sample_strategy=strategy
+    )
     rows = [
         StepRow(
             group="g",

@@ -12,7 +12,9 @@ from rft.algorithm.group_best import GroupBestArgs, group_best
 from rft.types.ports import GroupStats
 
 
-def inputs(groups: dict[str, list[float]], *, leased: dict[str, list[int]] | None = None, steps: int = 1) -> StepInputs:
+def inputs(
+    groups: dict[str, list[float]], *, leased: dict[str, list[int]] | None = None, steps: int = 1
+) -> StepInputs:
     """`leased`: runs that are in the step; None = all.  Each run has `steps` rows."""
     rows = [
         StepRow(group=g, run=run, step=step, reward=reward, logprobs=np.zeros(2, np.float32))
@@ -44,7 +46,9 @@ def inputs(groups: dict[str, list[float]], *, leased: dict[str, list[int]] | Non
         ({"a": [0.0, 0.0]}, {"min_reward": 0.5}, []),
     ],
 )
-def test_the_best_run_of_each_group(groups: dict[str, list[float]], args: dict[str, Any], drawn: list[int]) -> None:
+def test_the_best_run_of_each_group(
+    groups: dict[str, list[float]], args: dict[str, Any], drawn: list[int]
+) -> None:
     assert group_best(inputs(groups), GroupBestArgs.model_validate(args)) == drawn
 
 

@@ -1,4 +1,6 @@
-"""Whatever happens in whatever order: acked = used + leased + available + explained, and no row is used twice in an ancestry."""
+"""Whatever happens in whatever order: acked = used + leased + available + explained, and no row is
+used twice in an ancestry.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from rft.types.ids import Version
 from rft.types.ports import Consumption
 
 STEPS = st.lists(
-    st.sampled_from(["explore", "reject", "repeat", "lease", "use", "explain", "manifest", "crash", "replace"]),
+    st.sampled_from(
+        ["explore", "reject", "repeat", "lease", "use", "explain", "manifest", "crash", "replace"]
+    ),
     min_size=5,
     max_size=40,
 )
@@ -29,7 +33,9 @@ class Run:
     """A small run, driven step by step; `expected` remembers what the buffer has promised."""
 
     def __init__(self, folder: Path, kind: str, max_uses: int) -> None:
-        self.settings = BufferSettings(folder=folder, storage_type=kind, max_uses=max_uses, on_short_batch="carry")  # type: ignore[arg-type]
+        self.settings = BufferSettings(
+            folder=folder, storage_type=kind, max_uses=max_uses, on_short_batch="carry"
+        )  # type: ignore[arg-type]
         self.manifest: tuple[Version, Consumption] | None = None
         self.acked = 0
         self.lineage = self.step = self.batch = 0
@@ -51,7 +57,8 @@ class Run:
         writer = self.buffer.writer(self.lineage)
         held = await writer.stored_groups(started.cursor)
         last = max((h.batch for h in held), default=started.cursor - 1)
-        for batch in range(started.cursor, last + 1):  # what the explorer does on resume: re-close what is whole
+        # what the explorer does on resume: re-close what is whole
+        for batch in range(started.cursor, last + 1):
             await self.explore(batch, {h.task for h in held if h.batch == batch})
         self.batch = last + 1
 
@@ -63,8 +70,12 @@ class Run:
         await writer.close_batch(batch, accepted=2, wanted=2, reasons={})
 
     async def append(self, batch: int, task: int, accepted: bool) -> None:
-        frame = encode(group(self.lineage, batch, task, runs=2, version=Version(self.lineage, self.step)))
-        result = await self.buffer.writer(self.lineage).append(frame, accepted=accepted, reason="" if accepted else "bad")
+        frame = encode(
+            group(self.lineage, batch, task, runs=2, version=Version(self.lineage, self.step))
+        )
+        result = await self.buffer.writer(self.lineage).append(
+            frame, accepted=accepted, reason="" if accepted else "bad"
+        )
         self.acked += result.appended
 
     async def do(self, action: str) -> None:
@@ -73,17 +84,24 @@ class Run:
             await self.explore(self.batch, set(), accepted=action == "explore")
             self.batch += 1
         elif action == "repeat" and self.batch:
-            last = group(self.lineage, self.batch, 0, runs=2, version=Version(self.lineage, self.step))
+            last = group(
+                self.lineage, self.batch, 0, runs=2, version=Version(self.lineage, self.step)
+            )
             for _ in range(2):
-                self.acked += (await self.buffer.writer(self.lineage).append(encode(last), accepted=True)).appended
+                self.acked += (
+                    await self.buffer.writer(self.lineage).append(encode(last), accepted=True)
+                ).appended
             await self.explore(self.batch, {0})
             self.batch += 1
         elif action == "lease" and not self.leased:
             try:
-                lease = await reader.lease(self.step + 1, groups=1, rows=None, deadline_s=0.01, max_staleness=2)
+                lease = await reader.lease(
+                    self.step + 1, groups=1, rows=None, deadline_s=0.01, max_staleness=2
+                )
             except (DeadlineExceeded, ShortBatch):
                 return
-            self.leased, self.rows = True, ids(lease)
+            self.leased = True
+            self.rows = ids(lease)
         elif action == "use" and self.leased:
             self.step += 1
             await reader.use(self.step)

@@ -30,7 +30,8 @@ class Told(logging.Handler):
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     monkeypatch.setattr(database, "QUIET_S", 0.05)
-    logger, handler = logging.getLogger(database.__name__), Told()
+    logger = logging.getLogger(database.__name__)
+    handler = Told()
     before = logger.level
     logger.setLevel(logging.DEBUG)  # not the attribute: loggers remember what is enabled
     logger.addHandler(handler)
@@ -39,7 +40,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     logger.setLevel(before)
 
 
-def test_what_was_written_gets_into_the_file_while_the_owner_stays_connected(tmp_path: Path, told: Told) -> None:
+def test_what_was_written_gets_into_the_file_while_the_owner_stays_connected(
+    tmp_path: Path, told: Told
+) -> None:
     path = tmp_path / "a.db"
     owner = sqlite3.connect(path, isolation_level=None)
     owner.execute("PRAGMA journal_mode = WAL")

@@ -33,9 +33,14 @@ async def opened(folder: Path, **settings: Any) -> Buffer:
 
 def test_network_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_network(tmp_path)
-    points = {"/": "ext4", str(tmp_path.resolve()): "nfs4", str(tmp_path.resolve() / "here"): "nfs4"}
+    points = {
+        "/": "ext4",
+        str(tmp_path.resolve()): "nfs4",
+        str(tmp_path.resolve() / "here"): "nfs4",
+    }
     mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in points.items()]
-    mounts.append(SimpleNamespace(mountpoint=str(tmp_path.resolve() / "here"), fstype="ext4"))  # over the one before
+    # over the one before
+    mounts.append(SimpleNamespace(mountpoint=str(tmp_path.resolve() / "here"), fstype="ext4"))
     monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
     with pytest.raises(SetupError, match=r"nfs4.*local disk"):
         refuse_network(tmp_path / "run")
@@ -65,7 +70,9 @@ async def test_one_owner(tmp_path: Path) -> None:
 
 async def test_a_buffer_keeps_its_storage(tmp_path: Path) -> None:
     await (await opened(tmp_path)).close()
-    with pytest.raises(BufferFailed, match="was made with storage_type 'sql', this run has 'queue'"):
+    with pytest.raises(
+        BufferFailed, match="was made with storage_type 'sql', this run has 'queue'"
+    ):
         await opened(tmp_path, storage_type="queue")
 
 
@@ -90,13 +97,18 @@ async def test_memory_only_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixt
 async def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     buffer = await opened(tmp_path)
     with pytest.raises(BufferFailed, match=r"made after 8 uses .* knows 0"):
-        await buffer.start_lineage(Version(1, 1), Consumption(num_uses=8, digest="0" * 32, cursor=1))
-    assert (await buffer.start_lineage(Version(4, 9), None)).lineage == 5  # only its weights: a lineage above all known ones
+        await buffer.start_lineage(
+            Version(1, 1), Consumption(num_uses=8, digest="0" * 32, cursor=1)
+        )
+    # only its weights: a lineage above all known ones
+    assert (await buffer.start_lineage(Version(4, 9), None)).lineage == 5
     await buffer.close()
 
 
 async def test_an_older_checkpoint_and_an_abandoned_branch(tmp_path: Path) -> None:
-    """1:1 and 1:2 are manifests; resume from 1:1, train; resume from 1:2: each branch counts its own uses only."""
+    """1:1 and 1:2 are manifests; resume from 1:1, train; resume from 1:2: each branch counts its
+    own uses only.
+    """
     buffer = await opened(tmp_path)
     await buffer.start_lineage(None, None)
     said = {}
@@ -106,13 +118,20 @@ async def test_an_older_checkpoint_and_an_abandoned_branch(tmp_path: Path) -> No
         await buffer.reader(1).use(step)
         said[step] = await buffer.reader(1).consumption(step)
     second = await buffer.start_lineage(Version(1, 1), said[1])
-    assert (second.available, second.orphaned, second.cursor) == (8, 0, 1)  # batch 1 is of weights 1:1: kept, and free again
+    # batch 1 is of weights 1:1: kept, and free again
+    assert (second.available, second.orphaned, second.cursor) == (8, 0, 1)
     await fill(buffer, 2, 1)
     assert ids(await take(buffer, 2, 2)) == [(1, t, r) for t in range(2) for r in range(4)]
     await buffer.reader(2).use(2)
     third = await buffer.start_lineage(Version(1, 2), said[2])
     audit = await buffer.audit()
-    assert (third.lineage, third.available, audit.num_uses, audit.used_twice, audit.ok) == (3, 0, 16, 0, True)
+    assert (third.lineage, third.available, audit.num_uses, audit.used_twice, audit.ok) == (
+        3,
+        0,
+        16,
+        0,
+        True,
+    )
     await buffer.close()
 
 
@@ -121,7 +140,11 @@ async def test_keep_leaves_abandoned_rows_in_play(tmp_path: Path) -> None:
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0)
     start = await buffer.start_lineage(None, None)
-    assert (start.orphaned, start.available, len(await buffer.writer(2).stored_groups(0))) == (0, 8, 2)
+    assert (start.orphaned, start.available, len(await buffer.writer(2).stored_groups(0))) == (
+        0,
+        8,
+        2,
+    )
     await buffer.close()
 
 
@@ -136,7 +159,8 @@ async def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
     await buffer.close()
     folder = tmp_path / "checkpoints/global_step_1"
     folder.mkdir(parents=True)
-    manifests.commit(folder, version=Version(1, 1), parent=None, consumption=consumption)  # of the format of today
+    # of the format of today
+    manifests.commit(folder, version=Version(1, 1), parent=None, consumption=consumption)
     assert audit_run(tmp_path).ok
     (segment,) = (tmp_path / "buffer/experience_buffer.segments").glob("*.seg")
     whole = bytearray(segment.read_bytes())
@@ -154,7 +178,9 @@ async def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_is_loud_and_passes(tmp_path: Path) -> None:
-    """SQLite's own page limit stands for the full disk; the append fails whole, and works again once there is space."""
+    """SQLite's own page limit stands for the full disk; the append fails whole, and works again
+    once there is space.
+    """
     buffer = await opened(tmp_path, full_disk_wait_s=0.0)
     await buffer.start_lineage(None, None)
     connection = buffer._ledger.database.connection
@@ -191,7 +217,9 @@ async def test_concurrent_appends_are_all_stored(tmp_path: Path) -> None:
     buffer = await opened(tmp_path, durability="power")
     await buffer.start_lineage(None, None)
     writer = buffer.writer(1)
-    await asyncio.gather(*(writer.append(encode(group(1, 0, task)), accepted=True) for task in range(200)))
+    await asyncio.gather(
+        *(writer.append(encode(group(1, 0, task)), accepted=True) for task in range(200))
+    )
     await writer.close_batch(0, accepted=200, wanted=200, reasons={})
     lease = await take(buffer, 1, 1, 200)
     assert ids(lease) == [(0, t, r) for t in range(200) for r in range(4)]
@@ -200,8 +228,17 @@ async def test_concurrent_appends_are_all_stored(tmp_path: Path) -> None:
 
 def test_the_room_is_light() -> None:
     heavy = ("torch", "ray", "vllm", "transformers")
-    code = f"import sys, rft.buffer.buffer, rft.buffer.audit; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=60)
+    code = (
+        f"import sys, rft.buffer.buffer, rft.buffer.audit; print([m for m in {heavy} if m in "
+        f"sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        timeout=60,
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -214,10 +251,18 @@ c.close()
 
 
 async def test_a_persons_client_takes_nothing_away_after_a_checkpoint(tmp_path: Path) -> None:
-    """The last client of a SQLite file removes its log; the owner's locks say that it is not the last."""
+    """The last client of a SQLite file removes its log; the owner's locks say that it is not the
+    last.
+    """
 
     def count() -> int:
-        done = subprocess.run([sys.executable, "-c", CLIENT, str(path)], capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT, str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         return int(done.stdout)
 
     buffer = await opened(tmp_path)

@@ -25,7 +25,10 @@ async def test_another_format_is_refused_with_what_to_do(tmp_path: Path, written
         raw.execute("UPDATE meta SET value = ? WHERE key = 'format'", (written,))
         raw.commit()
         before = list(raw.iterdump())
-    with pytest.raises(BufferFailed, match=f"made with format '{written}', this rft knows format {FORMAT}. Use the rft"):
+    with pytest.raises(
+        BufferFailed,
+        match=f"made with format '{written}', this rft knows format {FORMAT}. Use the rft",
+    ):
         await Buffer(BufferSettings(folder=tmp_path / "buffer", run="a/run")).open()
     with closing(sqlite3.connect(path)) as raw:
         assert list(raw.iterdump()) == before

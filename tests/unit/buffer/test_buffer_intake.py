@@ -1,4 +1,6 @@
-"""Frames a trainer could not rely on are refused, each with a counted reason; the trainer never sees them."""
+"""Frames a trainer could not rely on are refused, each with a counted reason; the trainer never
+sees them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ from rft.types.task import SamplingArgs
 
 
 def patched(**changes: Any) -> bytes:
-    """A frame whose first header says something else: what a faulty writer would send past `Experience`'s own checks."""
+    """A frame whose first header says something else: what a faulty writer would send past
+    `Experience`'s own checks.
+    """
     frame = encode(group(1, 0, 0))
     headers, body = parts(frame)
     headers[0][0].update(changes)
     head = msgspec.msgpack.encode(headers)
-    return frame[:4] + len(head).to_bytes(8, "little") + head + b"\0" * (-(12 + len(head)) % 8) + body
+    return (
+        frame[:4] + len(head).to_bytes(8, "little") + head + b"\0" * (-(12 + len(head)) % 8) + body
+    )
 
 
 def parts(frame: bytes) -> tuple[list[tuple[dict[str, Any], int]], bytes]:
@@ -48,7 +54,8 @@ def negative_token() -> bytes:
     return frame[: -len(body)] + (-5).to_bytes(4, "little", signed=True) + body[4:]
 
 
-a, b = group(1, 0, 0), group(1, 0, 1)
+a = group(1, 0, 0)
+b = group(1, 0, 1)
 BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
     "rows of many blocks": ("damaged", lambda: bundle([(encode(a), [0], [1.0])])),
     "bytes of nobody": ("damaged", lambda: encode(a) + b"12345678"),
@@ -58,12 +65,24 @@ BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
     "arrays cut off": ("damaged", lambda: encode(a)[:-40]),
     "no rows": ("empty", lambda: encode([])),
     "two groups": ("mixed_groups", lambda: encode([a[0], b[0]])),
-    "two tasks": ("mixed_tasks", lambda: encode([a[0], msgspec.structs.replace(a[1], task_index=5)])),
+    "two tasks": (
+        "mixed_tasks",
+        lambda: encode([a[0], msgspec.structs.replace(a[1], task_index=5)]),
+    ),
     "an id twice": ("duplicate_ids", lambda: encode([a[0], a[0]])),
-    "weights of the future": ("future_version", lambda: encode([row(GroupId(1, 0, 0, 0).run(0), version=Version(1, 3))])),
-    "weights of nobody": ("unknown_version", lambda: encode([row(GroupId(1, 0, 0, 0).run(0), version=Version(9, 0))])),
+    "weights of the future": (
+        "future_version",
+        lambda: encode([row(GroupId(1, 0, 0, 0).run(0), version=Version(1, 3))]),
+    ),
+    "weights of nobody": (
+        "unknown_version",
+        lambda: encode([row(GroupId(1, 0, 0, 0).run(0), version=Version(9, 0))]),
+    ),
     "another explorer": ("foreign_explorer", lambda: encode(group(1, 0, 0, explorer=1))),
-    "too large": ("too_large", lambda: encode([msgspec.structs.replace(a[0], response_text="x" * 20000)])),
+    "too large": (
+        "too_large",
+        lambda: encode([msgspec.structs.replace(a[0], response_text="x" * 20000)]),
+    ),
     "negative token": ("invalid_tokens", negative_token),
     "mask too short": ("invalid_loss_mask", lambda: array(1, length=3)),
     "array outside": ("damaged", lambda: array(0, offset=10**9)),
@@ -72,7 +91,10 @@ BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
     "reward is infinite": ("invalid_reward", lambda: patched(reward=float("inf"))),
     "reward is nan": ("invalid_reward", lambda: patched(reward=float("nan"))),
     "no version": ("invalid_version_spans", lambda: patched(version_spans=[])),
-    "negative version": ("invalid_version_spans", lambda: patched(version_spans=[[[1, -1], 0, 12]])),
+    "negative version": (
+        "invalid_version_spans",
+        lambda: patched(version_spans=[[[1, -1], 0, 12]]),
+    ),
     "unknown status": ("invalid_status", lambda: patched(status="great")),
     "array missing": ("invalid_tokens", lambda: patched(tokens=None)),
 }
@@ -99,16 +121,25 @@ async def test_bad_frames_are_rejected_and_counted(tmp_path: Path) -> None:
     await buffer.close()
 
 
-async def test_numbers_of_sampling_that_no_ledger_holds_are_refused_where_they_are_made(tmp_path: Path) -> None:
+async def test_numbers_of_sampling_that_no_ledger_holds_are_refused_where_they_are_made(
+    tmp_path: Path,
+) -> None:
     """A workflow's seed of 64 random bits ended the run with an OverflowError of SQLite."""
     buffer = Buffer(BufferSettings(folder=tmp_path))
     await buffer.open()
     await buffer.start_lineage(None, None)
-    for task, (name, value) in enumerate([("seed", -(1 << 63)), ("seed", (1 << 63) - 1), ("top_k", (1 << 31) - 1)]):
+    for task, (name, value) in enumerate(
+        [("seed", -(1 << 63)), ("seed", (1 << 63) - 1), ("top_k", (1 << 31) - 1)]
+    ):
         drawn = SamplingRecord(start=0, end=12, sampling=SamplingArgs(**{name: value}))
         frame = encode([msgspec.structs.replace(x, sampling=(drawn,)) for x in group(1, 0, task)])
         assert (await buffer.writer(1).append(frame, accepted=True)).appended == 4
     await buffer.close()
-    for name, value in [("seed", 1 << 63), ("seed", -(1 << 63) - 1), ("top_k", 1 << 31), ("temperature", float("nan"))]:
+    for name, value in [
+        ("seed", 1 << 63),
+        ("seed", -(1 << 63) - 1),
+        ("top_k", 1 << 31),
+        ("temperature", float("nan")),
+    ]:
         with pytest.raises(ValueError, match=rf"^{name} .*: must be"):
             SamplingArgs(**{name: value})

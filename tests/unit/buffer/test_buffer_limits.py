@@ -50,7 +50,9 @@ async def explore(buffer: Buffer, explorer: int, batches: int, size: int, tokens
     """An explorer that asks nobody: all groups of a batch at once, batch after batch."""
     writer = buffer.writer(1, explorer)
     for batch in range(batches):
-        frames = [encode(group(1, batch, task, explorer=explorer, tokens=tokens)) for task in range(size)]
+        frames = [
+            encode(group(1, batch, task, explorer=explorer, tokens=tokens)) for task in range(size)
+        ]
         await asyncio.gather(*(writer.append(f, accepted=True) for f in frames))
         await writer.close_batch(batch, accepted=size, wanted=size, reasons={})
     await writer.finish("done")
@@ -79,7 +81,9 @@ async def test_a_stopped_trainer_holds_the_explorers_back(tmp_path: Path, kind: 
     frame = len(encode(group(1, 0, 0, tokens=2000)))
     bound = 12 * frame - 5
     buffer = await started(tmp_path, kind, num_explorers=2, capacity=20, capacity_bytes=bound)
-    explorers = [asyncio.create_task(explore(buffer, e, batches=8, size=5, tokens=2000)) for e in range(2)]
+    explorers = [
+        asyncio.create_task(explore(buffer, e, batches=8, size=5, tokens=2000)) for e in range(2)
+    ]
     order = buffer._order
     await until(buffer, lambda: order.num_bytes >= bound)
     gc.collect()
@@ -118,7 +122,9 @@ async def test_groups_are_bounded_too(tmp_path: Path) -> None:
 
 
 async def test_a_step_larger_than_the_bounds_is_still_filled(tmp_path: Path) -> None:
-    """The trainer waits for groups of the open batch, which may come then: nobody waits in a circle."""
+    """The trainer waits for groups of the open batch, which may come then: nobody waits in a
+    circle.
+    """
     buffer = await started(tmp_path, capacity=100, capacity_bytes=1)
     explorer = asyncio.create_task(explore(buffer, 0, batches=2, size=6))
     await until(buffer, lambda: buffer._order.num_groups >= 1)
@@ -169,7 +175,9 @@ async def test_what_is_not_trained_needs_no_room(tmp_path: Path) -> None:
 
 def test_the_limiter_counts_what_is_on_its_way() -> None:
     class Waiting:
-        num_groups, num_bytes, open_batch = 1, 100, (3, 0)
+        num_groups = 1
+        num_bytes = 100
+        open_batch = (3, 0)
 
     limiter = Limiter(BufferSettings(folder=Path(), capacity=3, capacity_bytes=1000))
     assert limiter.room(Waiting, (5, 0))
@@ -178,7 +186,12 @@ def test_the_limiter_counts_what_is_on_its_way() -> None:
     limiter.admit(100)
     assert not limiter.room(Waiting, (3, 0))
     with limiter.starving():
-        assert [limiter.room(Waiting, key) for key in ((2, 1), (3, 0), (3, 1), None)] == [True, True, False, False]
+        assert [limiter.room(Waiting, key) for key in ((2, 1), (3, 0), (3, 1), None)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
     limiter.settle(100)
     assert limiter.room(Waiting, None)
     limiter.settle(100)
@@ -189,7 +202,8 @@ def test_the_limiter_counts_what_is_on_its_way() -> None:
 async def test_memory_alone_is_given_back(tmp_path: Path) -> None:
     buffer = await started(tmp_path, "memory")
     storage: Any = buffer._storage
-    writer, reader = buffer.writer(1), buffer.reader(1)
+    writer = buffer.writer(1)
+    reader = buffer.reader(1)
     for batch in range(6):
         for task in range(4):
             frame = encode(group(1, batch, task, tokens=500))
@@ -215,7 +229,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 6 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True, timeout=20)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)],
+        capture_output=True,
+        timeout=20,
+    )
     if mounted.returncode:
         pytest.skip("needs the right to mount a file system")
     yield folder
@@ -223,10 +241,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_full_disk_is_waited_out(small_disk: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_is_waited_out(
+    small_disk: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ballast = small_disk / "ballast"
     buffer = await started(small_disk, kind, full_disk_reserve_bytes=512 << 10)
-    writer, reader = buffer.writer(1), buffer.reader(1)
+    writer = buffer.writer(1)
+    reader = buffer.reader(1)
     for batch in range(3):
         await fill(buffer, 1, batch)
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
@@ -257,10 +278,14 @@ async def test_a_full_disk_is_waited_out(small_disk: Path, kind: str, caplog: py
 
 
 @pytest.mark.parametrize("kind", ["sql", "file", "queue"])
-async def test_a_disk_that_stays_full_is_told(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_stays_full_is_told(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = await started(tmp_path, kind, full_disk_wait_s=0.6)
     monkeypatch.setenv("RFT_FAULT", f"storage.put=enospc,of.{kind}")
-    with pytest.raises(DiskFull, match=r"No space left on device.*Nothing of the last call is stored"):
+    with pytest.raises(
+        DiskFull, match=r"No space left on device.*Nothing of the last call is stored"
+    ):
         await buffer.writer(1).append(encode(group(1, 0, 0)), accepted=True)
     monkeypatch.delenv("RFT_FAULT")
     await fill(buffer, 1, 0)
@@ -273,7 +298,9 @@ async def test_a_disk_that_stays_full_is_told(tmp_path: Path, kind: str, monkeyp
 async def test_space_that_is_reserved_already_or_not_any_more(
     tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A process that was killed leaves it behind: the next one begins with it.  A person removes it: the write waits."""
+    """A process that was killed leaves it behind: the next one begins with it.  A person removes
+    it: the write waits.
+    """
     reserve = tmp_path / "buffer/experience_buffer.reserve"
     buffer = await started(tmp_path)
     await fill(buffer, 1, 0)
@@ -298,7 +325,9 @@ async def test_space_that_is_reserved_already_or_not_any_more(
 async def test_a_disk_where_no_file_can_be_made(
     tmp_path: Path, code: int, error: type[BufferFailed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No number of a file is left, or the disk is read-only: that is told, instead of an OSError that ends the explorer."""
+    """No number of a file is left, or the disk is read-only: that is told, instead of an OSError
+    that ends the explorer.
+    """
     buffer = await started(tmp_path, full_disk_wait_s=0.0)
     opened = os.open
 
@@ -318,13 +347,18 @@ async def test_a_disk_where_no_file_can_be_made(
 
 
 async def test_a_run_on_a_disk_that_cannot_be_written_is_read(small_disk: Path) -> None:
-    """SQLite has no place for its shared memory there; where no run has the ledger open it needs none."""
+    """SQLite has no place for its shared memory there; where no run has the ledger open it needs
+    none.
+    """
     buffer = await started(small_disk, full_disk_reserve_bytes=512 << 10)
     await fill(buffer, 1, 0)
     await buffer.close()
     remount = ["mount", "-o", "remount,ro", str(small_disk)]
     await asyncio.to_thread(subprocess.run, remount, check=True, timeout=20)
-    with open_run(small_disk) as questions, questions.ask("SELECT count(*) FROM v_experiences") as answer:
+    with (
+        open_run(small_disk) as questions,
+        questions.ask("SELECT count(*) FROM v_experiences") as answer,
+    ):
         assert list(answer.rows) == [(8,)]
     assert audit_run(small_disk).acked == 8
 
@@ -337,23 +371,30 @@ def segments(folder: Path) -> list[Path]:
 
 
 def spoil(folder: Path, kind: str, number: int) -> str:
-    """Change one byte of the payload of the group that was stored as this one (from 0); the name of what was changed."""
+    """Change one byte of the payload of the group that was stored as this one (from 0); the name of
+    what was changed.
+    """
     if kind == "sql":
         with sqlite3.connect(folder / "buffer/experience_buffer.db") as raw:
-            (block,) = raw.execute("SELECT block FROM payloads WHERE id = ?", (number + 1,)).fetchone()
+            (block,) = raw.execute(
+                "SELECT block FROM payloads WHERE id = ?", (number + 1,)
+            ).fetchone()
             changed = block[:-9] + bytes([block[-9] ^ 4]) + block[-8:]
             raw.execute("UPDATE payloads SET block = ? WHERE id = ?", (changed, number + 1))
         raw.close()
         return f"payload {number + 1}"
     path = segments(folder)[number if kind == "file" else 0]
     whole = bytearray(path.read_bytes())
-    whole[(2 * number + 1) * len(whole) // 8 if kind == "queue" else len(whole) // 2] ^= 16  # four groups of about the same size
+    # four groups of about the same size
+    whole[(2 * number + 1) * len(whole) // 8 if kind == "queue" else len(whole) // 2] ^= 16
     path.write_bytes(whole)
     return path.name
 
 
 @pytest.mark.parametrize("kind", ["sql", "file", "queue"])
-async def test_damaged_payload_stops_the_run_and_says_how_to_go_on(tmp_path: Path, kind: str) -> None:
+async def test_damaged_payload_stops_the_run_and_says_how_to_go_on(
+    tmp_path: Path, kind: str
+) -> None:
     buffer = await started(tmp_path, kind)
     for batch in range(2):
         await fill(buffer, 1, batch)
@@ -378,12 +419,19 @@ async def test_damaged_payload_stops_the_run_and_says_how_to_go_on(tmp_path: Pat
     assert (await take(buffer, 3, 2)).frame == lease.frame
     await buffer.reader(3).use(2)
     audit = await buffer.audit()
-    assert (audit.used, audit.available, audit.discarded, audit.ok) == (12, 0, {"payload_damaged": 8}, True)
+    assert (audit.used, audit.available, audit.discarded, audit.ok) == (
+        12,
+        0,
+        {"payload_damaged": 8},
+        True,
+    )
     await buffer.close()
 
 
 @pytest.mark.parametrize("at", [60, -9])  # in a row's fields, in its arrays
-async def test_damaged_payload_is_neither_shown_nor_exported(tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damaged_payload_is_neither_shown_nor_exported(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = await started(tmp_path)
     await fill(buffer, 1, 0)
     await buffer.close()
@@ -423,10 +471,17 @@ async def test_rows_of_damaged_groups_and_a_step_without_any(tmp_path: Path) -> 
     await reader.use(1)
     for path in files[1:]:
         path.unlink()
-    with pytest.raises(ShortBatch, match=r"step 2: the payload of all its groups is damaged.*is missing"):
+    with pytest.raises(
+        ShortBatch, match=r"step 2: the payload of all its groups is damaged.*is missing"
+    ):
         await reader.lease(2, groups=None, rows=2, deadline_s=5, max_staleness=None)
     audit = await buffer.audit()
-    assert (audit.used, audit.leased, audit.discarded, audit.available) == (2, 0, {"payload_damaged": 6}, 8)
+    assert (audit.used, audit.leased, audit.discarded, audit.available) == (
+        2,
+        0,
+        {"payload_damaged": 6},
+        8,
+    )
     assert audit.balanced
     await buffer.close()
 
@@ -442,7 +497,8 @@ async def test_the_audit_names_each_damaged_file(tmp_path: Path) -> None:
         'sum:00000000000000000000000000000000","cursor":0}}'
     )
     assert audit_run(tmp_path).ok
-    dice, files = random.Random(2), segments(tmp_path)
+    dice = random.Random(2)
+    files = segments(tmp_path)
     for path in files:
         whole = bytearray(path.read_bytes())
         whole[dice.randrange(len(whole))] ^= 1 << dice.randrange(8)

@@ -1,4 +1,6 @@
-"""Rows of another source in each train batch: exact counts, the same rows after a resume, every use written down."""
+"""Rows of another source in each train batch: exact counts, the same rows after a resume, every use
+written down.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ async def opened(folder: Path, mix: Mix) -> Buffer:
     return buffer
 
 
-async def step(buffer: Buffer, lineage: int, number: int, *, rows: int = 4) -> tuple[list[Experience], list[int]]:
+async def step(
+    buffer: Buffer, lineage: int, number: int, *, rows: int = 4
+) -> tuple[list[Experience], list[int]]:
     """Trains on one lease: (the policy's rows, which rows of the source)."""
     reader = buffer.reader(lineage)
     lease = await reader.lease(number, groups=None, rows=rows, deadline_s=5, max_staleness=None)
@@ -76,18 +80,28 @@ async def test_every_batch_has_its_rows_and_a_resume_takes_the_same(tmp_path: Pa
     await fill(buffer, 2, 2, groups=1, version=Version(2, 2))
     assert (await step(buffer, 2, 3))[1] == taken[3]
     after = await buffer.reader(2).consumption(3)
-    assert after.mixed == {"sft_dataset": 9}  # the uses of the abandoned steps 3 and 4 count no more
+    # the uses of the abandoned steps 3 and 4 count no more
+    assert after.mixed == {"sft_dataset": 9}
     audit = await buffer.audit()
     assert (audit.num_uses, audit.ok) == (12, True)  # the policy's own rows
     await buffer.close()
     folder = tmp_path / "checkpoints" / "global_step_2"
     folder.mkdir(parents=True)
-    manifest = {"format": 5, "version": Version(1, 2), "parent": None, "consumption": consumption, "files": {}}
+    manifest = {
+        "format": 5,
+        "version": Version(1, 2),
+        "parent": None,
+        "consumption": consumption,
+        "files": {},
+    }
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     assert audit_run(tmp_path).ok
     manifest["consumption"] = msgspec.structs.replace(consumption, mixed={})
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    assert "made after {} uses of mixed-in rows, the ledger counts {'sft_dataset': 6}" in audit_run(tmp_path).problems[0]
+    assert (
+        "made after {} uses of mixed-in rows, the ledger counts {'sft_dataset': 6}"
+        in audit_run(tmp_path).problems[0]
+    )
 
 
 async def test_a_skipped_step_uses_none(tmp_path: Path) -> None:
@@ -107,12 +121,21 @@ def test_shuffled_passes() -> None:
     passes = [[i for s in range(first, first + 3) for i in mix.indices(s)] for first in (1, 4, 7)]
     assert all(len(set(p)) == 9 for p in passes)
     assert len({tuple(p) for p in passes}) == 3
-    assert mix.indices(2) == Mix(MixSettings(name="x", rows=3, shuffle=True, seed=4), shown(10)).indices(2) == passes[0][3:6]
-    assert mix.indices(1) != Mix(MixSettings(name="x", rows=3, shuffle=True, seed=5), shown(10)).indices(1)
+    assert (
+        mix.indices(2)
+        == Mix(MixSettings(name="x", rows=3, shuffle=True, seed=4), shown(10)).indices(2)
+        == passes[0][3:6]
+    )
+    assert mix.indices(1) != Mix(
+        MixSettings(name="x", rows=3, shuffle=True, seed=5), shown(10)
+    ).indices(1)
 
 
 async def test_other_rows_than_before_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"auxiliary_buffers\.sft_dataset: has 2 rows, and each train batch takes 3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"auxiliary_buffers\.sft_dataset: has 2 rows, and each train batch takes 3",
+    ):
         Mix(MixSettings(name="sft_dataset", rows=3), shown(2))
     buffer = await opened(tmp_path, Mix(MixSettings(name="sft_dataset", rows=1), shown(3)))
     await buffer.start_lineage(None, None)
@@ -121,10 +144,17 @@ async def test_other_rows_than_before_are_refused(tmp_path: Path) -> None:
     consumption = await buffer.reader(1).consumption(1)
     await buffer.close()
     buffer = await opened(tmp_path, Mix(MixSettings(name="sft_dataset", rows=1), shown(3, first=1)))
-    with pytest.raises(ConfigError, match="its rows are not those that the checkpoint was trained on"):
+    with pytest.raises(
+        ConfigError, match="its rows are not those that the checkpoint was trained on"
+    ):
         await buffer.start_lineage(Version(1, 1), consumption)
-    with pytest.raises(BufferFailed, match=r"made after no uses of mixed-in rows, but the buffer .* knows \{'sft_dataset': 1\}"):
-        await buffer.start_lineage(Version(1, 1), Consumption(num_uses=4, digest=consumption.digest, cursor=1))
+    with pytest.raises(
+        BufferFailed,
+        match=r"made after no uses of mixed-in rows, but the buffer .* knows \{'sft_dataset': 1\}",
+    ):
+        await buffer.start_lineage(
+            Version(1, 1), Consumption(num_uses=4, digest=consumption.digest, cursor=1)
+        )
     await buffer.close()
 
 
@@ -150,10 +180,18 @@ async def test_rows_that_another_run_stored(tmp_path: Path) -> None:
     assert len({x.id for x in rows}) == 9
     await buffer.reader(1).use(1)
     await buffer.close()
-    with open_run(tmp_path) as questions, questions.ask("SELECT count(*), min(step) FROM mixed_uses") as answer:
+    with (
+        open_run(tmp_path) as questions,
+        questions.ask("SELECT count(*), min(step) FROM mixed_uses") as answer,
+    ):
         assert list(answer.rows) == [(5, 1)]
 
 
 def test_a_demonstration_has_neither_reward_nor_version() -> None:
     (row,) = shown(1)
-    assert (row.is_expert, row.has_logprobs, row.reward, row.oldest_version) == (True, False, None, None)
+    assert (row.is_expert, row.has_logprobs, row.reward, row.oldest_version) == (
+        True,
+        False,
+        None,
+        None,
+    )

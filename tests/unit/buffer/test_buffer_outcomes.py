@@ -36,7 +36,8 @@ async def test_outcomes_of_standing_groups(tmp_path):
     await buffer.open()
     try:
         await buffer.start_lineage(None, None)
-        writer, old = buffer.writer(1), Version(1, 0)
+        writer = buffer.writer(1)
+        old = Version(1, 0)
 
         async def put(batch: int, task: int, *rewards: float | None, accepted: bool = True) -> None:
             group = GroupId(1, 0, batch, task)
@@ -52,7 +53,9 @@ async def test_outcomes_of_standing_groups(tmp_path):
         await put(2, 0, 0.5, 0.5)
         lost = GroupId(1, 0, 1, 1)
         await writer.append(
-            encode([failed(lost.run(0, 0), taskset="sums", task_index=3, workflow="w", reason="x")]),
+            encode(
+                [failed(lost.run(0, 0), taskset="sums", task_index=3, workflow="w", reason="x")]
+            ),
             accepted=False,
             reason="failed",
         )
@@ -62,8 +65,11 @@ async def test_outcomes_of_standing_groups(tmp_path):
             TaskOutcome(0, 1, "sums", 10, 2 / 3, 3),
             TaskOutcome(1, 0, "sums", 0, 1.0, 2),
         ]
-        assert await writer.outcomes(0, 2) == found and [o.batch for o in await writer.outcomes(2, 9)] == [2]
-        await buffer.start_lineage(None, None)  # from the base model: what lineage 1 wrote stands no more
+        assert await writer.outcomes(0, 2) == found and [
+            o.batch for o in await writer.outcomes(2, 9)
+        ] == [2]
+        # from the base model: what lineage 1 wrote stands no more
+        await buffer.start_lineage(None, None)
         assert await buffer.writer(2).outcomes(0, 9) == []
     finally:
         await buffer.close()
@@ -74,8 +80,12 @@ async def test_a_run_of_several_steps_counts_once(tmp_path):
     await buffer.open()
     try:
         await buffer.start_lineage(None, None)
-        group, old = GroupId(1, 0, 0, 0), Version(1, 0)
-        steps = [msgspec.structs.replace(member(group, 0, 1.0, old), id=group.run(0, 0, step)) for step in range(3)]
+        group = GroupId(1, 0, 0, 0)
+        old = Version(1, 0)
+        steps = [
+            msgspec.structs.replace(member(group, 0, 1.0, old), id=group.run(0, 0, step))
+            for step in range(3)
+        ]
         await buffer.writer(1).append(encode([*steps, member(group, 1, 0.0, old)]), accepted=True)
         assert await buffer.writer(1).outcomes(0, 1) == [TaskOutcome(0, 0, "sums", 0, 0.5, 2)]
     finally:

@@ -59,9 +59,13 @@ def test_a_missing_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         connect(ledger_location(BufferSettings(folder=tmp_path, ledger_url=URL)))
 
 
-async def test_a_file_elsewhere_is_found_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_elsewhere_is_found_from_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = tmp_path / "db/x.db"
-    buffer = Buffer(BufferSettings(folder=tmp_path / "run/buffer", ledger_url=f"sqlite:///{elsewhere}"))
+    buffer = Buffer(
+        BufferSettings(folder=tmp_path / "run/buffer", ledger_url=f"sqlite:///{elsewhere}")
+    )
     await buffer.open()
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0)
@@ -78,26 +82,42 @@ async def test_a_file_elsewhere_is_found_from_the_run(tmp_path: Path, monkeypatc
     assert audit_run(tmp_path / "run").acked == 0
 
 
-async def test_a_renamed_folder_keeps_saying_where_its_ledger_in_a_server_is(tmp_path: Path) -> None:
-    """Before the server is asked: an empty schema of the new name would hide the rows, also from `rft buffer audit`."""
+async def test_a_renamed_folder_keeps_saying_where_its_ledger_in_a_server_is(
+    tmp_path: Path,
+) -> None:
+    """Before the server is asked: an empty schema of the new name would hide the rows, also from
+    `rft buffer audit`.
+    """
 
     def settings(run: str, url: str = URL) -> BufferSettings:
         return BufferSettings(folder=tmp_path / "run/buffer", run=run, ledger_url=url)
 
     leave_pointer(ledger_location(settings("p/g/old")), tmp_path / "run/buffer")
-    leave_pointer(ledger_location(settings("p/g/old", "postgresql://moved.example/maths")), tmp_path / "run/buffer")
+    leave_pointer(
+        ledger_location(settings("p/g/old", "postgresql://moved.example/maths")),
+        tmp_path / "run/buffer",
+    )
     with pytest.raises(
-        BufferFailed, match=r"the ledger is schema p_g_old_experience_buffer; .*p_g_new_experience_buffer.*old name again"
+        BufferFailed,
+        match=r"the ledger is schema p_g_old_experience_buffer; .*p_g_new_experience_buffer.*old "
+        r"name again",
     ):
         await Buffer(settings("p/g/new")).open()
     found = find(tmp_path / "run")
-    assert (found.schema, found.url and found.url.host) == ("p_g_old_experience_buffer", "moved.example")
+    assert (found.schema, found.url and found.url.host) == (
+        "p_g_old_experience_buffer",
+        "moved.example",
+    )
 
 
 async def test_a_file_that_cannot_be_opened_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "x.db").mkdir()
-    with pytest.raises(BufferFailed, match=r"x\.db could not be written or read: unable to open database file"):
-        await Buffer(BufferSettings(folder=tmp_path / "buffer", ledger_url=f"sqlite:///{tmp_path}/x.db")).open()
+    with pytest.raises(
+        BufferFailed, match=r"x\.db could not be written or read: unable to open database file"
+    ):
+        await Buffer(
+            BufferSettings(folder=tmp_path / "buffer", ledger_url=f"sqlite:///{tmp_path}/x.db")
+        ).open()
 
 
 def test_a_folder_without_or_with_a_damaged_pointer(tmp_path: Path) -> None:

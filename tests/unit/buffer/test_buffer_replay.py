@@ -1,4 +1,6 @@
-"""Reading by priority with replay: which groups, how often, after which rest; and that the counting survives every resume."""
+"""Reading by priority with replay: which groups, how often, after which rest; and that the counting
+survives every resume.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from pydantic import BaseModel
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.lease_order import LeaseOrder
-from rft.buffer.priority import Candidate, DecayLimitRandomization, DecayLimitRandomizationArgs, priority
+from rft.buffer.priority import (
+    Candidate,
+    DecayLimitRandomization,
+    DecayLimitRandomizationArgs,
+    priority,
+)
 from rft.buffer.row_selectors import ClosedBatch, LeaseRequest, Selection, WaitingGroup, WaitingRow
 from rft.buffer.settings import UNLIMITED, BufferSettings, ReplaySettings
 from rft.errors import BufferFailed, DeadlineExceeded
@@ -37,7 +44,9 @@ class Clock:
         return self.now
 
 
-def replaying(folder: Path, *, max_uses: int = 2, cooldown_s: float | None = REST, **more: object) -> BufferSettings:
+def replaying(
+    folder: Path, *, max_uses: int = 2, cooldown_s: float | None = REST, **more: object
+) -> BufferSettings:
     replay = ReplaySettings(cooldown_s=cooldown_s, seed=7)
     return replace(BufferSettings(folder=folder, max_uses=max_uses, replay=replay), **more)  # type: ignore[arg-type]
 
@@ -49,7 +58,9 @@ async def opened(settings: BufferSettings, clock: Clock) -> Buffer:
     return buffer
 
 
-async def read(buffer: Buffer, step: int, groups: int = 1, *, until: int | None = None, **more: int | None) -> Lease:
+async def read(
+    buffer: Buffer, step: int, groups: int = 1, *, until: int | None = None, **more: int | None
+) -> Lease:
     wanted = {"rows": None, "max_staleness": None, **more}
     return await buffer.reader(1).lease(step, groups=groups, deadline_s=0.02, until=until, **wanted)  # type: ignore[arg-type]
 
@@ -75,14 +86,18 @@ async def test_newer_weights_come_first_and_uses_cost_two_steps_each(tmp_path: P
     await buffer.close()
 
 
-async def test_ties_are_decided_by_id_and_the_oldest_weights_of_all_rows_count(tmp_path: Path) -> None:
+async def test_ties_are_decided_by_id_and_the_oldest_weights_of_all_rows_count(
+    tmp_path: Path,
+) -> None:
     buffer = await opened(replaying(tmp_path), Clock())
     buffer._ledger.newest_step = 9
     mixed = group(1, 0, 0, runs=2, version=Version(1, 9))
     mixed[1] = group(1, 0, 0, runs=2, version=Version(1, 1))[1]
     await buffer.writer(1).append(encode(mixed), accepted=True)
     for task in (2, 1):
-        await buffer.writer(1).append(encode(group(1, 0, task, version=Version(1, 4))), accepted=True)
+        await buffer.writer(1).append(
+            encode(group(1, 0, task, version=Version(1, 4))), accepted=True
+        )
     await buffer.writer(1).close_batch(0, accepted=3, wanted=3, reasons={})
     assert tasks(await read(buffer, 10, groups=1)) == [(0, 1)]
     assert tasks(await read(buffer, 11, groups=1)) == [(0, 2)]
@@ -96,16 +111,26 @@ async def test_rest_limit_and_states(tmp_path: Path) -> None:
     await fill(buffer, 1, 0, groups=1)
     first = await read(buffer, 1)
     await buffer.reader(1).use(1)
-    with pytest.raises(DeadlineExceeded, match=r"step 2 has 0 of 1 groups \(1 more rest until their cool-down is over\)"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"step 2 has 0 of 1 groups \(1 more rest until their cool-down is over\)",
+    ):
         await read(buffer, 2)
     assert ((await buffer.audit()).available, (await buffer.audit()).used) == (4, 0)
     clock.now += REST
     second = await read(buffer, 2)
-    assert (second.frame, second.groups) == (first.frame, first.groups)  # its statistics are those of the first lease
+    # its statistics are those of the first lease
+    assert (second.frame, second.groups) == (first.frame, first.groups)
     await buffer.reader(1).use(2)
     clock.now += REST
     audit = await buffer.audit()
-    assert (audit.available, audit.used, audit.num_uses, audit.used_twice, audit.ok) == (0, 4, 8, 0, True)
+    assert (audit.available, audit.used, audit.num_uses, audit.used_twice, audit.ok) == (
+        0,
+        4,
+        8,
+        0,
+        True,
+    )
     await buffer.writer(1).finish("done")
     with pytest.raises(EndOfData):
         await read(buffer, 3)
@@ -144,13 +169,20 @@ async def test_what_was_used_often_makes_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_uses", [2, UNLIMITED])
 def test_groups_that_left_are_not_kept(max_uses: int, tmp_path: Path) -> None:
-    """Of newer groups there are always some, so the heap never comes down to those that were evicted or used up."""
+    """Of newer groups there are always some, so the heap never comes down to those that were
+    evicted or used up.
+    """
     clock = Clock()
-    order = LeaseOrder(replaying(tmp_path, max_uses=max_uses, capacity=16, cooldown_s=None), 0, [], clock)
+    order = LeaseOrder(
+        replaying(tmp_path, max_uses=max_uses, capacity=16, cooldown_s=None), 0, [], clock
+    )
     for batch in range(400):
         for task in range(4):
             rows = [WaitingRow(f"{batch:04d}.{task}.{run}", run, batch, 0, 1.0) for run in range(2)]
-            order.add((batch, 0), WaitingGroup(f"{batch:04d}.{task}", batch, 0, task, "", rows, num_bytes=1))
+            order.add(
+                (batch, 0),
+                WaitingGroup(f"{batch:04d}.{task}", batch, 0, task, "", rows, num_bytes=1),
+            )
         order.close((batch, 0), ClosedBatch(4, 4, {}))
         clock.now += REST
         assert isinstance(order.lease(LeaseRequest(batch + 1, 4, None, None)), Selection)
@@ -160,9 +192,13 @@ def test_groups_that_left_are_not_kept(max_uses: int, tmp_path: Path) -> None:
 
 
 def test_a_lease_given_back_evicts_nothing_and_doubles_nothing(tmp_path: Path) -> None:
-    """Also where what it left of a group was evicted: those rows stood twice, and could be in two leases."""
+    """Also where what it left of a group was evicted: those rows stood twice, and could be in two
+    leases.
+    """
     clock = Clock()
-    order = LeaseOrder(replaying(tmp_path, max_uses=UNLIMITED, capacity=1, on_short_batch="train"), 0, [], clock)
+    order = LeaseOrder(
+        replaying(tmp_path, max_uses=UNLIMITED, capacity=1, on_short_batch="train"), 0, [], clock
+    )
     for task, name in enumerate("abc"):
         rows = [WaitingRow(f"{name}.{run}", run, 0, 0, 1.0) for run in range(2)]
         order.add((0, 0), WaitingGroup(name, 0, 0, task, "", rows, num_bytes=1))
@@ -171,17 +207,23 @@ def test_a_lease_given_back_evicts_nothing_and_doubles_nothing(tmp_path: Path) -
     order.done(1, max_uses=UNLIMITED)
     clock.now += REST
     found = order.lease(LeaseRequest(2, None, 3, None))
-    assert isinstance(found, Selection) and [r.id for _, rows in found.dropped["evicted"] for r in rows] == ["b.1"]
+    assert isinstance(found, Selection) and [
+        r.id for _, rows in found.dropped["evicted"] for r in rows
+    ] == ["b.1"]
     order.give_back(2)
     again = order.lease(LeaseRequest(2, None, 6, None))
-    assert isinstance(again, Selection) and [r.id for _, rows in again.picked for r in rows] == "a.0 a.1 b.0 b.1 c.0 c.1".split()
+    assert (
+        isinstance(again, Selection)
+        and [r.id for _, rows in again.picked for r in rows] == "a.0 a.1 b.0 b.1 c.0 c.1".split()
+    )
 
 
 async def test_rows_are_counted_out_of_groups(tmp_path: Path) -> None:
     clock = Clock()
     buffer = await opened(replaying(tmp_path), clock)
     await fill(buffer, 1, 0)
-    reader, seen = buffer.reader(1), []
+    reader = buffer.reader(1)
+    seen = []
     for step in range(1, 6):
         lease = await reader.lease(step, groups=None, rows=3, deadline_s=5, max_staleness=None)
         seen.append([(t, r) for _, t, r in ids(lease)])
@@ -243,15 +285,24 @@ async def test_a_function_of_ones_own(tmp_path: Path) -> None:
 def test_noise_follows_from_seed_group_and_use() -> None:
     def at(seed: int, uses: int, name: str = "a") -> float:
         made = DecayLimitRandomization(DecayLimitRandomizationArgs(sigma=1.0), seed)
-        return made(Candidate(group=name, batch=0, task=0, model_version=4, use_count=uses, rewards=())) + 2 * uses
+        return (
+            made(
+                Candidate(group=name, batch=0, task=0, model_version=4, use_count=uses, rewards=())
+            )
+            + 2 * uses
+        )
 
     assert at(1, 0) == at(1, 0)
     assert len({at(1, 0), at(2, 0), at(1, 1), at(1, 0, "b"), 4.0}) == 5
     plain = DecayLimitRandomization(DecayLimitRandomizationArgs(), 1)
-    assert plain(Candidate(group="a", batch=0, task=0, model_version=4, use_count=1, rewards=())) == 2.0
+    assert (
+        plain(Candidate(group="a", batch=0, task=0, model_version=4, use_count=1, rewards=()))
+        == 2.0
+    )
 
 
-# ---------------------------------------------------------------- against a model, with crashes and older checkpoints
+# ---------------------------------------------------------------- against a model, with crashes and
+# older checkpoints
 
 
 @dataclass
@@ -270,7 +321,20 @@ class Known:
 
 
 ACTIONS = st.lists(
-    st.sampled_from(["explore", "explore", "lease", "use", "use", "explain", "manifest", "crash", "replace", "rest"]),
+    st.sampled_from(
+        [
+            "explore",
+            "explore",
+            "lease",
+            "use",
+            "use",
+            "explain",
+            "manifest",
+            "crash",
+            "replace",
+            "rest",
+        ]
+    ),
     min_size=8,
     max_size=40,
 )
@@ -297,7 +361,8 @@ class Model:
         parent = self.manifest[0] if self.manifest else None
         start = await self.buffer.start_lineage(*(self.manifest or (None, None)))
         self.lineage, self.parents[start.lineage] = start.lineage, parent
-        self.step, self.leased = (parent.step if parent else 0), []
+        self.step = parent.step if parent else 0
+        self.leased = []
         for x in self.known:
             x.uses = [v for v in x.uses if self.counts(v, parent)]
             x.explained = x.explained if x.explained and self.counts(x.explained, parent) else None
@@ -321,13 +386,20 @@ class Model:
         writer = self.buffer.writer(self.lineage)
         version = Version(self.lineage, self.step)
         for task in sorted({0, 1} - held):
-            await writer.append(encode(group(self.lineage, batch, task, runs=2, version=version)), accepted=True)
+            await writer.append(
+                encode(group(self.lineage, batch, task, runs=2, version=version)), accepted=True
+            )
             self.known.append(Known((self.lineage, batch, task), version, []))
         await writer.close_batch(batch, accepted=2, wanted=2, reasons={})
 
     def readable(self) -> list[Known]:
-        most, now = self.settings.max_uses, self.clock.now
-        found = [x for x in self.known if not x.orphaned and not x.explained and len(x.uses) < most and x.ready_at <= now]
+        most = self.settings.max_uses
+        now = self.clock.now
+        found = [
+            x
+            for x in self.known
+            if not x.orphaned and not x.explained and len(x.uses) < most and x.ready_at <= now
+        ]
         return sorted(found, key=Known.priority)
 
     async def do(self, action: str) -> None:
@@ -338,11 +410,15 @@ class Model:
         elif action == "lease" and not self.leased:
             expected = self.readable()[:2]
             try:
-                lease = await reader.lease(self.step + 1, groups=2, rows=None, deadline_s=0.0, max_staleness=None)
+                lease = await reader.lease(
+                    self.step + 1, groups=2, rows=None, deadline_s=0.0, max_staleness=None
+                )
             except DeadlineExceeded:
                 assert len(expected) < 2
                 return
-            assert {(x.id.lineage, x.id.batch, x.id.task) for x in decode(lease.frame)} == {x.id for x in expected}
+            assert {(x.id.lineage, x.id.batch, x.id.task) for x in decode(lease.frame)} == {
+                x.id for x in expected
+            }
             self.leased = expected
         elif action in ("use", "explain") and self.leased:
             self.step += 1
@@ -352,7 +428,9 @@ class Model:
                     x.ready_at = self.clock.now + REST
                 else:
                     x.explained = Version(self.lineage, self.step)
-            await (reader.use(self.step) if action == "use" else reader.discard(self.step, "nonfinite"))
+            await (
+                reader.use(self.step) if action == "use" else reader.discard(self.step, "nonfinite")
+            )
             self.leased = []
         elif action == "manifest" and not self.leased and self.step:
             self.manifest = (Version(self.lineage, self.step), await reader.consumption(self.step))
@@ -396,5 +474,7 @@ def test_reading_and_counting_agree_with_a_model(max_uses: int, actions: list[st
 @pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS, max_uses=st.sampled_from([1, 2, UNLIMITED]))
-def test_reading_and_counting_agree_with_a_model_at_length(max_uses: int, actions: list[str]) -> None:
+def test_reading_and_counting_agree_with_a_model_at_length(
+    max_uses: int, actions: list[str]
+) -> None:
     play(max_uses, actions)

@@ -48,14 +48,16 @@ def block(n: int) -> bytes:
 def refer(tx: Connection, locator: str) -> None:
     tx.execute(
         insert(groups).values(
-            {c.name: c.type.python_type(0) for c in groups.c if not c.nullable} | {"id": locator, "locator": locator}
+            {c.name: c.type.python_type(0) for c in groups.c if not c.nullable}
+            | {"id": locator, "locator": locator}
         )
     )
 
 
 def records(path: Path, magic: bytes) -> Iterator[bytes]:
     """All blocks of a file, in order."""
-    offset, end = 0, path.stat().st_size
+    offset = 0
+    end = path.stat().st_size
     while offset < end:
         yield (stored := read(path, magic, offset))
         offset += HEAD.size + len(stored)
@@ -68,11 +70,15 @@ def test_a_segment_is_read_without_the_ledger(tmp_path: Path, tx: Connection) ->
     paths = sorted((tmp_path / "b/experience_buffer.segments").glob(f"*/*{files.SUFFIX}"))
     found = [read(path, files.MAGIC, alone=True) for path in paths]
     assert found == blocks
-    assert [str(decode(b)[0].id.group) for b in found] == [str(decode(b)[0].id.group) for b in blocks]
+    assert [str(decode(b)[0].id.group) for b in found] == [
+        str(decode(b)[0].id.group) for b in blocks
+    ]
     storage.close()
     queue = opened("queue", tmp_path / "q")
     queue.put(blocks, tx)
-    assert list(records(tmp_path / "q/experience_buffer.segments/000001.seg", queues.MAGIC)) == blocks
+    assert (
+        list(records(tmp_path / "q/experience_buffer.segments/000001.seg", queues.MAGIC)) == blocks
+    )
     queue.close()
 
 
@@ -114,7 +120,9 @@ def test_every_changed_byte_is_found(tmp_path: Path, tx: Connection, kind: str) 
     dice = random.Random(3)
     head = range(len(whole) - len(block(2)) - 20, len(whole) - len(block(2)))  # of the last record
     for at in [*head, *dice.sample(range(head.stop, len(whole)), 50)]:
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << dice.randrange(8))]) + whole[at + 1 :])
+        path.write_bytes(
+            whole[:at] + bytes([whole[at] ^ (1 << dice.randrange(8))]) + whole[at + 1 :]
+        )
         fresh = KINDS[kind](BufferSettings(folder=tmp_path))
         with pytest.raises(PayloadDamaged, match=path.name):
             fresh.get(locators[1:], tx)
@@ -136,13 +144,17 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("kind", ["file", "queue"])
-def test_a_foreign_file_with_our_name_is_refused_by_its_magic(tmp_path: Path, tx: Connection, kind: str) -> None:
+def test_a_foreign_file_with_our_name_is_refused_by_its_magic(
+    tmp_path: Path, tx: Connection, kind: str
+) -> None:
     storage = opened(kind, tmp_path / "b")
     locators = storage.put([block(1)], tx)
     storage.close()
     (path,) = [p for p in tmp_path.rglob("*") if p.suffix in (".blk", ".seg")]
     path.write_bytes(pickle.dumps(_Bomb(tmp_path / "marker")))
-    with pytest.raises(PayloadDamaged, match=r"holds no rft record at byte 0: it begins with b'\\x80"):
+    with pytest.raises(
+        PayloadDamaged, match=r"holds no rft record at byte 0: it begins with b'\\x80"
+    ):
         KINDS[kind](BufferSettings(folder=tmp_path / "b")).get(locators, tx)
     assert not (tmp_path / "marker").exists()
 
@@ -155,7 +167,9 @@ def test_a_put_that_fails_leaves_nothing_behind(
     kept = storage.put([block(0)], tx)
 
     def size() -> int:
-        return sum(p.stat().st_size for p in tmp_path.rglob("*") if p.suffix in (".blk", ".seg", ".tmp"))
+        return sum(
+            p.stat().st_size for p in tmp_path.rglob("*") if p.suffix in (".blk", ".seg", ".tmp")
+        )
 
     before = size()
     monkeypatch.setenv("RFT_FAULT", f"storage.put.torn:3=enospc,of.{kind}")
@@ -169,7 +183,9 @@ def test_a_put_that_fails_leaves_nothing_behind(
     assert fresh.get([*kept, *again], tx) == [block(n) for n in range(6)]
 
 
-def test_a_segment_goes_with_its_last_group(tmp_path: Path, tx: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_goes_with_its_last_group(
+    tmp_path: Path, tx: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queues, "SEGMENT_BYTES", 1)  # a segment for each put
     storage = opened("queue", tmp_path)
     locators = [x for n in (0, 2) for x in storage.put([block(n), block(n + 1)], tx)]
@@ -180,11 +196,14 @@ def test_a_segment_goes_with_its_last_group(tmp_path: Path, tx: Connection, monk
     assert storage.get(locators[1:2], tx) == [block(1)]
     tx.execute(groups.delete())
     storage.drop(locators[1:], tx)
-    assert sorted(p.name for p in segments.glob("*.seg")) == ["000002.seg"]  # the newest one is not deleted
+    # the newest one is not deleted
+    assert sorted(p.name for p in segments.glob("*.seg")) == ["000002.seg"]
     storage.close()
 
 
-def test_memory_is_bounded_and_freed(tmp_path: Path, tx: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_freed(
+    tmp_path: Path, tx: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queues, "CACHE_BYTES", 10_000)
     cached = opened("queue", tmp_path)
     locators = cached.put([os.urandom(3000) for _ in range(20)], tx)

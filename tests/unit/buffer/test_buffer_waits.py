@@ -29,12 +29,17 @@ async def short(buffer: Buffer, batch: int, accepted: int, wanted: int = 3) -> N
     writer = buffer.writer(1)
     for task in range(accepted):
         await writer.append(encode(group(1, batch, task)), accepted=True)
-    await writer.close_batch(batch, accepted=accepted, wanted=wanted, reasons={"zero_std": 5, "failed": 2})
+    await writer.close_batch(
+        batch, accepted=accepted, wanted=wanted, reasons={"zero_std": 5, "failed": 2}
+    )
 
 
-async def test_a_waiting_trainer_wakes_by_the_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_trainer_wakes_by_the_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffer = await started(tmp_path)
-    loop, timers = asyncio.get_running_loop(), []
+    loop = asyncio.get_running_loop()
+    timers = []
     call_at = loop.call_at
 
     def seen(when: float, *given: Any, **more: Any) -> asyncio.TimerHandle:
@@ -47,14 +52,18 @@ async def test_a_waiting_trainer_wakes_by_the_event(tmp_path: Path, monkeypatch:
         await fill(buffer, 1, step - 1)
         await waiting
         await buffer.reader(1).use(step)
-    assert all(delay > 1 for delay in timers), f"a wait that polls sets short timers: {sorted(timers)[:5]}"
+    assert all(delay > 1 for delay in timers), (
+        f"a wait that polls sets short timers: {sorted(timers)[:5]}"
+    )
     await buffer.close()
 
 
 async def test_stop_names_the_short_batch(tmp_path: Path) -> None:
     buffer = await started(tmp_path)
     await short(buffer, 0, 2)
-    with pytest.raises(ShortBatch, match=r"batch 0 of explorer 0 has 2 of 3 groups .*2 failed, 5 zero_std"):
+    with pytest.raises(
+        ShortBatch, match=r"batch 0 of explorer 0 has 2 of 3 groups .*2 failed, 5 zero_std"
+    ):
         await take(buffer, 1, 1, 3)
     assert (await buffer.audit()).ok
     await buffer.close()
@@ -81,7 +90,9 @@ async def test_carry_fills_up_from_the_next_batch(tmp_path: Path) -> None:
     assert {(b, t) for b, t, _ in ids(await take(buffer, 1, 1, 3))} == {(0, 0), (0, 1), (1, 0)}
     await buffer.reader(1).use(1)
     await buffer.writer(1).finish("all epochs done")
-    with pytest.raises(EndOfData, match=r"all epochs done.*2 of 3 groups.*8 experiences stay in the buffer"):
+    with pytest.raises(
+        EndOfData, match=r"all epochs done.*2 of 3 groups.*8 experiences stay in the buffer"
+    ):
         await take(buffer, 1, 2, 3)
     assert (await buffer.audit()).available == 8
     await buffer.close()
@@ -98,14 +109,19 @@ async def test_a_starving_trainer_says_for_whom_it_waits_and_ends_resumable(
         await asyncio.sleep(0)
     (found,) = activities()
     still = "batch 1 of explorer 0 is still open with 1 groups stored (1 accepted, 0 rejected)"
-    assert (found.text, found.idle) == (f"the trainer waits for the explorer: step 1 has 2 of 3 groups; {still}", True)
+    assert (found.text, found.idle) == (
+        f"the trainer waits for the explorer: step 1 has 2 of 3 groups; {still}",
+        True,
+    )
     with pytest.raises(
-        DeadlineExceeded, match=r"the trainer waited 0\.1 s for the explorer: step 1 has 2 of 3 groups; batch 1"
+        DeadlineExceeded,
+        match=r"the trainer waited 0\.1 s for the explorer: step 1 has 2 of 3 groups; batch 1",
     ) as caught:
         await waiting
     assert caught.value.exit_code == 4 and activities() == []
     audit = await buffer.audit()
-    assert (audit.available, audit.leased, audit.ok) == (12, 0, True)  # nothing was taken: a resumed run has all of it
+    # nothing was taken: a resumed run has all of it
+    assert (audit.available, audit.leased, audit.ok) == (12, 0, True)
     await buffer.close()
 
 
@@ -126,7 +142,9 @@ async def test_the_end_is_told_to_a_waiting_trainer(tmp_path: Path) -> None:
 async def test_a_group_that_cannot_be_trained_makes_the_batch_short(tmp_path: Path) -> None:
     buffer = await started(tmp_path)
     name = GroupId(1, 0, 0, 0)
-    await buffer.writer(1).append(encode([row(name.run(i), reward=None) for i in range(2)]), accepted=True)
+    await buffer.writer(1).append(
+        encode([row(name.run(i), reward=None) for i in range(2)]), accepted=True
+    )
     await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={})
     with pytest.raises(ShortBatch, match=r"0 of 1 groups .*1 nothing_to_train"):
         await take(buffer, 1, 1, 1)
@@ -149,7 +167,10 @@ async def test_the_explorer_waits_for_room(tmp_path: Path) -> None:
 async def test_closing_ends_every_wait(tmp_path: Path) -> None:
     buffer = await started(tmp_path, capacity=1)
     await fill(buffer, 1, 0, groups=1, close=False)
-    waits = [asyncio.create_task(take(buffer, 1, 1, groups=1)), asyncio.create_task(buffer.writer(1).room(1))]
+    waits = [
+        asyncio.create_task(take(buffer, 1, 1, groups=1)),
+        asyncio.create_task(buffer.writer(1).room(1)),
+    ]
     await asyncio.sleep(0)
     await buffer.close()
     for wait in waits:
@@ -158,8 +179,12 @@ async def test_closing_ends_every_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "cursor"), [("stop", 1), ("carry", 2)])
-async def test_a_batch_that_ended_the_run_is_played_again(tmp_path: Path, policy: str, cursor: int) -> None:
-    """A checkpoint that is written meanwhile does not pass it, also where none of its groups waits: steps would lack its groups."""
+async def test_a_batch_that_ended_the_run_is_played_again(
+    tmp_path: Path, policy: str, cursor: int
+) -> None:
+    """A checkpoint that is written meanwhile does not pass it, also where none of its groups waits:
+    steps would lack its groups.
+    """
     buffer = await started(tmp_path, on_short_batch=policy)
     await short(buffer, 0, 3)
     await take(buffer, 1, 1, 3)
@@ -173,7 +198,9 @@ async def test_a_group_without_a_reward_is_played_again_by_the_next_start(tmp_pa
     """A judge was out of reach, say; what a filter rejected stays so."""
     buffer = await started(tmp_path)
     writer = buffer.writer(1)
-    await writer.append(encode([row(GroupId(1, 0, 0, 0).run(0), reward=None)]), accepted=False, reason="unscored")
+    await writer.append(
+        encode([row(GroupId(1, 0, 0, 0).run(0), reward=None)]), accepted=False, reason="unscored"
+    )
     await writer.append(encode(group(1, 0, 1)), accepted=False, reason="zero_std")
     consumption = await buffer.reader(1).consumption(0)
     assert [h.task for h in await writer.stored_groups(0)] == [0, 1]

@@ -1,6 +1,8 @@
-"""Defect C4: trainer and explorer wait for each other as soon as a batch is short.  Here they cannot, under any policy.
+"""Defect C4: trainer and explorer wait for each other as soon as a batch is short.  Here they
+cannot, under any policy.
 
-An explorer and a trainer, coupled by the real schedule and the real buffer as in a run; groups are rejected and runs fail at will.
+An explorer and a trainer, coupled by the real schedule and the real buffer as in a run; groups are
+rejected and runs fail at will.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from rft.types.experience import failed
 from rft.types.ids import Version
 from rft.types.ports import EndOfData, NeedMore
 
-BATCHES, GROUPS, RUNS = 8, 3, 2
-COUPLINGS = [(1, 0, None), (3, 2, None), (1, 0, 4), (2, 0, 6), (1, 1, 9)]  # interval, offset, rows of a train step
+BATCHES = 8
+GROUPS = 3
+RUNS = 2
+# interval, offset, rows of a train step
+COUPLINGS = [(1, 0, None), (3, 2, None), (1, 0, 4), (2, 0, 6), (1, 1, 9)]
 
 
 @dataclass
@@ -53,15 +58,20 @@ class Pair:
             for task in range(GROUPS):
                 rows = group(1, b, task, runs=RUNS, version=version)
                 if self.refuse.random() < 0.2:
-                    rows[0] = failed(rows[0].id, taskset="toy", task_index=task, workflow="toy", reason="timeout")
+                    rows[0] = failed(
+                        rows[0].id, taskset="toy", task_index=task, workflow="toy", reason="timeout"
+                    )
                 good = self.refuse.random() < 0.7
                 accepted += good
                 await writer.append(encode(rows), accepted=good, reason="" if good else "zero_std")
-            await writer.close_batch(b, accepted=accepted, wanted=GROUPS, reasons={"zero_std": GROUPS - accepted})
+            await writer.close_batch(
+                b, accepted=accepted, wanted=GROUPS, reasons={"zero_std": GROUPS - accepted}
+            )
         await writer.finish("all epochs done")
 
     async def train(self) -> None:
-        reader, step = self.buffer.reader(1), 0
+        reader = self.buffer.reader(1)
+        step = 0
         while True:
             first = self.schedule.first_after(step + 1)
             try:
@@ -84,7 +94,11 @@ class Pair:
             step += 1
             found = ids(lease)
             self.trained.append(len(found))
-            self.ages += [step - 1 - v.step for x in decode(lease.frame) if (v := x.oldest_version) is not None]
+            self.ages += [
+                step - 1 - v.step
+                for x in decode(lease.frame)
+                if (v := x.oldest_version) is not None
+            ]
             assert lease.missing or len(found) == self.rows or self.rows is None
             await reader.use(step)
             if self.schedule.must_publish(step):
@@ -93,13 +107,23 @@ class Pair:
                     self.changed.notify_all()
 
 
-async def play(folder: Path, policy: str, interval: int, offset: int, rows: int | None, seed: int, **more: object) -> Pair:
+async def play(
+    folder: Path,
+    policy: str,
+    interval: int,
+    offset: int,
+    rows: int | None,
+    seed: int,
+    **more: object,
+) -> Pair:
     settings = BufferSettings(folder=folder, on_short_batch=policy, **more)  # type: ignore[arg-type]
     buffer = Buffer(settings)
     await buffer.open()
     await buffer.start_lineage(None, None)
     units = {"batch_units": GROUPS * RUNS, "step_units": rows} if rows else {}
-    pair = Pair(buffer, Schedule(interval=interval, offset=offset, **units), rows, random.Random(seed))
+    pair = Pair(
+        buffer, Schedule(interval=interval, offset=offset, **units), rows, random.Random(seed)
+    )
     async with asyncio.timeout(120):
         explorer = asyncio.create_task(pair.explore())
         await pair.train()
@@ -111,7 +135,9 @@ async def play(folder: Path, policy: str, interval: int, offset: int, rows: int 
 
 
 @pytest.mark.parametrize(("interval", "offset", "rows"), COUPLINGS)
-async def test_c4_carry_trains_on_to_the_end(tmp_path: Path, interval: int, offset: int, rows: int | None) -> None:
+async def test_c4_carry_trains_on_to_the_end(
+    tmp_path: Path, interval: int, offset: int, rows: int | None
+) -> None:
     pair = await play(tmp_path, "carry", interval, offset, rows, 1)
     assert pair.ended.startswith("EndOfData")
     assert pair.trained
@@ -132,7 +158,8 @@ async def test_c4_train_takes_short_steps_and_says_so(
     tmp_path: Path, interval: int, offset: int, rows: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = await play(tmp_path, "train", interval, offset, rows, 3)
-    assert pair.ended.startswith(("EndOfData", "ShortBatch: step"))  # the latter where a batch has nothing at all
+    # the latter where a batch has nothing at all
+    assert pair.ended.startswith(("EndOfData", "ShortBatch: step"))
     assert "fewer than asked for" in caplog.text
 
 

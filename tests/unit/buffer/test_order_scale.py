@@ -12,7 +12,9 @@ from rft.buffer.row_selectors import ClosedBatch, LeaseRequest, Selection, Waiti
 from rft.buffer.settings import BufferSettings, ReplaySettings
 from tests.helpers.counted import Counted
 
-GROUPS, RUNS, BATCH = 12_500, 8, 8
+GROUPS = 12_500
+RUNS = 8
+BATCH = 8
 LEASES = 200
 
 
@@ -20,13 +22,22 @@ def waiting(groups: int) -> Iterator[WaitingGroup]:
     for i in range(groups):
         name = f"0001.00.{i // BATCH:08d}.{i % BATCH:06d}"
         yield WaitingGroup(
-            name, i // BATCH, 0, i % BATCH, str(i), [WaitingRow(f"{name}.{r:04d}", r, i * 37 % 200) for r in range(RUNS)]
+            name,
+            i // BATCH,
+            0,
+            i % BATCH,
+            str(i),
+            [WaitingRow(f"{name}.{r:04d}", r, i * 37 % 200) for r in range(RUNS)],
         )
 
 
-@pytest.mark.parametrize("replay", [None, ReplaySettings(cooldown_s=1e-4)], ids=["fifo", "priority"])
+@pytest.mark.parametrize(
+    "replay", [None, ReplaySettings(cooldown_s=1e-4)], ids=["fifo", "priority"]
+)
 def test_a_lease_costs_what_it_takes_not_what_waits(replay: ReplaySettings | None) -> None:
-    settings = BufferSettings(folder=Path(), capacity=1 << 30, max_uses=3 if replay else 1, replay=replay)
+    settings = BufferSettings(
+        folder=Path(), capacity=1 << 30, max_uses=3 if replay else 1, replay=replay
+    )
 
     def lines(groups: int) -> float:
         order = LeaseOrder(settings, 0, [])
@@ -45,5 +56,6 @@ def test_a_lease_costs_what_it_takes_not_what_waits(replay: ReplaySettings | Non
                 order.done(step, max_uses=settings.max_uses)
         return counted.lines / LEASES
 
-    few, many = lines(2 * LEASES * BATCH), lines(GROUPS)
+    few = lines(2 * LEASES * BATCH)
+    many = lines(GROUPS)
     assert many < 1.1 * few, (few, many)

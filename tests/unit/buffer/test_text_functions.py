@@ -26,14 +26,18 @@ CASES = {
 @pytest.mark.parametrize("sql", CASES)
 def test_results_are_those_of_sqlite(sql: str) -> None:
     draw, (first, second) = random.Random(5), CASES[sql]
-    theirs, ours = sqlite3.connect(":memory:"), sqlite3.connect(":memory:")
+    theirs = sqlite3.connect(":memory:")
+    ours = sqlite3.connect(":memory:")
     text_functions.install(ours)
     with theirs, ours:
         for i in range(3000):
             if i % 10 == 0:
                 values: tuple[Any, ...] = (draw.choice(VALUES), draw.choice(VALUES))
             else:
-                values = ("".join(draw.choices(first, k=draw.randint(0, 8))), "".join(draw.choices(second, k=draw.randint(0, 6))))
+                values = (
+                    "".join(draw.choices(first, k=draw.randint(0, 8))),
+                    "".join(draw.choices(second, k=draw.randint(0, 6))),
+                )
             assert _said(ours, sql, values) == _said(theirs, sql, values), values
     theirs.close()
     ours.close()

@@ -23,8 +23,11 @@ from tests.helpers.asked_ledger import said
 
 
 @pytest.mark.e2e
-def test_a_chat_answers_each_line_and_begins_anew(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["hello", "again", "", "new", 600 * "x", "new"])  # one is longer than the model takes
+def test_a_chat_answers_each_line_and_begins_anew(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # one is longer than the model takes
+    lines = iter(["hello", "again", "", "new", 600 * "x", "new"])
 
     def spoken(_: str) -> str:
         try:
@@ -33,7 +36,9 @@ def test_a_chat_answers_each_line_and_begins_anew(tiny_model: Path, monkeypatch:
             raise EOFError from None
 
     monkeypatch.setattr(builtins, "input", spoken)
-    out, err, code = said("chat", str(tiny_model), "--max-tokens", "3", "--system", "be brief", "--temperature", "0")
+    out, err, code = said(
+        "chat", str(tiny_model), "--max-tokens", "3", "--system", "be brief", "--temperature", "0"
+    )
     assert code == 0 and len(out.splitlines()) >= 3 and "\x1b" not in out
     assert "loading" in err and err.count("begin anew with an empty line") == 1
 
@@ -47,19 +52,37 @@ def test_what_cannot_be_talked_to_is_named(tmp_path: Path, tiny_model: Path) -> 
 def test_a_model_that_was_not_copied_whole_is_named(tmp_path: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, model := tmp_path / "model")
     template = model / "tokenizer_config.json"
-    template.write_text(json.dumps({k: v for k, v in json.loads(template.read_text()).items() if k != "chat_template"}))
+    template.write_text(
+        json.dumps(
+            {k: v for k, v in json.loads(template.read_text()).items() if k != "chat_template"}
+        )
+    )
     (model / "chat_template.jinja").unlink(missing_ok=True)
     _, err, code = said("chat", str(model))
     assert code == 2 and "has no chat template" in err and "Traceback" not in err
     os.truncate(model / "model.safetensors", 1000)
     _, err, code = said("chat", str(model))
-    assert code == 2 and "model.safetensors is damaged" in err and "copy it again" in err and "Traceback" not in err
+    assert (
+        code == 2
+        and "model.safetensors is damaged" in err
+        and "copy it again" in err
+        and "Traceback" not in err
+    )
 
 
 @pytest.mark.e2e
 def test_a_model_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
     lengths = ["--max-prompt-tokens", "60", "--max-response-tokens", "1"]
-    given = ["rft.testing.tiny:copy_tasks", "--split", "eval", "--rows", "4", "--runs", "2", *lengths]
+    given = [
+        "rft.testing.tiny:copy_tasks",
+        "--split",
+        "eval",
+        "--rows",
+        "4",
+        "--runs",
+        "2",
+        *lengths,
+    ]
     out, _, code = said("eval", str(tiny_model), *given, "-o", str(tmp_path))
     assert code == 0 and "tasks/mean@2" in out
     (metrics,) = tmp_path.glob("rft/eval/*/metrics.jsonl")
@@ -79,8 +102,11 @@ def test_no_bars_where_nobody_watches(tiny_model: Path) -> None:
 def test_ctrl_c_at_the_prompt_ends_a_chat(tiny_model: Path) -> None:
     mine, theirs = pty.openpty()
     command = [sys.executable, "-m", "rft.cli.main", "chat", str(tiny_model)]
-    own = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0)  # Ctrl-C there is a signal to this process alone
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=own)
+    # Ctrl-C there is a signal to this process alone
+    own = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0)
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=own
+    )
     os.close(theirs)
     try:
         said = b""
@@ -91,7 +117,8 @@ def test_ctrl_c_at_the_prompt_ends_a_chat(tiny_model: Path) -> None:
             os.write(mine, b"\x03")  # again: readline misses one that comes just before it waits
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1)
-        assert process.returncode in (130, -signal.SIGINT)  # the latter if pressed again while it ends
+        # the latter if pressed again while it ends
+        assert process.returncode in (130, -signal.SIGINT)
     finally:
         process.kill()
         process.wait()

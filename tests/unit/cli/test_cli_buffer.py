@@ -1,4 +1,6 @@
-"""`rft buffer stats|query|export|sample|audit`: every storage, during a run and after it, and every wrong use."""
+"""`rft buffer stats|query|export|sample|audit`: every storage, during a run and after it, and every
+wrong use.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,13 @@ def test_stats_counts_everything(run_dir: Path) -> None:
     assert facts["reasons"] == {"failed": 1}
     assert {t["taskset"]: t["experiences"] for t in facts["tasksets"]} == {"toy": 18, "other": 4}
     assert [(v["version"], v["experiences"]) for v in facts["versions"]] == [(None, 1), ("1:0", 21)]
-    assert facts["waiting"] == {"groups": 2, "experiences": 5, "tokens": 60, "first_batch": 2, "last_batch": 2}
+    assert facts["waiting"] == {
+        "groups": 2,
+        "experiences": 5,
+        "tokens": 60,
+        "first_batch": 2,
+        "last_batch": 2,
+    }
     assert facts["uses"] == {"uses": 8, "experiences": 8, "last": "1:1"}
     assert facts["bytes"]["payload"] > 0 and facts["bytes"]["database"] > 0 and facts["edits"] == 0
 
@@ -72,12 +80,20 @@ def test_stats_for_people(run_dir: Path) -> None:
 def test_the_commands_need_neither_torch_nor_ray(run_dir: Path) -> None:
     program = (
         "import sys\nfrom rft.cli.main import main\n"
-        "for words in (['stats', sys.argv[1]], ['query', sys.argv[1], 'SELECT 1'], ['sample', sys.argv[1]], ['audit', sys.argv[1]]):\n"
+        "for words in (['stats', sys.argv[1]], ['query', sys.argv[1], 'SELECT 1'], ['sample', "
+        "sys.argv[1]], ['audit', sys.argv[1]]):\n"
         "    try:\n        main(['buffer', *words])\n"
         "    except SystemExit as e:\n        assert not e.code, e.code\n"
-        "print([m for m in ('torch', 'ray', 'transformers', 'vllm', 'datasets') if m in sys.modules])\n"
+        "print([m for m in ('torch', 'ray', 'transformers', 'vllm', 'datasets') if m in "
+        "sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run_dir)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -85,7 +101,10 @@ def test_the_commands_need_neither_torch_nor_ray(run_dir: Path) -> None:
 
 
 def test_query_tables_csv_and_json(run_dir: Path) -> None:
-    sql = "SELECT state, count(*) AS n, avg(reward) AS mean FROM v_experiences GROUP BY state ORDER BY state"
+    sql = (
+        "SELECT state, count(*) AS n, avg(reward) AS mean FROM v_experiences GROUP BY state "
+        "ORDER BY state"
+    )
     assert said("buffer", "query", str(run_dir), sql)[0].splitlines() == [
         "state      n  mean",
         "available  5   0.6",
@@ -93,16 +112,33 @@ def test_query_tables_csv_and_json(run_dir: Path) -> None:
         "leased     8   0.5",
         "used       8   0.5",
     ]
-    assert said("buffer", "query", str(run_dir), sql, "-f", "csv")[0].splitlines()[:2] == ["state,n,mean", "available,5,0.6"]
+    assert said("buffer", "query", str(run_dir), sql, "-f", "csv")[0].splitlines()[:2] == [
+        "state,n,mean",
+        "available,5,0.6",
+    ]
     assert json.loads(said("buffer", "query", str(run_dir), sql, "-f", "json")[0])[1] == {
         "state": "explained",
         "n": 1,
         "mean": None,
     }
-    assert said("buffer", "query", str(run_dir), "SELECT 1 AS a WHERE false")[0].splitlines() == ["a", "(no rows)"]
-    assert json.loads(said("buffer", "query", str(run_dir), "SELECT 1 AS a WHERE false", "-f", "json")[0]) == []
-    twice = "SELECT e.id, u.experience AS id FROM v_experiences e JOIN uses u ON u.experience = e.id LIMIT 1"
-    assert set(json.loads(said("buffer", "query", str(run_dir), twice, "-f", "json")[0])[0]) == {"id", "id_2"}
+    assert said("buffer", "query", str(run_dir), "SELECT 1 AS a WHERE false")[0].splitlines() == [
+        "a",
+        "(no rows)",
+    ]
+    assert (
+        json.loads(
+            said("buffer", "query", str(run_dir), "SELECT 1 AS a WHERE false", "-f", "json")[0]
+        )
+        == []
+    )
+    twice = (
+        "SELECT e.id, u.experience AS id FROM v_experiences e JOIN uses u ON u.experience = "
+        "e.id LIMIT 1"
+    )
+    assert set(json.loads(said("buffer", "query", str(run_dir), twice, "-f", "json")[0])[0]) == {
+        "id",
+        "id_2",
+    }
 
 
 def test_query_without_sql_lists_the_views(run_dir: Path) -> None:
@@ -125,7 +161,12 @@ def test_query_stops_at_the_limit_and_says_so(run_dir: Path, output: str) -> Non
     assert "the first 5 rows; --limit 0 prints all" in err
     out, err, _ = said("buffer", "query", str(run_dir), sql, "--limit", "22", "-f", output)
     assert out.count("0001.00.00000") == 22 and not err
-    assert said("buffer", "query", str(run_dir), sql, "--limit", "0", "-f", output)[0].count("0001.00.00000") == 22
+    assert (
+        said("buffer", "query", str(run_dir), sql, "--limit", "0", "-f", output)[0].count(
+            "0001.00.00000"
+        )
+        == 22
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +178,9 @@ def test_query_stops_at_the_limit_and_says_so(run_dir: Path, output: str) -> Non
         ("sample", "--where", "taskset = 'other' AND run = 0", "--json"),
     ],
 )
-def test_what_a_model_wrote_cannot_drive_the_terminal(run_dir: Path, words: tuple[str, ...]) -> None:
+def test_what_a_model_wrote_cannot_drive_the_terminal(
+    run_dir: Path, words: tuple[str, ...]
+) -> None:
     out, _, code = said("buffer", words[0], str(run_dir), *words[1:])
     assert code == 0 and "gnp.exe" in out
     assert not set(out) & {"\x1b", "\x07", "\x9b", "\u202e"}
@@ -145,7 +188,9 @@ def test_what_a_model_wrote_cannot_drive_the_terminal(run_dir: Path, words: tupl
         assert json.loads(out)[0]["response_text"] == EVIL  # escaped, and yet the same
 
 
-def test_csv_is_faithful_in_a_file_and_safe_on_a_terminal(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_is_faithful_in_a_file_and_safe_on_a_terminal(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = (
         "buffer",
         "query",
@@ -163,8 +208,16 @@ def test_escapes_and_widths() -> None:
     assert safe("a\tb\n", lines=True) == "a\tb\n" and safe("a\tb\n\x00") == "a\\tb\\n\\x00"
     assert safe("日本 é\u200e") == "日本 é\\u200e"
     assert show.cut("日本日本", 5) == "日本…" and show.cut("abcde", 5) == "abcde"
-    assert list(show.table(["a", "n"], [["日本", "1"], ["x", "22"]], [False, True])) == ["a      n", "日本   1", "x     22"]
-    assert show.human(0) == "0 B" and show.human(1500) == "1.5 kB" and show.human(2_340_000_000) == "2.3 GB"
+    assert list(show.table(["a", "n"], [["日本", "1"], ["x", "22"]], [False, True])) == [
+        "a      n",
+        "日本   1",
+        "x     22",
+    ]
+    assert (
+        show.human(0) == "0 B"
+        and show.human(1500) == "1.5 kB"
+        and show.human(2_340_000_000) == "2.3 GB"
+    )
 
 
 WRONG = [
@@ -176,7 +229,10 @@ WRONG = [
     ("SELECT * FROM v_experiences WERE reward > 0 ORDER", "syntax error"),
     ("SELECT rewrd FROM v_experiences", "no such column: rewrd. Did you mean reward?"),
     ("SELECT e.xyzzy FROM v_experiences e", "v_experiences has id, "),
-    ("SELECT * FROM experience_buffer", "The views are v_experiences, v_runs, v_groups, v_tokens, v_lineage"),
+    (
+        "SELECT * FROM experience_buffer",
+        "The views are v_experiences, v_runs, v_groups, v_tokens, v_lineage",
+    ),
     ("SELECT unknown(1)", "no such function"),
     ("SELECT 1; SELECT 2", "more than one statement"),
     ("SELECT 1; DELETE FROM experiences", "more than one statement"),
@@ -200,7 +256,9 @@ def test_wrong_questions_have_an_answer(run_dir: Path, sql: str, why: str) -> No
 
 
 def test_a_question_ends_by_its_deadline(run_dir: Path) -> None:
-    endless = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
+    endless = (
+        "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
+    )
     out, err, code = said("buffer", "query", str(run_dir), endless, "--timeout", "0.3")
     assert code == 2 and "took longer than 0.3 s" in err and "rft buffer query" in err and not out
 
@@ -222,7 +280,10 @@ def test_other_wrong_words(run_dir: Path, tmp_path: Path) -> None:
         (("export", run, "--to", str(tmp_path / "no" / "x.parquet")), "cannot be written"),
         (("export", run, "--to", str(tmp_path / "no" / "x.jsonl")), "cannot be written"),
         (("export", run, "--to", str(run_dir / "a.jsonl"), "--where", "reward >"), "syntax error"),
-        (("export", run, "--to", str(run_dir / "a.jsonl"), "--where", "1; DELETE FROM uses"), "syntax error"),
+        (
+            ("export", run, "--to", str(run_dir / "a.jsonl"), "--where", "1; DELETE FROM uses"),
+            "syntax error",
+        ),
         (("stats", "--config", str(tmp_path / "no.yaml")), "no.yaml"),
     ]:
         _, err, code = said("buffer", *words)
@@ -230,7 +291,9 @@ def test_other_wrong_words(run_dir: Path, tmp_path: Path) -> None:
     assert not list(run_dir.glob("*a.jsonl*"))
 
 
-def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ledger_that_cannot_be_read(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rft.buffer import query
 
     monkeypatch.setattr(query, "LOCK_WAIT_S", 0.05)
@@ -283,14 +346,21 @@ async def test_a_run_that_was_killed_is_read_with_its_log(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("storage", "suffix"), [("sql", "parquet"), ("file", "parquet"), ("queue", "parquet"), ("queue", "jsonl")]
+    ("storage", "suffix"),
+    [("sql", "parquet"), ("file", "parquet"), ("queue", "parquet"), ("queue", "jsonl")],
 )
-def test_export_of_every_storage_holds_what_was_appended(tmp_path: Path, storage: str, suffix: str) -> None:
+def test_export_of_every_storage_holds_what_was_appended(
+    tmp_path: Path, storage: str, suffix: str
+) -> None:
     asyncio.run(play(tmp_path / "run", storage_type=storage))
     to = tmp_path / f"out.{suffix}"
     out, _, code = said("buffer", "export", str(tmp_path / "run"), "--to", str(to), "--tokens")
     assert code == 0 and "22 experiences" in out
-    rows = pq.read_table(to).to_pylist() if suffix == "parquet" else [json.loads(line) for line in to.read_text().splitlines()]
+    rows = (
+        pq.read_table(to).to_pylist()
+        if suffix == "parquet"
+        else [json.loads(line) for line in to.read_text().splitlines()]
+    )
     assert [r["id"] for r in rows] == sorted(r["id"] for r in rows) and len(rows) == 22
     by_id = {r["id"]: r for r in rows}
     for x in [m for batch in (0, 1) for task in (0, 1) for m in group(1, batch, task)]:
@@ -298,17 +368,31 @@ def test_export_of_every_storage_holds_what_was_appended(tmp_path: Path, storage
         assert found["tokens"] == x.tokens.tolist() and found["loss_mask"] == x.loss_mask.tolist()
         assert np.array_equal(np.float32(found["logprobs"]), x.logprobs)
         assert found["version_spans"] == [{"version": "1:0", "start": 6, "end": 12}]
-        assert found["reward"] == x.reward and json.loads(found["reward_parts"]) == {"exact": x.reward}
-        assert found["is_expert"] is False and found["state"] == ("leased" if x.id.batch else "used")
+        assert found["reward"] == x.reward and json.loads(found["reward_parts"]) == {
+            "exact": x.reward
+        }
+        assert found["is_expert"] is False and found["state"] == (
+            "leased" if x.id.batch else "used"
+        )
     assert by_id["0001.00.00000002.000001.0000.00.0000"]["tokens"] == []
     assert list((tmp_path).glob(".*")) == []  # nothing is left aside
 
 
-def test_export_has_types_a_condition_and_is_read_by_datasets(run_dir: Path, tmp_path: Path) -> None:
+def test_export_has_types_a_condition_and_is_read_by_datasets(
+    run_dir: Path, tmp_path: Path
+) -> None:
     import datasets
 
     to = tmp_path / "out.parquet"
-    out, _, code = said("buffer", "export", str(run_dir), "--to", str(to), "--where", "state = 'used' AND reward > 0 -- half")
+    out, _, code = said(
+        "buffer",
+        "export",
+        str(run_dir),
+        "--to",
+        str(to),
+        "--where",
+        "state = 'used' AND reward > 0 -- half",
+    )
     assert code == 0 and "4 experiences" in out
     types = {f.name: str(f.type) for f in pq.read_schema(to)}
     assert (types["reward"], types["num_tokens"], types["is_expert"], types["response_text"]) == (
@@ -318,14 +402,21 @@ def test_export_has_types_a_condition_and_is_read_by_datasets(run_dir: Path, tmp
         "string",
     )
     assert (types["used"], types["used_step"], types["seed"]) == ("double", "int64", "int64")
-    found = datasets.load_dataset("parquet", data_files=str(to), split="train", cache_dir=str(tmp_path / "cache"))
+    found = datasets.load_dataset(
+        "parquet", data_files=str(to), split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert set(found["used_step"]) == {1} and set(found["reward"]) == {1.0}
     lines = tmp_path / "out.jsonl"
     assert said("buffer", "export", str(run_dir), "--to", str(lines), "--tokens")[2] == 0
-    found = datasets.load_dataset("json", data_files=str(lines), split="train", cache_dir=str(tmp_path / "cache"))
+    found = datasets.load_dataset(
+        "json", data_files=str(lines), split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert len(found) == 22 and sum(map(len, found["tokens"])) == 12 * 21
     none = tmp_path / "none.parquet"
-    assert "0 experiences" in said("buffer", "export", str(run_dir), "--to", str(none), "--where", "reward > 9")[0]
+    assert (
+        "0 experiences"
+        in said("buffer", "export", str(run_dir), "--to", str(none), "--where", "reward > 9")[0]
+    )
     assert pq.read_table(none).num_rows == 0
 
 
@@ -336,7 +427,9 @@ def test_export_overwrites_nothing(run_dir: Path, tmp_path: Path) -> None:
     assert code == 2 and "is not overwritten" in err and to.read_text() == "mine"
 
 
-async def test_export_is_written_in_row_groups_from_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_export_is_written_in_row_groups_from_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rft.buffer import experience_export, query
 
     buffer = Buffer(BufferSettings(folder=tmp_path / "run" / "buffer"))
@@ -347,13 +440,22 @@ async def test_export_is_written_in_row_groups_from_pages(tmp_path: Path, monkey
     monkeypatch.setattr(experience_export, "GROUP_ROWS", 32)
     told: list[int] = []
     with query.open_run(tmp_path / "run") as questions:  # while the buffer is open
-        count = experience_export.export(questions, tmp_path / "x.parquet", tokens=True, told=told.append)
+        count = experience_export.export(
+            questions, tmp_path / "x.parquet", tokens=True, told=told.append
+        )
         with pytest.raises(ConfigError, match="appeared meanwhile"):
-            experience_export.export(questions, tmp_path / "y.parquet", told=lambda n: (tmp_path / "y.parquet").touch())
+            experience_export.export(
+                questions, tmp_path / "y.parquet", told=lambda n: (tmp_path / "y.parquet").touch()
+            )
     await buffer.close()
     assert count == 100 and told == [16, 32, 48, 64, 80, 96, 100]
     file = pq.ParquetFile(tmp_path / "x.parquet")
-    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [32, 32, 32, 4]
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [
+        32,
+        32,
+        32,
+        4,
+    ]
     assert len(set(file.read(["id"])["id"].to_pylist())) == 100
 
 
@@ -366,23 +468,34 @@ def test_export_knows_the_type_of_every_column(run_dir: Path) -> None:
     for field in known:
         values = experience_export._typed([r[field.name] for r in page], field.type)
         kinds = {type(v) for v in values} - {type(None)}
-        assert len(kinds) <= 1 and pa.array(values, field.type).null_count == values.count(None), field
+        assert len(kinds) <= 1 and pa.array(values, field.type).null_count == values.count(None), (
+            field
+        )
 
 
 # ------------------------------------------------------------ sample
 
 
 def test_sample_answers_who_wrote_and_who_trained_it(run_dir: Path) -> None:
-    out, _, code = said("buffer", "sample", str(run_dir), "--id", "0001.00.00000000.000000.0001.00.0000")
+    out, _, code = said(
+        "buffer", "sample", str(run_dir), "--id", "0001.00.00000000.000000.0001.00.0000"
+    )
     assert code == 0
     assert "written by   weights 1:0 tokens 6 to 12" in out
     assert "trained in   step 1:1, first in checkpoint global_step_1\n" in out
-    assert "reward       1  = exact 1" in out and "response     b" in out and "tokens       " not in out
-    out, _, _ = said("buffer", "sample", str(run_dir), "--id", "0001.00.00000001.000000.0001.00.0000", "--json")
+    assert (
+        "reward       1  = exact 1" in out
+        and "response     b" in out
+        and "tokens       " not in out
+    )
+    out, _, _ = said(
+        "buffer", "sample", str(run_dir), "--id", "0001.00.00000001.000000.0001.00.0000", "--json"
+    )
     (x,) = json.loads(out)
     assert x["uses"] == [] and x["state"] == "leased" and x["leased_step"] == 2
     sql = (
-        "SELECT train_step, checkpoint_step, oldest_step, counts FROM v_lineage WHERE id = '0001.00.00000000.000000.0001.00.0000'"
+        "SELECT train_step, checkpoint_step, oldest_step, counts FROM v_lineage WHERE id = "
+        "'0001.00.00000000.000000.0001.00.0000'"
     )
     assert json.loads(said("buffer", "query", str(run_dir), sql, "-f", "json")[0]) == [
         {"train_step": 1, "checkpoint_step": 1, "oldest_step": 0, "counts": 1}
@@ -391,7 +504,9 @@ def test_sample_answers_who_wrote_and_who_trained_it(run_dir: Path) -> None:
 
 def test_sample_says_what_an_answer_is_compared_with(tmp_path: Path) -> None:
     said_to_it = {"gold_answer": "7", "reward_reason": "it is not 7", "note": "x"}
-    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}]
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
+    ]
     turns = (
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": None, "tool_calls": calls},
@@ -411,33 +526,71 @@ def test_sample_says_what_an_answer_is_compared_with(tmp_path: Path) -> None:
 
     asyncio.run(played())
     out, _, code = said("buffer", "sample", str(tmp_path), "--best", "1")
-    assert code == 0 and "group        0001.00.00000000.000000, mean reward 0.25 of 4, this one +0.75\n" in out
-    assert "gold_answer  7\n" in out and "reason       it is not 7\n" in out and 'assistant    look({"at": 3})\n' in out
+    assert (
+        code == 0
+        and "group        0001.00.00000000.000000, mean reward 0.25 of 4, this one +0.75\n" in out
+    )
+    assert (
+        "gold_answer  7\n" in out
+        and "reason       it is not 7\n" in out
+        and 'assistant    look({"at": 3})\n' in out
+    )
 
 
 def test_times_are_dates_in_a_table_and_numbers_elsewhere(run_dir: Path) -> None:
-    for view, column in (("v_experiences", "used"), ("v_lineage", "trained"), ("v_groups", "created")):
-        asked = ("buffer", "query", str(run_dir), f"SELECT {column} FROM {view} WHERE {column} IS NOT NULL LIMIT 1")
+    for view, column in (
+        ("v_experiences", "used"),
+        ("v_lineage", "trained"),
+        ("v_groups", "created"),
+    ):
+        asked = (
+            "buffer",
+            "query",
+            str(run_dir),
+            f"SELECT {column} FROM {view} WHERE {column} IS NOT NULL LIMIT 1",
+        )
         when = json.loads(said(*asked, "-f", "json")[0])[0][column]
         assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) in said(*asked)[0]
-    assert said("buffer", "query", str(run_dir), "SELECT 3 AS used, 2.5 AS created")[0].split() == ["used", "created", "3", "2.5"]
+    assert said("buffer", "query", str(run_dir), "SELECT 3 AS used, 2.5 AS created")[0].split() == [
+        "used",
+        "created",
+        "3",
+        "2.5",
+    ]
 
 
 def test_sample_draws_as_many_as_asked_and_no_other(run_dir: Path) -> None:
-    out, _, code = said("buffer", "sample", str(run_dir), "-n", "4", "--where", "state = 'used'", "--json")
-    assert code == 0 and len(json.loads(out)) == 4 and {x["state"] for x in json.loads(out)} == {"used"}
+    out, _, code = said(
+        "buffer", "sample", str(run_dir), "-n", "4", "--where", "state = 'used'", "--json"
+    )
+    assert (
+        code == 0
+        and len(json.loads(out)) == 4
+        and {x["state"] for x in json.loads(out)} == {"used"}
+    )
     out, err, code = said("buffer", "sample", str(run_dir), "--where", "reward > 9")
     assert code == 0 and not out and "no experience matches the condition" in err
 
 
 def test_sample_by_step_and_reward(run_dir: Path) -> None:
-    out, _, _ = said("buffer", "sample", str(run_dir), "--step", "1", "--best", "2", "--worst", "1", "--json")
+    out, _, _ = said(
+        "buffer", "sample", str(run_dir), "--step", "1", "--best", "2", "--worst", "1", "--json"
+    )
     rows = json.loads(out)
     of_step = json.loads(
-        said("buffer", "query", str(run_dir), "SELECT reward FROM v_experiences WHERE used_step = 1", "-f", "json")[0]
+        said(
+            "buffer",
+            "query",
+            str(run_dir),
+            "SELECT reward FROM v_experiences WHERE used_step = 1",
+            "-f",
+            "json",
+        )[0]
     )
     rewards = sorted((r["reward"] for r in of_step), reverse=True)
-    assert [r["reward"] for r in rows] == [*rewards[:2], rewards[-1]] and {r["used_step"] for r in rows} == {1}
+    assert [r["reward"] for r in rows] == [*rewards[:2], rewards[-1]] and {
+        r["used_step"] for r in rows
+    } == {1}
     assert not said("buffer", "sample", str(run_dir), "--step", "9")[0]
 
 
@@ -446,25 +599,47 @@ async def test_a_row_without_log_probs_shows_none(tmp_path: Path) -> None:
     buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
     await buffer.open()
     await buffer.start_lineage(None, None)
-    rows = [msgspec.structs.replace(x, has_logprobs=False, logprobs=0 * x.logprobs) for x in group(1, 0, 0)]
+    rows = [
+        msgspec.structs.replace(x, has_logprobs=False, logprobs=0 * x.logprobs)
+        for x in group(1, 0, 0)
+    ]
     await buffer.writer(1).append(encode(rows), accepted=True)
     await buffer.close()
     out, _, code = said("buffer", "sample", str(tmp_path), "--id", str(rows[0].id), "--tokens")
     assert code == 0 and f"⟦{rows[0].tokens[6]} -⟧" in out
 
 
-def test_sample_shows_tokens_with_their_log_probs(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_shows_tokens_with_their_log_probs(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tokenizers import Tokenizer, models
 
-    words = ("buffer", "sample", str(run_dir), "--id", "0001.00.00000000.000000.0001.00.0000", "--tokens")
+    words = (
+        "buffer",
+        "sample",
+        str(run_dir),
+        "--id",
+        "0001.00.00000000.000000.0001.00.0000",
+        "--tokens",
+    )
     x = group(1, 0, 0)[1]
     out, _, code = said(*words)
-    assert code == 0 and f"⟦{x.tokens[6]} -0.50⟧·⟦{x.tokens[7]} -0.50⟧" in out and f"{x.tokens[0]}·{x.tokens[1]}·" in out
+    assert (
+        code == 0
+        and f"⟦{x.tokens[6]} -0.50⟧·⟦{x.tokens[7]} -0.50⟧" in out
+        and f"{x.tokens[0]}·{x.tokens[1]}·" in out
+    )
     known = {f"w{n}\x1b": n for n in range(1000)}
     Tokenizer(models.WordLevel(known, unk_token="w0\x1b")).save(str(tmp_path / "tokenizer.json"))
-    (run_dir / "config.json").write_text(json.dumps({"tree": {"model": {"model_path": str(tmp_path)}}}))
+    (run_dir / "config.json").write_text(
+        json.dumps({"tree": {"model": {"model_path": str(tmp_path)}}})
+    )
     out, _, _ = said(*words)
-    assert f"w{x.tokens[0]}\\x1b·" in out and f"⟦w{x.tokens[6]}\\x1b -0.50⟧" in out and "\x1b" not in out
+    assert (
+        f"w{x.tokens[0]}\\x1b·" in out
+        and f"⟦w{x.tokens[6]}\\x1b -0.50⟧" in out
+        and "\x1b" not in out
+    )
     monkeypatch.setattr(show, "in_colour", lambda: True)
     assert said(*words)[0].count("\x1b[33m") == 6  # the trained ones
     (run_dir / "config.json").unlink()
@@ -473,7 +648,9 @@ def test_sample_shows_tokens_with_their_log_probs(run_dir: Path, tmp_path: Path,
 def test_sample_of_payload_that_is_gone(tmp_path: Path) -> None:
     asyncio.run(play(tmp_path / "run", storage_type="queue", storage_path="none"))
     run = str(tmp_path / "run")
-    out, _, code = said("buffer", "sample", run, "-n", "1", "--where", "taskset = 'other'", "--tokens")
+    out, _, code = said(
+        "buffer", "sample", run, "-n", "1", "--where", "taskset = 'other'", "--tokens"
+    )
     assert code == 0 and "tokens       kept in memory only" in out and "weights 1:0\n" in out
     _, err, code = said("buffer", "export", run, "--to", str(tmp_path / "x.parquet"), "--tokens")
     assert code == 2 and "in memory only" in err
@@ -496,7 +673,11 @@ def test_damaged_payload_is_named(tmp_path: Path) -> None:
 
 def test_audit_ends_with_0_and_with_4(run_dir: Path, tmp_path: Path) -> None:
     out, _, code = said("buffer", "audit", str(run_dir))
-    assert code == 0 and "acknowledged 22 = used 8 + leased 8 + available 5" in out and "balanced     yes" in out
+    assert (
+        code == 0
+        and "acknowledged 22 = used 8 + leased 8 + available 5" in out
+        and "balanced     yes" in out
+    )
     shutil.copytree(run_dir, tmp_path / "bad")
     with closing(sqlite3.connect(tmp_path / "bad" / "buffer" / "experience_buffer.db")) as db:
         db.execute("DELETE FROM experiences WHERE id LIKE '%.0001.00.0000'")
@@ -505,26 +686,44 @@ def test_audit_ends_with_0_and_with_4(run_dir: Path, tmp_path: Path) -> None:
     assert code == 4 and not json.loads(out)["ok"]
 
 
-def test_audit_counts_as_stats_does_while_a_run_has_no_checkpoint(run_dir: Path, tmp_path: Path) -> None:
-    """N6, R15: the audit called rows orphaned that `buffer query` called available, leased and used."""
-    folder = str(shutil.copytree(run_dir, tmp_path / "live", ignore=shutil.ignore_patterns("checkpoints")))
+def test_audit_counts_as_stats_does_while_a_run_has_no_checkpoint(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """N6, R15: the audit called rows orphaned that `buffer query` called available, leased and
+    used.
+    """
+    folder = str(
+        shutil.copytree(run_dir, tmp_path / "live", ignore=shutil.ignore_patterns("checkpoints"))
+    )
     audit = json.loads(said("buffer", "audit", folder, "--json")[0])
     states = json.loads(said("buffer", "stats", folder, "--json")[0])["states"]
-    assert {s: audit[s] for s in ("used", "leased", "available")} == {s: states[s] for s in ("used", "leased", "available")}
+    assert {s: audit[s] for s in ("used", "leased", "available")} == {
+        s: states[s] for s in ("used", "leased", "available")
+    }
     assert audit["explained"] == {"failed": 1} and audit["ok"]
     assert audit["restart"] == {"version": "", "step": 0, "used": 0, "available": 0, "orphaned": 21}
-    assert "a restart now would go back to step 0: 0 used, 0 available, 21 set aside" in said("buffer", "audit", folder)[0]
-    assert "restart now" not in said("buffer", "audit", str(run_dir))[0], "its newest checkpoint has all uses"
+    assert (
+        "a restart now would go back to step 0: 0 used, 0 available, 21 set aside"
+        in said("buffer", "audit", folder)[0]
+    )
+    assert "restart now" not in said("buffer", "audit", str(run_dir))[0], (
+        "its newest checkpoint has all uses"
+    )
 
 
-def test_audit_finds_a_state_that_does_not_follow_from_the_facts(run_dir: Path, tmp_path: Path) -> None:
+def test_audit_finds_a_state_that_does_not_follow_from_the_facts(
+    run_dir: Path, tmp_path: Path
+) -> None:
     shutil.copytree(run_dir, tmp_path / "bad")
     with closing(sqlite3.connect(tmp_path / "bad" / "buffer" / "experience_buffer.db")) as db:
         db.execute("UPDATE experiences SET state = 'available' WHERE state = 'used'")
         db.commit()
     out, _, code = said("buffer", "audit", str(tmp_path / "bad"), "--json")
     (problem,) = json.loads(out)["problems"]
-    assert code == 4 and "is stored as ('available', None), but is ('used', None) (8 such rows)" in problem
+    assert (
+        code == 4
+        and "is stored as ('available', None), but is ('used', None) (8 such rows)" in problem
+    )
 
 
 # ------------------------------------------------------------ while the run goes on (F27)
@@ -538,7 +737,8 @@ async def test_a_long_question_holds_up_no_writer(tmp_path: Path) -> None:
     await buffer.open()
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0)
-    asked, answered = threading.Event(), threading.Event()
+    asked = threading.Event()
+    answered = threading.Event()
     stop: list[Callable[[], None]] = []
 
     endless = """WITH RECURSIVE c(n) AS (SELECT count(*) FROM experiences UNION ALL SELECT n + 1 FROM c)
@@ -548,7 +748,8 @@ async def test_a_long_question_holds_up_no_writer(tmp_path: Path) -> None:
         ends = pytest.raises(ConfigError, match="took longer")
         with open_run(tmp_path) as questions, ends, questions.ask(endless, timeout_s=120) as answer:
             stop.append(questions.connection.connection.driver_connection.interrupt)  # type: ignore[union-attr]
-            assert next(answer.rows) == (8,)  # the read transaction is open, and the question goes on
+            # the read transaction is open, and the question goes on
+            assert next(answer.rows) == (8,)
             asked.set()
             assert len(list(answer.rows)) < 0, "it has no end"
         answered.set()
@@ -558,7 +759,11 @@ async def test_a_long_question_holds_up_no_writer(tmp_path: Path) -> None:
     assert await asyncio.to_thread(asked.wait, 60)
     for batch in range(1, 26):
         await fill(buffer, 1, batch, groups=1)
-    with closing(sqlite3.connect(tmp_path / "buffer" / "experience_buffer.db", timeout=0, isolation_level=None)) as db:
+    with closing(
+        sqlite3.connect(
+            tmp_path / "buffer" / "experience_buffer.db", timeout=0, isolation_level=None
+        )
+    ) as db:
         for _ in range(100):
             db.execute("BEGIN IMMEDIATE")
             db.execute("UPDATE meta SET value = value WHERE key = 'format'")
@@ -573,17 +778,34 @@ async def test_a_long_question_holds_up_no_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_audit_exit_code_follows_the_audit(as_json: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_exit_code_follows_the_audit(
+    as_json: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import rft.buffer.audit
     from rft.buffer.base import Audit
 
-    good = Audit(acked=10, used=4, leased=2, available=3, discarded={"failed": 1}, used_twice=0, num_uses=4, digest="")
+    good = Audit(
+        acked=10,
+        used=4,
+        leased=2,
+        available=3,
+        discarded={"failed": 1},
+        used_twice=0,
+        num_uses=4,
+        digest="",
+    )
     bad = msgspec.structs.replace(good, acked=11, used_twice=1, problems=("lost",))
     for audit, expected in ((good, 0), (bad, 4)):
-        monkeypatch.setattr(rft.buffer.audit, "audit_run", lambda run_dir, audit=audit, **more: audit)
+        monkeypatch.setattr(
+            rft.buffer.audit, "audit_run", lambda run_dir, audit=audit, **more: audit
+        )
         out, _, code = said("buffer", "audit", str(run_dir), *(["--json"] if as_json else []))
         assert code == expected
-        assert json.loads(out)["ok"] == (code == 0) if as_json else ("balanced     NO" in out) == (code == 4)
+        assert (
+            json.loads(out)["ok"] == (code == 0)
+            if as_json
+            else ("balanced     NO" in out) == (code == 4)
+        )
 
 
 # ------------------------------------------------------------ --config
@@ -594,9 +816,12 @@ def test_the_configuration_stands_for_the_folder(tmp_path: Path) -> None:
     file = tmp_path / "asked.yaml"
     ledger = tmp_path / "elsewhere" / "ledger.db"
     file.write_text(
-        f"name: asked\ncheckpoint_root_dir: {tmp_path}/runs\nmodel: {{model_path: none, max_prompt_tokens: 8, max_response_tokens: 8}}\n"
-        "buffer:\n  explorer_input:\n    default_workflow_type: simple_workflow\n    default_reward_fn_type: exact_answer\n"
-        f'    taskset: {{path: "rft.testing.tiny:copy_tasks"}}\n  trainer_input: {{experience_buffer: {{path: "sqlite:///{ledger}"}}}}\n'
+        f"name: asked\ncheckpoint_root_dir: {tmp_path}/runs\nmodel: {{model_path: none, "
+        f"max_prompt_tokens: 8, max_response_tokens: 8}}\n"
+        "buffer:\n  explorer_input:\n    default_workflow_type: simple_workflow\n    "
+        "default_reward_fn_type: exact_answer\n"
+        f'    taskset: {{path: "rft.testing.tiny:copy_tasks"}}\n  trainer_input: '
+        f'{{experience_buffer: {{path: "sqlite:///{ledger}"}}}}\n'
     )
     folder = tmp_path / "runs" / "rft" / "asked"
     _, err, code = said("buffer", "stats", "--config", str(file))
@@ -605,9 +830,14 @@ def test_the_configuration_stands_for_the_folder(tmp_path: Path) -> None:
     for words in (("--config", str(file)), (str(folder),)):
         out, err, code = said("buffer", "stats", "--json", *words)
         assert code == 0 and json.loads(out)["experiences"] == 22, err
-    assert said("buffer", "query", "--config", str(file), "SELECT count(*) AS n FROM v_experiences")[0].splitlines() == [
+    assert said(
+        "buffer", "query", "--config", str(file), "SELECT count(*) AS n FROM v_experiences"
+    )[0].splitlines() == [
         " n",
         "22",
     ]
     assert said("buffer", "audit", "--config", str(file), "--no-payload")[2] == 0
-    assert "22 experiences" in said("buffer", "export", "-c", str(file), "--to", str(tmp_path / "x.parquet"))[0]
+    assert (
+        "22 experiences"
+        in said("buffer", "export", "-c", str(file), "--to", str(tmp_path / "x.parquet"))[0]
+    )

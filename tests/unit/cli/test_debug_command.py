@@ -83,11 +83,30 @@ def debug(what: str, *more: str) -> Any:
 
 
 def test_a_script_plays_a_task(folder: Path) -> None:
-    done = debug("workflow", "--task", "3", "--judge", "scripted:0.5", "--say", "first", "--say", "3", "--tokens")
+    done = debug(
+        "workflow",
+        "--task",
+        "3",
+        "--judge",
+        "scripted:0.5",
+        "--say",
+        "first",
+        "--say",
+        "3",
+        "--tokens",
+    )
     assert done.code == 0, done.output
-    for line in ("test_debug_talk plays copy[3], run 0: complete", "truth      3", "assistant  first", "user       and so?",
-                 "judge is asked", "user       how good is 3?", "reward     1.5, judged 0.5, right 1", "metrics    calls 2",
-                 "not trained"):  # fmt: skip
+    for line in (
+        "test_debug_talk plays copy[3], run 0: complete",
+        "truth      3",
+        "assistant  first",
+        "user       and so?",
+        "judge is asked",
+        "user       how good is 3?",
+        "reward     1.5, judged 0.5, right 1",
+        "metrics    calls 2",
+        "not trained",
+    ):
         assert line in done.output, (line, done.output)
     assert "for all runs" not in done.output and not (folder / "runs").exists()
     gold = debug("workflow", "--runs", "2", "--judge", "judge=scripted:1")
@@ -97,7 +116,10 @@ def test_a_script_plays_a_task(folder: Path) -> None:
 def test_a_run_that_fails_shows_the_authors_lines(folder: Path) -> None:
     done = debug("workflow", "--say", "break", "--judge", "scripted:1")
     assert done.code == 4
-    assert "failed     ValueError: it broke here" in done.output and 'raise ValueError("it broke here")' in done.output
+    assert (
+        "failed     ValueError: it broke here" in done.output
+        and 'raise ValueError("it broke here")' in done.output
+    )
     assert "rft/workflow/play_run.py" not in done.output and "assistant  break" in done.output
 
 
@@ -113,7 +135,9 @@ def test_answers_are_scored(folder: Path) -> None:
         "--judge",
         "scripted:0.25",
     )
-    assert done.code == 0 and "rewards 1.25, 0.25; the group can be trained" in done.output, done.output
+    assert done.code == 0 and "rewards 1.25, 0.25; the group can be trained" in done.output, (
+        done.output
+    )
     wrong = debug("reward", "--answer", "boom", "--judge", "scripted:1")
     assert wrong.code == 4 and "ValueError: no such answer" in wrong.output
     none = debug("reward", "--answer", "3", "buffer.explorer_input.default_reward_fn_type=null")
@@ -123,11 +147,23 @@ def test_answers_are_scored(folder: Path) -> None:
 def test_a_reward_explains_what_it_reads(folder: Path) -> None:
     exact = "buffer.explorer_input.default_reward_fn_type=exact_answer"
     done = debug(
-        "reward", "--explain", "--answer", "<think>it is 9</think>so 8/2", "--answer", "k</think>x", exact, "--task", "3"
+        "reward",
+        "--explain",
+        "--answer",
+        "<think>it is 9</think>so 8/2",
+        "--answer",
+        "k</think>x",
+        exact,
+        "--task",
+        "3",
     )
     assert done.code == 0, done.output
     lines = [line.strip() for line in done.output.splitlines()]
-    seen = [line for line in lines if line.startswith(("answer ", "reads ", "as ", "truth as ", "verdict "))]
+    seen = [
+        line
+        for line in lines
+        if line.startswith(("answer ", "reads ", "as ", "truth as ", "verdict "))
+    ]
     assert seen == [
         "answer     so 8/2  behind 22 characters of thought",
         "reads      last value: so 8/2",
@@ -145,14 +181,28 @@ def test_a_reward_explains_what_it_reads(folder: Path) -> None:
 
 
 def test_a_real_model_and_its_judge(folder: Path) -> None:
-    """The judge is a model of random weights: what it says is no number, and that is what the reward raises."""
-    done = debug("workflow", "--engine", "transformers", "--tokens", "buffer.explorer_input.default_reward_fn_type=exact_answer")
-    assert done.code == 0 and "starting policy: transformers" in done.output and "starting aux" not in done.output, done.output
+    """The judge is a model of random weights: what it says is no number, and that is what the
+    reward raises.
+    """
+    done = debug(
+        "workflow",
+        "--engine",
+        "transformers",
+        "--tokens",
+        "buffer.explorer_input.default_reward_fn_type=exact_answer",
+    )
+    assert (
+        done.code == 0
+        and "starting policy: transformers" in done.output
+        and "starting aux" not in done.output
+    ), done.output
     assert "<|im_start|>u" in done.output and "2 tokens" in done.output
     asked = debug("workflow", "--say", "x")
-    assert asked.code == 4 and "starting aux-judge-0" in asked.output and "could not convert string to float" in asked.output, (
-        asked.output
-    )
+    assert (
+        asked.code == 4
+        and "starting aux-judge-0" in asked.output
+        and "could not convert string to float" in asked.output
+    ), asked.output
 
 
 def test_a_model_whose_file_is_cut_short_is_named(folder: Path, tiny_model: Path) -> None:
@@ -160,13 +210,18 @@ def test_a_model_whose_file_is_cut_short_is_named(folder: Path, tiny_model: Path
     weights = folder / "cut" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
     done = debug("workflow", "--engine", "transformers", "model.model_path=cut")
-    assert done.code == 2 and f"{weights} is damaged" in done.output and "Traceback" not in done.output, done.output
-    assert debug("workflow", "--judge", "scripted:1", "model.model_path=cut").code == 0, "a script needs no model"
+    assert (
+        done.code == 2 and f"{weights} is damaged" in done.output and "Traceback" not in done.output
+    ), done.output
+    assert debug("workflow", "--judge", "scripted:1", "model.model_path=cut").code == 0, (
+        "a script needs no model"
+    )
 
 
 def test_a_stage(folder: Path) -> None:
     (folder / "talk.yaml").write_text(
-        (folder / "talk.yaml").read_text() + "stages:\n  - {stage_name: one}\n  - {stage_name: two}\n"
+        (folder / "talk.yaml").read_text()
+        + "stages:\n  - {stage_name: one}\n  - {stage_name: two}\n"
     )
     done = debug("workflow", "--stage", "two", "--judge", "scripted:1")
     assert done.code == 0 and "reward     2" in done.output, done.output
@@ -201,7 +256,12 @@ class Server(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         Server.asked.append((self.path, body, self.headers.get("Authorization")))
         answer = {
-            "choices": [{"message": {"role": "assistant", "content": f"said {len(body['messages'])}"}, "finish_reason": "stop"}]
+            "choices": [
+                {
+                    "message": {"role": "assistant", "content": f"said {len(body['messages'])}"},
+                    "finish_reason": "stop",
+                }
+            ]
         }
         data = json.dumps(answer).encode()
         self.send_response(200)
@@ -220,19 +280,37 @@ def test_a_server_as_the_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        done = debug("workflow", "--engine", "openai", "--model", "some-model", "--base-url", url, "--judge", "scripted:1")
+        done = debug(
+            "workflow",
+            "--engine",
+            "openai",
+            "--model",
+            "some-model",
+            "--base-url",
+            url,
+            "--judge",
+            "scripted:1",
+        )
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert done.code == 0 and "assistant  said 1" in done.output and "assistant  said 3" in done.output, done.output
+    assert (
+        done.code == 0 and "assistant  said 1" in done.output and "assistant  said 3" in done.output
+    ), done.output
     assert "sk-of-a-test" not in done.output
-    assert [(p, b["model"], a) for p, b, a in Server.asked] == [("/v1/chat/completions", "some-model", "Bearer sk-of-a-test")] * 2
+    assert [(p, b["model"], a) for p, b, a in Server.asked] == [
+        ("/v1/chat/completions", "some-model", "Bearer sk-of-a-test")
+    ] * 2
 
 
 @pytest.mark.parametrize("whose", ["policy", "judge"])
-def test_vllm_gets_its_environment(whose: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads variables when its process starts, so the command goes on in another; tests/integration/test_debug_vllm.py runs one."""
+def test_vllm_gets_its_environment(
+    whose: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads variables when its process starts, so the command goes on in another;
+    tests/integration/test_debug_vllm.py runs one.
+    """
     started: list[Any] = []
 
     def run(command: list[str], *, env: dict[str, str], check: bool) -> Any:
@@ -241,23 +319,35 @@ def test_vllm_gets_its_environment(whose: str, folder: Path, monkeypatch: pytest
 
     monkeypatch.setattr("rft.launch.debug_session.subprocess.run", run)
     monkeypatch.setattr("sys.argv", ["rft", "debug", "workflow", "and", "so", "on"])
-    more = ["--engine", "vllm"] if whose == "policy" else ["explorer.auxiliary_models[0].engine_type=vllm"]
+    more = (
+        ["--engine", "vllm"]
+        if whose == "policy"
+        else ["explorer.auxiliary_models[0].engine_type=vllm"]
+    )
     assert debug("workflow", *more).code == 4
     ((command, env),) = started
     assert command[1:] == ["-m", "rft", "debug", "workflow", "and", "so", "on"]
-    assert env["VLLM_NO_USAGE_STATS"] == "1" and env[leftovers.RUN_ID] and leftovers.RUN_ID not in os.environ
+    assert (
+        env["VLLM_NO_USAGE_STATS"] == "1"
+        and env[leftovers.RUN_ID]
+        and leftovers.RUN_ID not in os.environ
+    )
     assert whose == "policy" or debug("workflow", *more, "--judge", "scripted:1").code == 0
 
 
 def test_the_verdict_of_a_judge(folder: Path) -> None:
     """A judge asks for a form; `fake` fills it in, which a fixed text cannot."""
-    (folder / "mine" / "clear.py").write_text(skeleton("judge", "plugin.py.txt", "test_debug_clear"))
+    (folder / "mine" / "clear.py").write_text(
+        skeleton("judge", "plugin.py.txt", "test_debug_clear")
+    )
     clear = (
         "buffer.explorer_input.default_reward_fn_type=test_debug_clear",
         "buffer.explorer_input.default_workflow_type=simple_workflow",
     )
     done = debug("workflow", "--say", "It is three.", "--judge", "judge=fake:4", *clear)
-    assert done.code == 0 and "reward     0.8" in done.output and "<<<answer" in done.output, done.output
+    assert done.code == 0 and "reward     0.8" in done.output and "<<<answer" in done.output, (
+        done.output
+    )
 
 
 def test_scripts() -> None:

@@ -21,12 +21,18 @@ from rft.errors import ConfigError, RunFailed, SetupError
 
 def rft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rft.cli.main", *arguments], capture_output=True, text=True, env={**os.environ, **env}, timeout=60
+        [sys.executable, "-m", "rft.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=60,
     )
 
 
 def test_help_is_quick_and_names_every_verb() -> None:
-    """Seconds of computing; of several tries the best, because caches are shared with whatever else runs."""
+    """Seconds of computing; of several tries the best, because caches are shared with whatever else
+    runs.
+    """
     took = []
     for _ in range(10):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -41,9 +47,23 @@ def test_help_is_quick_and_names_every_verb() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    code = "import sys; from rft.cli.main import make; make(''); print(sorted(m for m in sys.modules if '.' not in m))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for heavy in ("torch", "ray", "numpy", "pydantic", "omegaconf", "sqlalchemy", "msgspec", "psutil"):
+    code = (
+        "import sys; from rft.cli.main import make; make(''); print(sorted(m for m in "
+        "sys.modules if '.' not in m))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    for heavy in (
+        "torch",
+        "ray",
+        "numpy",
+        "pydantic",
+        "omegaconf",
+        "sqlalchemy",
+        "msgspec",
+        "psutil",
+    ):
         assert f"'{heavy}'" not in loaded
 
 
@@ -65,8 +85,14 @@ def test_every_verb_has_an_example_whose_options_there_are(verb: str) -> None:
     assert {w for w in example.split() if w.startswith("-")} <= options
 
 
-def test_a_shell_can_complete(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_RFT_COMPLETE": "complete_bash", "COMP_WORDS": "rft view --p", "COMP_CWORD": "2"}.items():
+def test_a_shell_can_complete(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "_RFT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "rft view --p",
+        "COMP_CWORD": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         cli.main([])
@@ -82,7 +108,10 @@ def test_wrong_usage_is_exit_2(arguments: tuple[str, ...]) -> None:
     assert rft(*arguments).returncode == 2
 
 
-@pytest.mark.parametrize(("error", "code"), [(ConfigError("no", key="a.b"), 2), (SetupError("no"), 3), (RunFailed("no"), 4)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("no", key="a.b"), 2), (SetupError("no"), 3), (RunFailed("no"), 4)],
+)
 def test_errors_are_messages(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,7 +130,9 @@ def test_errors_are_messages(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_bug_shows_its_traceback_without_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_shows_its_traceback_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from rft.cli import status_command
 
     def broken(run_dir: Path) -> dict[str, object]:
@@ -113,7 +144,9 @@ def test_a_bug_shows_its_traceback_without_secrets(monkeypatch: pytest.MonkeyPat
         cli.main(["status", "x"])
     err = capsys.readouterr().err
     assert e.value.code == 4
-    assert "Traceback" in err and "ZeroDivisionError: with *** inside" in err and "s3cr3t" not in err
+    assert (
+        "Traceback" in err and "ZeroDivisionError: with *** inside" in err and "s3cr3t" not in err
+    )
     assert f"Look at {__file__}, line " in err, "the author's line"
 
 
@@ -144,7 +177,8 @@ def test_plugins() -> None:
 @pytest.mark.e2e
 def test_plugins_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        'from rft.reward.base import reward\n\n@reward("mine")\ndef mine(task, transcript):\n    """Says one."""\n    return 1.0\n'
+        'from rft.reward.base import reward\n\n@reward("mine")\ndef mine(task, transcript):\n    '
+        '"""Says one."""\n    return 1.0\n'
     )
     said = rft("plugins", "reward", "--plugin-dir", str(tmp_path)).stdout
     assert "mine" in said and "Says one." in said and str(tmp_path) in said
@@ -158,7 +192,11 @@ def test_plugins_of_ones_own(tmp_path: Path) -> None:
 def test_doctor() -> None:
     said = rft("doctor", "--json")
     found = {f["topic"]: f for f in json.loads(said.stdout)}
-    assert found["python"]["state"] == "ok" and found["torch"]["state"] == "ok" and found["loopback"]["state"] == "ok"
+    assert (
+        found["python"]["state"] == "ok"
+        and found["torch"]["state"] == "ok"
+        and found["loopback"]["state"] == "ok"
+    )
     assert "transformers" in found["engines"]["text"]
     assert said.returncode == (3 if any(f["state"] == "missing" for f in found.values()) else 0)
 
@@ -170,9 +208,13 @@ def test_doctor_ends_with_3_when_something_is_missing(
     from rft.extras.doctor import doctor_command
 
     monkeypatch.setattr(
-        doctor_command, "_installed", lambda name: None if name == "ray" else "0.0.1" if name == "transformers" else "9"
+        doctor_command,
+        "_installed",
+        lambda name: None if name == "ray" else "0.0.1" if name == "transformers" else "9",
     )
-    monkeypatch.setattr(doctor_command, "_windows", lambda: {"ray": ">=2.60,<3", "transformers": ">=5.17,<5.20"})
+    monkeypatch.setattr(
+        doctor_command, "_windows", lambda: {"ray": ">=2.60,<3", "transformers": ">=5.17,<5.20"}
+    )
     with pytest.raises(SystemExit) as e:
         cli.main(["doctor"])
     out = capsys.readouterr().out

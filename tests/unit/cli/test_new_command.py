@@ -18,17 +18,40 @@ def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     for kind in KINDS:
         done = rft("new", kind, f"my_{kind}", "--dir", "mine")
-        assert done.code == 0 and f"mine/tests/test_my_{kind}.py" in done.output and "rft run" in done.output, done.output
+        assert (
+            done.code == 0
+            and f"mine/tests/test_my_{kind}.py" in done.output
+            and "rft run" in done.output
+        ), done.output
         assert "rft new config" in done.output
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mine"]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    tested = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert tested.returncode == 0 and f"{2 * len(KINDS) - 1} passed" in tested.stdout, tested.stdout + tested.stderr
+    tested = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert tested.returncode == 0 and f"{2 * len(KINDS) - 1} passed" in tested.stdout, (
+        tested.stdout + tested.stderr
+    )
     style = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "130", "--select", "E,F,W,I,UP,B", "mine"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            "--isolated",
+            "--line-length",
+            "130",
+            "--select",
+            "E,F,W,I,UP,B",
+            "mine",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert style.returncode == 0, style.stdout
 
 
@@ -38,21 +61,32 @@ def test_a_configuration_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for kind in KINDS:
             assert rft("new", kind, f"found_{kind}").code == 0
         listed = rft("plugins", "--plugin-dir", "plugins")
-        assert listed.code == 0 and all(f"found_{kind}" in listed.output for kind in KINDS), listed.output
+        assert listed.code == 0 and all(f"found_{kind}" in listed.output for kind in KINDS), (
+            listed.output
+        )
     finally:
         forget_plugins(tmp_path)
 
 
-def test_a_configuration_that_can_be_checked_at_once(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_can_be_checked_at_once(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = rft("new", "config", "sums", "--model", str(tiny_model))
     assert done.code == 0 and "rft check --config sums.yaml" in done.output
-    checked = rft("check", "--config", "sums.yaml", "explorer.rollout_model.engine_type=transformers")
+    checked = rft(
+        "check", "--config", "sums.yaml", "explorer.rollout_model.engine_type=transformers"
+    )
     assert (
-        checked.code == 0 and "sums.yaml is fine" in checked.output and "warning  " not in checked.output.replace("disk", "")
+        checked.code == 0
+        and "sums.yaml is fine" in checked.output
+        and "warning  " not in checked.output.replace("disk", "")
     ), checked.output
     questions = {*(tmp_path / "sums.jsonl").read_text().splitlines()}
-    assert not questions & {*(tmp_path / "sums_eval.jsonl").read_text().splitlines()} and len(questions) == 64
+    assert (
+        not questions & {*(tmp_path / "sums_eval.jsonl").read_text().splitlines()}
+        and len(questions) == 64
+    )
     again = rft("new", "config", "sums")
     assert again.code == 2 and "already exists" in again.output
     other = rft("new", "config", "more")
@@ -60,7 +94,9 @@ def test_a_configuration_that_can_be_checked_at_once(tmp_path: Path, tiny_model:
 
 
 @pytest.mark.parametrize("there", ["plugins/mine.py", "plugins/tests/test_mine.py"])
-def test_nothing_is_written_over(there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_over(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / there
     path.parent.mkdir(parents=True)
@@ -83,15 +119,23 @@ def test_nothing_is_written_over(there: str, tmp_path: Path, monkeypatch: pytest
         ("wrokflow", "mine", "write one of: workflow (what happens"),
     ],
 )
-def test_names_are_checked(kind: str, name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_checked(
+    kind: str, name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = rft("new", kind, name)
     assert done.code == 2 and why in done.output, done.output
     assert not any(tmp_path.rglob("*.py"))
 
 
-def test_a_file_where_the_folder_would_be_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_where_the_folder_would_be_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plugins").write_text("precious")
     done = rft("new", "workflow", "mine")
-    assert done.code == 3 and "SetupError: 'plugins': File exists" in done.output and "Traceback" not in done.output
+    assert (
+        done.code == 3
+        and "SetupError: 'plugins': File exists" in done.output
+        and "Traceback" not in done.output
+    )

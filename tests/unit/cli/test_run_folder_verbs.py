@@ -47,13 +47,25 @@ def run_dir(tmp_path: Path) -> Path:
             (folder / "huggingface").mkdir()
             (folder / "huggingface" / "model.safetensors").write_bytes(b"weights")
             (folder / "huggingface" / "config.json").write_text("{}")
-        manifests.commit(folder, version=Version(1, step), parent=None, consumption=Consumption(num_uses=0, digest="", cursor=0))
+        manifests.commit(
+            folder,
+            version=Version(1, step),
+            parent=None,
+            consumption=Consumption(num_uses=0, digest="", cursor=0),
+        )
     lines = [
         {"role": "explorer", "step": 0, "time": 1.0, "values": {"eval/sums/mean@8": 0.25}},
-        {"role": "trainer", "step": 10, "time": 2.0, "values": {"experience/reward/mean": 0.5, "perf/step_s": 2.0}},
+        {
+            "role": "trainer",
+            "step": 10,
+            "time": 2.0,
+            "values": {"experience/reward/mean": 0.5, "perf/step_s": 2.0},
+        },
         {"role": "explorer", "step": 10, "time": 3.0, "values": {"eval/sums/mean@8": 0.9}},
     ]
-    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"role": "tra')
+    (run.path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"role": "tra'
+    )
     return run.path
 
 
@@ -65,7 +77,11 @@ def test_status(run_dir: Path) -> None:
     assert code == 0
     assert "phase        done" in out
     assert "step         10  reward 0.500  s/step 2.0" in out
-    assert "eval         step 0: sums" in out.replace("eval/", "") and "0.250" in out and "0.900" in out
+    assert (
+        "eval         step 0: sums" in out.replace("eval/", "")
+        and "0.250" in out
+        and "0.900" in out
+    )
     assert "checkpoint   step 10, version 1:10, 0 MB, model" in out
     assert "the last line is cut" in out
 
@@ -81,9 +97,16 @@ def test_status_tells_alarms_and_names_what_shows_more(run_dir: Path) -> None:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]
     (run_dir / "metrics.jsonl").write_text("".join(f"{x}\n" for x in (*lines, json.dumps(alarm))))
     out, code = said("status", str(run_dir))
-    assert code == 0 and "alarm        explorer 9: alarm no_spread: all alike" in out and "note" not in out
+    assert (
+        code == 0
+        and "alarm        explorer 9: alarm no_spread: all alike" in out
+        and "note" not in out
+    )
     assert "curve        0.250 ▁█ 0.900  eval/sums/mean@8" in out
-    assert f"next         rft report {run_dir} -o report.html" in out and f"rft compare {run_dir} OTHER_RUN" in out
+    assert (
+        f"next         rft report {run_dir} -o report.html" in out
+        and f"rft compare {run_dir} OTHER_RUN" in out
+    )
     with (run_dir / "metrics.jsonl").open("a") as file:  # one of the trainer is no step
         file.write(json.dumps(alarm | {"role": "trainer", "step": 10}) + "\n")
     assert "step         10  reward 0.500  s/step 2.0" in said("status", str(run_dir))[0]
@@ -96,28 +119,47 @@ def test_runs_below_a_folder(run_dir: Path) -> None:
     out, code = said("ls", str(run_dir.parent), "--json")
     rows = {row["run"]: row for row in json.loads(out)}
     assert code == 0 and rows[str(broken)]["phase"] == "damaged"
-    assert rows[str(run_dir)] == {"run": str(run_dir), "phase": "done", "step": 10, "reward": 0.5, "eval": 0.9}
+    assert rows[str(run_dir)] == {
+        "run": str(run_dir),
+        "phase": "done",
+        "step": 10,
+        "reward": 0.5,
+        "eval": 0.9,
+    }
     assert said("ls", str(run_dir.parent / "nowhere"))[1] == 2
 
 
 def test_status_of_a_run_that_goes_on(run_dir: Path) -> None:
     claimed = RunDir.claim(run_dir)
-    claimed.state("running", waiting=["the trainer waits for rows"], parts={"trainer-0": os.getpid(), "engine-0": 2**22 - 1})
+    claimed.state(
+        "running",
+        waiting=["the trainer waits for rows"],
+        parts={"trainer-0": os.getpid(), "engine-0": 2**22 - 1},
+    )
     facts = status_command.collect(run_dir)
     assert (facts["phase"], facts["holder"]) == ("running", os.getpid())
     text = "\n".join(status_command.lines(facts))
-    assert "waiting      the trainer waits for rows" in text and f"engine-0 {2**22 - 1} (gone)" in text
+    assert (
+        "waiting      the trainer waits for rows" in text and f"engine-0 {2**22 - 1} (gone)" in text
+    )
     os.utime(claimed.lock_file, (1, 1))  # the clock was put forward since
     assert status_command.collect(run_dir)["phase"] == "running"
     state = json.loads((run_dir / "state.json").read_text()) | {"node": "elsewhere"}
     (run_dir / "state.json").write_text(json.dumps(state))
     text = "\n".join(status_command.lines(status_command.collect(run_dir)))
-    assert "phase        running, on elsewhere, since" in text and "(gone)" not in text, "nothing is known of processes there"
+    assert "phase        running, on elsewhere, since" in text and "(gone)" not in text, (
+        "nothing is known of processes there"
+    )
     claimed.release()
 
 
 def test_status_of_a_run_that_was_killed(run_dir: Path) -> None:
-    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     run = RunDir(run_dir)
     run.state("running")
     run.lock_file.write_text(child.stdout)
@@ -126,13 +168,18 @@ def test_status_of_a_run_that_was_killed(run_dir: Path) -> None:
     assert status_command.collect(run_dir)["phase"] == "died"
 
 
-def test_status_of_a_killed_run_names_its_last_sign_and_the_command(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """N12, N13: it said "died, since 1m05s" a second after the kill, and to run the same command again."""
+def test_status_of_a_killed_run_names_its_last_sign_and_the_command(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N12, N13: it said "died, since 1m05s" a second after the kill, and to run the same command
+    again.
+    """
     run = RunDir(run_dir)
     run.goes_on("rft serve --config my.yaml trainer.total_steps=9")
     run.state("running")
     shutil.rmtree(run.checkpoints)
-    long_ago, seen = time.mktime((2026, 11, 27, 9, 0, 0, 0, 0, -1)), time.mktime((2026, 11, 27, 13, 51, 7, 0, 0, -1))
+    long_ago = time.mktime((2026, 11, 27, 9, 0, 0, 0, 0, -1))
+    seen = time.mktime((2026, 11, 27, 13, 51, 7, 0, 0, -1))
     for path, at in ((run.path / "state.json", long_ago), (run.path / "metrics.jsonl", seen)):
         os.utime(path, (at, at))
     out = said("status", str(run_dir))[0].splitlines()
@@ -143,7 +190,10 @@ def test_status_of_a_killed_run_names_its_last_sign_and_the_command(run_dir: Pat
     assert "checkpoint   none yet: a restart now would go back to step 0" in out
     monkeypatch.chdir(run_dir)
     folder = json.loads((run_dir / "state.json").read_text())["cwd"]
-    assert f"resume       cd {folder} && rft serve --config my.yaml trainer.total_steps=9" in said("status", str(run_dir))[0]
+    assert (
+        f"resume       cd {folder} && rft serve --config my.yaml trainer.total_steps=9"
+        in said("status", str(run_dir))[0]
+    )
     os.utime(run.path / "metrics.jsonl")
     assert re.search(r"died at \d\d:\d\d \(last sign of life\)", said("status", str(run_dir))[0])
 
@@ -161,7 +211,9 @@ def test_notes_of_an_earlier_attempt_are_not_those_of_this_one(run_dir: Path) ->
 
 
 @pytest.mark.extra("view")
-def test_a_run_worked_as_long_wherever_it_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_worked_as_long_wherever_it_is_told(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """N15: the end of the run, its report and the viewer had a duration each."""
     from rft.extras.view.found_runs import FoundRuns
     from rft.extras.view.report.facts import collect
@@ -177,7 +229,9 @@ def test_a_run_worked_as_long_wherever_it_is_told(run_dir: Path, capsys: pytest.
     again = RunDir(run_dir)
     again.goes_on("rft run --config x.yaml")
     again.state("running")
-    assert json.loads((run_dir / "state.json").read_text())["before_s"] == 120.0, "a later process counts on"
+    assert json.loads((run_dir / "state.json").read_text())["before_s"] == 120.0, (
+        "a later process counts on"
+    )
 
 
 def test_status_json_and_nonsense(run_dir: Path, tmp_path: Path) -> None:
@@ -202,12 +256,19 @@ def test_export_copies_the_model_whole(run_dir: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_export_takes_the_checkpoint_that_the_run_would_go_on_from(run_dir: Path, tmp_path: Path) -> None:
+def test_export_takes_the_checkpoint_that_the_run_would_go_on_from(
+    run_dir: Path, tmp_path: Path
+) -> None:
     """Not one with more steps, of an attempt that the run did not go on from."""
     folder = run_dir / "checkpoints" / "global_step_7"
     (folder / "huggingface").mkdir(parents=True)
     (folder / "huggingface" / "model.safetensors").write_bytes(b"later")
-    manifests.commit(folder, version=Version(2, 7), parent=None, consumption=Consumption(num_uses=0, digest="", cursor=0))
+    manifests.commit(
+        folder,
+        version=Version(2, 7),
+        parent=None,
+        consumption=Consumption(num_uses=0, digest="", cursor=0),
+    )
     assert manifests.latest(run_dir / "checkpoints").folder == folder  # type: ignore[union-attr]
     out = export_command.copy_model(run_dir, tmp_path / "model", None)
     assert (out / "model.safetensors").read_bytes() == b"later"
@@ -280,14 +341,18 @@ def test_log_refuses(logs: Path, tmp_path: Path) -> None:
 
 def test_log_reads_the_folders_of_machines(logs: Path) -> None:
     (logs / "logs" / "host-a").mkdir()
-    (logs / "logs" / "host-a" / "engine-0.log").write_text("2026-01-01 00:00:04,000 I rft.a: from a machine\n")
+    (logs / "logs" / "host-a" / "engine-0.log").write_text(
+        "2026-01-01 00:00:04,000 I rft.a: from a machine\n"
+    )
     out, code = said("log", str(logs), "-k", "from a machine")
     assert code == 0 and out.startswith("host-a/engine-0 ")
 
 
 def test_log_follows(logs: Path) -> None:
     following = subprocess.Popen(
-        [sys.executable, "-m", "rft.cli.main", "log", str(logs), "-f", "-k", "needle"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "rft.cli.main", "log", str(logs), "-f", "-k", "needle"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert following.stdout is not None
     try:
@@ -297,7 +362,9 @@ def test_log_follows(logs: Path) -> None:
         (logs / "logs" / "late.log").write_text("2026-01-01 00:00:06,000 I rft.a: needle 2\n")
         assert following.stdout.readline().startswith("late ")
         (logs / "logs" / "host-b").mkdir()
-        (logs / "logs" / "host-b" / "engine-1.log").write_text("2026-01-01 00:00:07,000 I rft.a: needle 3\n")
+        (logs / "logs" / "host-b" / "engine-1.log").write_text(
+            "2026-01-01 00:00:07,000 I rft.a: needle 3\n"
+        )
         assert following.stdout.readline().startswith("host-b/engine-1 ")
         with (logs / "logs" / "host-b" / "engine-1.log").open("a") as file:
             file.write("2026-01-01 00:00:08,000 I rft.a: needle 4\n")
@@ -308,7 +375,9 @@ def test_log_follows(logs: Path) -> None:
 
 
 def test_log_shows_an_entry_whole_that_is_read_while_it_is_written(logs: Path) -> None:
-    """What was read later counted as info: of an error's traceback, -l error showed the beginning alone."""
+    """What was read later counted as info: of an error's traceback, -l error showed the beginning
+    alone.
+    """
     following = subprocess.Popen(
         [sys.executable, "-m", "rft.cli.main", "log", str(logs), "-f", "-l", "error", "-n", "1"],
         stdout=subprocess.PIPE,
@@ -316,7 +385,8 @@ def test_log_shows_an_entry_whole_that_is_read_while_it_is_written(logs: Path) -
     )
     assert following.stdout is not None
     try:
-        assert ["three" in following.stdout.readline() for _ in range(3)] == [True, False, False]  # what is there: it follows now
+        # what is there: it follows now
+        assert ["three" in following.stdout.readline() for _ in range(3)] == [True, False, False]
         for name, text in (
             ("launcher", "2026-01-01 00:00:05,000 E rft.a: broke\nTraceback:\n"),
             ("other", "2026-01-01 00:00:06,000 I rft.a: fine\n"),
@@ -327,7 +397,10 @@ def test_log_shows_an_entry_whole_that_is_read_while_it_is_written(logs: Path) -
             with (logs / "logs" / f"{name}.log").open("a") as file:
                 file.write(text)
             if text.endswith(":\n"):
-                assert "broke" in following.stdout.readline() and "Traceback" in following.stdout.readline()
+                assert (
+                    "broke" in following.stdout.readline()
+                    and "Traceback" in following.stdout.readline()
+                )
             elif name == "launcher":
                 assert 'File "y"' in following.stdout.readline()
         assert "bad" in following.stdout.readline()
@@ -336,7 +409,9 @@ def test_log_shows_an_entry_whole_that_is_read_while_it_is_written(logs: Path) -
         following.communicate()
 
 
-def test_a_checkpoint_that_the_run_removes_meanwhile_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def removed(manifest: manifests.Manifest, *_: object, **__: object) -> None:
         shutil.rmtree(manifest.folder)
         (manifest.folder / "huggingface" / "config.json").read_bytes()
@@ -364,7 +439,9 @@ def test_a_program_of_stages_has_no_logs_and_no_numbers_of_its_own(run_dir: Path
 
 @pytest.mark.extra("view")
 @pytest.mark.parametrize("phase", ["running", "waiting for the trainer"])
-def test_a_killed_run_has_died_wherever_it_is_told(phase: str, run_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_run_has_died_wherever_it_is_told(
+    phase: str, run_dir: Path, tmp_path: Path
+) -> None:
     from rft.extras.view.report.facts import collect
 
     RunDir(run_dir).state(phase)
@@ -379,12 +456,22 @@ def test_a_killed_run_has_died_wherever_it_is_told(phase: str, run_dir: Path, tm
     assert [s["phase"] for s in status_command.collect(program)["stages"]] == ["died", "not begun"]
 
 
-def test_a_chat_takes_a_program_as_an_export_does(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_takes_a_program_as_an_export_does(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = run_dir.parent / "program"
     program.mkdir()
     run_dir.rename(program / "one")
-    record = {"stage_name": "one", "version": "1:10", "model": "one/checkpoints/global_step_10/huggingface"}
+    record = {
+        "stage_name": "one",
+        "version": "1:10",
+        "model": "one/checkpoints/global_step_10/huggingface",
+    }
     (program / "stages.json").write_text(json.dumps({"stages": [record]}))
     talked = []
-    monkeypatch.setattr(chat_command, "_talk", lambda folder, *_: talked.append(sorted(f.name for f in folder.iterdir())))
+    monkeypatch.setattr(
+        chat_command,
+        "_talk",
+        lambda folder, *_: talked.append(sorted(f.name for f in folder.iterdir())),
+    )
     assert said("chat", str(program))[1] == 0 and talked == [["config.json", "model.safetensors"]]

@@ -1,4 +1,6 @@
-"""Every file in data/bad says in `# expect:` lines what must be answered; nothing is started, torch is not needed."""
+"""Every file in data/bad says in `# expect:` lines what must be answered; nothing is started, torch
+is not needed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def test_there_are_many() -> None:
 @pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)
 def test_bad_file_is_refused_with_its_message(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RFT_TEST_NOT_SET", raising=False)
-    expected = [line.removeprefix("# expect: ") for line in path.read_text().splitlines() if line.startswith("# expect: ")]
+    expected = [
+        line.removeprefix("# expect: ")
+        for line in path.read_text().splitlines()
+        if line.startswith("# expect: ")
+    ]
     assert expected, "the file must say what it expects"
     with Counted() as counted:
         report = check(path, schema_only=True, facts=HERE)
@@ -35,12 +41,16 @@ def test_bad_file_is_refused_with_its_message(path: Path, monkeypatch: pytest.Mo
 
 
 def test_several_errors_come_together() -> None:
-    report = check(Path(__file__).parent / "data" / "bad" / "several.yaml", schema_only=True, facts=HERE)
+    report = check(
+        Path(__file__).parent / "data" / "bad" / "several.yaml", schema_only=True, facts=HERE
+    )
     assert [e.key for e in report.errors] == ["seed", "buffer.batch_size", "trainer.save_intervall"]
 
 
 def test_errors_say_the_line() -> None:
-    report = check(Path(__file__).parent / "data" / "bad" / "unknown_key.yaml", schema_only=True, facts=HERE)
+    report = check(
+        Path(__file__).parent / "data" / "bad" / "unknown_key.yaml", schema_only=True, facts=HERE
+    )
     assert "(line 4)" in str(report.errors[0])
 
 
@@ -67,7 +77,8 @@ def test_binary_file_is_refused(tmp_path: Path) -> None:
 def test_merge_bomb_is_refused(tmp_path: Path) -> None:
     lines = ["a: &a {k: v}"]
     lines += [
-        f"{c}: &{c} {{<<: [{', '.join('*' + p for _ in range(9))}]}}" for p, c in zip("abcdefghi", "bcdefghij", strict=True)
+        f"{c}: &{c} {{<<: [{', '.join('*' + p for _ in range(9))}]}}"
+        for p, c in zip("abcdefghi", "bcdefghij", strict=True)
     ]
     path = tmp_path / "merge.yaml"
     path.write_text("\n".join(lines))
@@ -77,12 +88,17 @@ def test_merge_bomb_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        *((text, "line 1: nested too deeply") for text in ("a: " + "[" * 400_000, "a: " + "{a: " * 200_000, "- " * 400_000)),
+        *(
+            (text, "line 1: nested too deeply")
+            for text in ("a: " + "[" * 400_000, "a: " + "{a: " * 200_000, "- " * 400_000)
+        ),
         ("a:\n" + "- x\n" * 200_000 + "}", "line 19999: more than 20,000 values"),
     ],
     ids=["brackets", "braces", "dashes", "long list"],
 )
-def test_monsters_are_refused_where_they_become_too_large(text: str, where: str, tmp_path: Path) -> None:
+def test_monsters_are_refused_where_they_become_too_large(
+    text: str, where: str, tmp_path: Path
+) -> None:
     """What follows, which is no YAML, is not read."""
     path = tmp_path / "monster.yaml"
     path.write_text(text)

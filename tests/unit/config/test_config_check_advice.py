@@ -1,4 +1,6 @@
-"""What `rft check` warns of and prints beside the errors: idle GPUs, open schedules, evaluation; its JSON; `--dry-run`."""
+"""What `rft check` warns of and prints beside the errors: idle GPUs, open schedules, evaluation;
+its JSON; `--dry-run`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ buffer:
 
 
 def run(*overrides: str, facts: Facts | None = None) -> Report:
-    report = check(DATA / "good" / "short.yaml", overrides, facts=facts or Facts(cpus=2, gpus=0), schema_only=True)
+    report = check(
+        DATA / "good" / "short.yaml",
+        overrides,
+        facts=facts or Facts(cpus=2, gpus=0),
+        schema_only=True,
+    )
     assert report.ok, report.errors
     return report
 
@@ -52,7 +59,10 @@ def test_a_best_checkpoint_by_an_evaluation_that_is_none_of_the_run() -> None:
     metric = "trainer.checkpoint.best_metric=eval/%s/mean@1"
     assert not about(run(EVAL % "", metric % "held_out").warnings, "best_metric")
     (text,) = about(run(EVAL % "", metric % "heldout").warnings, "best_metric")
-    assert "eval/heldout/mean@1 is of no evaluation of this run" in text and "there are: eval/held_out/..." in text
+    assert (
+        "eval/heldout/mean@1 is of no evaluation of this run" in text
+        and "there are: eval/held_out/..." in text
+    )
     (text,) = about(run(metric % "held_out").warnings, "best_metric")
     assert text.endswith("there are: none") and not about(
         run("trainer.checkpoint.best_metric=reward/mean").warnings, "best_metric"
@@ -66,29 +76,52 @@ def test_engines_of_several_processes_on_a_cpu() -> None:
     def cores(*overrides: str, cpus: int = 8) -> list[tuple[int, int]]:
         plan = run(*overrides, facts=Facts(cpus=cpus, gpus=0)).plan
         assert plan is not None
-        return [(e.first_core, e.cpu_threads) for e in (*plan.engines, *(e for m in plan.auxiliary for e in m.engines))]
+        return [
+            (e.first_core, e.cpu_threads)
+            for e in (*plan.engines, *(e for m in plan.auxiliary for e in m.engines))
+        ]
 
     judge = "explorer.auxiliary_models=[{model_path: J, tensor_parallel_size: 2, cpu_threads: 2}]"
-    assert cores(*two) == [(0, 4), (4, 4)] and about(run(*two, facts=Facts(cpus=8, gpus=0)).warnings, "cpu_threads") == []
+    assert (
+        cores(*two) == [(0, 4), (4, 4)]
+        and about(run(*two, facts=Facts(cpus=8, gpus=0)).warnings, "cpu_threads") == []
+    )
     assert cores(*two, f"{threads}=2", judge) == [(0, 2), (2, 2), (4, 2)]
-    assert cores(two[0]) == [(0, 8), (0, 8)], "one process is not bound: engines take turns on all cores"
+    assert cores(two[0]) == [(0, 8), (0, 8)], (
+        "one process is not bound: engines take turns on all cores"
+    )
     assert cores(*two, cpus=7) == [(0, 2), (2, 2)]
     (text,) = about(run(*two, f"{threads}=8", facts=Facts(cpus=8, gpus=0)).warnings, threads)
     assert "2 x 8 for engines of 2 processes, and 8 cores are there" in text
     (text,) = about(run(*two, f"{threads}=3", facts=Facts(cpus=8, gpus=0)).warnings, threads)
     assert "2 x 3 for engines of 2 processes" in text and "write a multiple of 2, at most 8" in text
-    report = check(DATA / "good" / "short.yaml", ["explorer.rollout_model.tensor_parallel_size=4"], facts=Facts(cpus=2, gpus=0))
-    assert any("each process on CPU needs a core, and there are 2" in e.message for e in report.errors)
+    report = check(
+        DATA / "good" / "short.yaml",
+        ["explorer.rollout_model.tensor_parallel_size=4"],
+        facts=Facts(cpus=2, gpus=0),
+    )
+    assert any(
+        "each process on CPU needs a core, and there are 2" in e.message for e in report.errors
+    )
 
 
 def test_schedules_without_an_end() -> None:
     epochs = ("buffer.total_steps=null", "buffer.total_epochs=1")
-    ratio, cosine = "algorithm.optimizer.lr_warmup_steps_ratio=0.1", "algorithm.optimizer.lr_scheduler_type=cosine"
+    ratio = "algorithm.optimizer.lr_warmup_steps_ratio=0.1"
+    cosine = "algorithm.optimizer.lr_scheduler_type=cosine"
     assert about(run(ratio, cosine).warnings, "algorithm.optimizer") == []
     assert about(run(*epochs).warnings, "algorithm.optimizer") == []
     (text,) = about(run(*epochs, ratio, cosine).warnings, "algorithm.optimizer")
-    assert "lr_warmup_steps_ratio 0.1 and lr_scheduler_type cosine" in text and "trainer.total_steps" in text
-    assert about(run(*epochs, ratio, "algorithm.optimizer.lr_warmup_steps=3").warnings, "known only once") == []
+    assert (
+        "lr_warmup_steps_ratio 0.1 and lr_scheduler_type cosine" in text
+        and "trainer.total_steps" in text
+    )
+    assert (
+        about(
+            run(*epochs, ratio, "algorithm.optimizer.lr_warmup_steps=3").warnings, "known only once"
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,12 +131,18 @@ def test_schedules_without_an_end() -> None:
         (("trainer.save_interval=50",), ""),
         (("trainer.save_after=3600",), ""),
         (("trainer.total_steps=50", "buffer.total_steps=50"), ""),
-        (("trainer.total_steps=500", "buffer.total_steps=500", "trainer.save_interval=200"), "up to 200 train steps"),
+        (
+            ("trainer.total_steps=500", "buffer.total_steps=500", "trainer.save_interval=200"),
+            "up to 200 train steps",
+        ),
     ],
 )
 def test_steps_that_a_crash_would_lose_are_a_warning(given: tuple[str, ...], lost: str) -> None:
     """N25: it was a note, of runs of more than 100 steps without any interval."""
-    found = about(run("trainer.total_steps=51", "buffer.total_steps=51", *given).warnings, "a crash would lose")
+    found = about(
+        run("trainer.total_steps=51", "buffer.total_steps=51", *given).warnings,
+        "a crash would lose",
+    )
     assert len(found) == (lost != "")
     assert not lost or (lost in found[0] and "write trainer.save_interval: 25" in found[0]), found
 
@@ -114,13 +153,19 @@ def test_a_step_with_more_places_than_rows_is_a_warning(tiny_model: Path) -> Non
     given = [f"model.model_path={tiny_model}", f"buffer.explorer_input.taskset.path={rows}"]
 
     def warned(size: int) -> list[str]:
-        report = check(DATA / "good" / "short.yaml", [*given, f"buffer.batch_size={size}"], facts=Facts(cpus=2, gpus=0))
+        report = check(
+            DATA / "good" / "short.yaml",
+            [*given, f"buffer.batch_size={size}"],
+            facts=Facts(cpus=2, gpus=0),
+        )
         assert report.ok, report.errors
         return about(report.warnings, "buffer.batch_size")
 
     assert warned(20) == []
     (text,) = warned(40)
-    assert text.startswith("buffer.batch_size 40 is more than the 20 rows that the training tasksets have: ")
+    assert text.startswith(
+        "buffer.batch_size 40 is more than the 20 rows that the training tasksets have: "
+    )
     assert "takes every row about 2 times; write at most 20, or add rows" in text
 
 
@@ -136,7 +181,9 @@ def test_a_service_saves_by_age_and_keeps_its_rows(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(SERVICE)
 
     def service(*overrides: str) -> Report:
-        return check(tmp_path / "s.yaml", list(overrides), facts=Facts(cpus=2, gpus=0), schema_only=True)
+        return check(
+            tmp_path / "s.yaml", list(overrides), facts=Facts(cpus=2, gpus=0), schema_only=True
+        )
 
     def plan(*overrides: str) -> tuple[float, str]:
         made = service(*overrides).plan
@@ -144,16 +191,28 @@ def test_a_service_saves_by_age_and_keeps_its_rows(tmp_path: Path) -> None:
         return made.trainer.save_after_s, made.buffer.resume_rows
 
     assert plan() == (600.0, "keep") and about(service().warnings, "a crash would lose") == []
-    assert len(about(service().notes, "steps of the last 600 s are repeated (trainer.save_after)")) == 1
-    assert plan("trainer.save_after=60") == (60.0, "keep") and plan("trainer.save_interval=5") == (0.0, "keep")
+    assert (
+        len(about(service().notes, "steps of the last 600 s are repeated (trainer.save_after)"))
+        == 1
+    )
+    assert plan("trainer.save_after=60") == (60.0, "keep") and plan("trainer.save_interval=5") == (
+        0.0,
+        "keep",
+    )
     assert plan("mode=train", "explorer.serve.trainer_apart=true") == (600.0, "keep")
     (text,) = about(service("trainer.save_after=0").warnings, "a crash would lose")
     assert "all its train steps" in text
     (error,) = service("buffer.resume_rows=orphan").errors
-    assert error.key == "buffer.resume_rows" and "must be keep where a service samples" in error.message
+    assert (
+        error.key == "buffer.resume_rows"
+        and "must be keep where a service samples" in error.message
+    )
 
 
-@pytest.mark.parametrize("runs", ["repeat_times: 4, rollout_args: {temperature: 0}", "rollout_args: {temperature: 0, n: 4}"])
+@pytest.mark.parametrize(
+    "runs",
+    ["repeat_times: 4, rollout_args: {temperature: 0}", "rollout_args: {temperature: 0, n: 4}"],
+)
 def test_greedy_evaluation_repeated(runs: str) -> None:
     warnings = run(EVAL % f", {runs}").warnings
     assert len(about(warnings, "gives the same answer 4 times")) == 1
@@ -161,15 +220,27 @@ def test_greedy_evaluation_repeated(runs: str) -> None:
 
 def test_evaluation_temperature() -> None:
     greedy = run(EVAL % ", rollout_args: {temperature: 0}")
-    assert greedy.warnings == () and about(greedy.notes, "held_out") == about(greedy.notes, "temperature") == []
+    assert (
+        greedy.warnings == ()
+        and about(greedy.notes, "held_out") == about(greedy.notes, "temperature") == []
+    )
     assert about(run(EVAL % "").notes, "one answer per task at temperature 1 is a noisy measure")
     other = run(EVAL % ", repeat_times: 8, rollout_args: {temperature: 0.6}")
-    assert about(other.notes, "evaluated at temperature 0.6, trained at 1") and not about(other.notes, "noisy")
+    assert about(other.notes, "evaluated at temperature 0.6, trained at 1") and not about(
+        other.notes, "noisy"
+    )
 
 
 def test_truncated_sampling_in_training_is_refused_and_groups_of_one_are_warned_about() -> None:
-    report = check(DATA / "good" / "short.yaml", ["model.top_p=0.9"], facts=Facts(cpus=2, gpus=0), schema_only=True)
-    assert [e.key for e in report.errors] == ["model.top_p"] and "gradient would be wrong" in str(report.errors[0])
+    report = check(
+        DATA / "good" / "short.yaml",
+        ["model.top_p=0.9"],
+        facts=Facts(cpus=2, gpus=0),
+        schema_only=True,
+    )
+    assert [e.key for e in report.errors] == ["model.top_p"] and "gradient would be wrong" in str(
+        report.errors[0]
+    )
     assert about(run("algorithm.repeat_times=1").warnings, "a group of one has no advantage")
 
 
@@ -180,7 +251,11 @@ def test_eight_gpus_that_are_not_here(tmp_path: Path) -> None:
     assert str(Path.home() / "models" / "some-7b") == report.plan.learner.model_path
     found = json.loads(json.dumps(report.to_json()))
     assert found["step"]["train_steps"] is None and found["step"]["experiences"] == 128 * 8
-    assert {"key": "trainer.world_size", "value": "4", "from": "derived: 8 GPUs less 4 of the engines"} in found["values"]
+    assert {
+        "key": "trainer.world_size",
+        "value": "4",
+        "from": "derived: 8 GPUs less 4 of the engines",
+    } in found["values"]
 
 
 # ---------------------------------------------------------------- the command
@@ -194,7 +269,12 @@ def rft(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.e2e
 def test_dry_run_is_check(tiny_model: Path, tmp_path: Path) -> None:
-    given = ["-c", str(DATA / "good" / "short.yaml"), f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}"]
+    given = [
+        "-c",
+        str(DATA / "good" / "short.yaml"),
+        f"model.model_path={tiny_model}",
+        f"checkpoint_root_dir={tmp_path}",
+    ]
     given.append(f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}")
     code, plain = rft("check", *given)
     assert code == 0, plain
@@ -217,7 +297,9 @@ def test_dry_run_is_check(tiny_model: Path, tmp_path: Path) -> None:
 def test_the_check_of_a_service_ends_with_its_command(tmp_path: Path) -> None:
     """N21: it said to start it with rft run."""
     (tmp_path / "s.yaml").write_text(SERVICE)
-    code, out = rft("check", "-c", str(tmp_path / "s.yaml"), "--schema-only", "explorer.proxy_port=0")
+    code, out = rft(
+        "check", "-c", str(tmp_path / "s.yaml"), "--schema-only", "explorer.proxy_port=0"
+    )
     assert code == 0 and out.rstrip().endswith(
         f"Start it with: rft serve --config {tmp_path / 's.yaml'} explorer.proxy_port=0"
     ), out
@@ -226,15 +308,40 @@ def test_the_check_of_a_service_ends_with_its_command(tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_json_has_the_promised_keys(tiny_model: Path) -> None:
     rows = f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}"
-    code, out = rft("check", "--json", "-c", str(DATA / "good" / "short.yaml"), f"model.model_path={tiny_model}", rows)
+    code, out = rft(
+        "check",
+        "--json",
+        "-c",
+        str(DATA / "good" / "short.yaml"),
+        f"model.model_path={tiny_model}",
+        rows,
+    )
     found = json.loads(out)
     assert code == 0 and list(found)[:3] == ["ok", "outcome", "errors"]
     assert set(found) == {
-        "ok", "outcome", "errors", "warnings", "notes", "needs", "plan",
-        "tasksets", "model", "values", "step", "memory", "placement",
-    }  # fmt: skip
-    assert found["placement"] == [{"role": "engine 0", "place": "node 0, CPU"}, {"role": "trainer 0", "place": "node 0, CPU"}]
-    assert found["step"]["epochs"] == 0.4 and found["step"]["staleness_bound"] == 0 and "explore 1 waits" in found["step"]["sync"]
+        "ok",
+        "outcome",
+        "errors",
+        "warnings",
+        "notes",
+        "needs",
+        "plan",
+        "tasksets",
+        "model",
+        "values",
+        "step",
+        "memory",
+        "placement",
+    }
+    assert found["placement"] == [
+        {"role": "engine 0", "place": "node 0, CPU"},
+        {"role": "trainer 0", "place": "node 0, CPU"},
+    ]
+    assert (
+        found["step"]["epochs"] == 0.4
+        and found["step"]["staleness_bound"] == 0
+        and "explore 1 waits" in found["step"]["sync"]
+    )
 
 
 @pytest.mark.e2e
@@ -249,8 +356,19 @@ def test_gpu_memory_is_judged(tmp_path: Path) -> None:
     }
     (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
     (tmp_path / "eight.yaml").write_text(EIGHT)
-    given = ("check", "--schema-only", "-c", str(tmp_path / "eight.yaml"), f"model.model_path={tmp_path / 'model'}")
+    given = (
+        "check",
+        "--schema-only",
+        "-c",
+        str(tmp_path / "eight.yaml"),
+        f"model.model_path={tmp_path / 'model'}",
+    )
     code, out = rft(*given, "--gpu-memory", "16")
-    assert code == 0 and "memory: trainer-0 needs about" in out and "16.0 GiB" in out and "this machine" not in out
+    assert (
+        code == 0
+        and "memory: trainer-0 needs about" in out
+        and "16.0 GiB" in out
+        and "this machine" not in out
+    )
     assert "trainer-0 ... trainer-3, each" in out
     assert "memory:" not in rft(*given, "--gpu-memory", "640")[1]

@@ -1,4 +1,6 @@
-"""mode: colocate: engines and trainer have the same cores or GPUs in turns; what lets them overlap is refused."""
+"""mode: colocate: engines and trainer have the same cores or GPUs in turns; what lets them overlap
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,23 @@ def test_one_gpu_is_named_where_the_mode_was_not_chosen() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(load(FILE, ["synchronizer.sync_offset=1"]), Facts(cpus=4, gpus=1))
     assert "with one GPU" in str(caught.value) and "mode: both" not in str(caught.value)
-    assert resolve(load(FILE, ["synchronizer.sync_offset=1", "trainer.device=cpu"]), Facts(cpus=4, gpus=1)).mode == "both"
+    assert (
+        resolve(
+            load(FILE, ["synchronizer.sync_offset=1", "trainer.device=cpu"]), Facts(cpus=4, gpus=1)
+        ).mode
+        == "both"
+    )
 
 
 def test_both_sides_have_all_cores_and_never_at_the_same_time() -> None:
     made = plan()
     assert (made.engines[0].cpu_threads, made.learner.cpu_threads) == (4, 4)
-    assert (made.sync.style, made.sync.interval, made.sync.offset, made.staleness_bound) == ("fixed", 1, 0, 0)
+    assert (made.sync.style, made.sync.interval, made.sync.offset, made.staleness_bound) == (
+        "fixed",
+        1,
+        0,
+        0,
+    )
     two = plan("explorer.rollout_model.engine_num=2")
     assert [e.cpu_threads for e in two.engines] == [2, 2], "engines take their turn together"
 
@@ -49,7 +61,11 @@ def test_what_overlaps_is_refused(override: str) -> None:
     with pytest.raises(ConfigErrors) as caught:
         plan(override)
     (error,) = [e for e in caught.value.errors if e.key == override.partition("=")[0]]
-    assert "must be" in error.message and "take turns" in error.message and "mode: both" in error.message
+    assert (
+        "must be" in error.message
+        and "take turns" in error.message
+        and "mode: both" in error.message
+    )
 
 
 def test_a_window_is_sampled_whole_before_its_first_step() -> None:
@@ -59,8 +75,15 @@ def test_a_window_is_sampled_whole_before_its_first_step() -> None:
 
 @pytest.mark.parametrize(("tp", "engines"), [(1, 4), (2, 2)])
 def test_engines_and_ranks_have_the_same_gpus(tp: int, engines: int) -> None:
-    made = plan(f"explorer.rollout_model.tensor_parallel_size={tp}", f"explorer.rollout_model.engine_num={engines}", gpus=4)
-    assert made.cluster.shared and (made.learner.world_size, made.learner.shares_device) == (4, True)
+    made = plan(
+        f"explorer.rollout_model.tensor_parallel_size={tp}",
+        f"explorer.rollout_model.engine_num={engines}",
+        gpus=4,
+    )
+    assert made.cluster.shared and (made.learner.world_size, made.learner.shares_device) == (
+        4,
+        True,
+    )
     assert {(e.sleep_level, e.gpu_memory_utilization) for e in made.engines} == {(2, 0.5)}
     seats = placement(made.engines, made.learner, [4], shared=True)
     assert [s.host for s in seats if s.role == "trainer"] == [rank // tp for rank in range(4)]
@@ -73,7 +96,12 @@ def test_several_machines_are_a_ray_that_is_there() -> None:
     assert made.cluster.ray_address == "auto" and any(
         "other nodes" in d.why for d in made.derived if d.key == "cluster.ray_address"
     )
-    assert plan(*several, "cluster.gpu_per_node=2", "cluster.ray_address=head:6379").cluster.ray_address == "head:6379"
+    assert (
+        plan(
+            *several, "cluster.gpu_per_node=2", "cluster.ray_address=head:6379"
+        ).cluster.ray_address
+        == "head:6379"
+    )
     assert plan().cluster.ray_address is None
 
 
@@ -85,7 +113,9 @@ def test_adapters_that_travel_alone_need_the_base_model_kept() -> None:
 
 def test_one_gpu_is_shared_by_itself() -> None:
     made = resolve(load(FILE, []), Facts(cpus=4, gpus=1))
-    assert made.mode == "colocate" and any(d.key == "mode" and "one GPU" in d.why for d in made.derived)
+    assert made.mode == "colocate" and any(
+        d.key == "mode" and "one GPU" in d.why for d in made.derived
+    )
     for overrides, gpus in (([], 2), ([], 0), (["trainer.device=cpu"], 1)):
         assert resolve(load(FILE, overrides), Facts(cpus=4, gpus=gpus)).mode == "both"
 
@@ -106,18 +136,32 @@ def test_what_cannot_share_a_gpu_is_refused(override: str, key: str, said: str) 
 
 def test_an_engine_that_does_not_sleep_is_told() -> None:
     made = plan("explorer.rollout_model.engine_type=transformers", gpus=1)
-    assert made.engines[0].sleep_level == 0 and any("keeps its memory while the trainer works" in w for w in made.warnings)
+    assert made.engines[0].sleep_level == 0 and any(
+        "keeps its memory while the trainer works" in w for w in made.warnings
+    )
 
 
 def test_check_plans_the_memory_of_both_phases() -> None:
-    """The engine's share and the trainer at rest; the trainer at work and what a sleeping engine keeps."""
+    """The engine's share and the trainer at rest; the trainer at work and what a sleeping engine
+    keeps.
+    """
     shape = ModelShape(
-        parameters=494_032_768, vocab=151_936, hidden=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864, tied=True
+        parameters=494_032_768,
+        vocab=151_936,
+        hidden=896,
+        layers=24,
+        heads=14,
+        kv_heads=2,
+        head_dim=64,
+        mlp=4864,
+        tied=True,
     )
-    made, gpu = plan(gpus=1), 24 << 30
+    made = plan(gpus=1)
+    gpu = 24 << 30
     found = estimate(made, shape, gpu_memory=gpu)
     roles = {r.role: r for r in (*found, *phases(made, found))}
-    exploring, training = roles["shared GPU, exploring"], roles["shared GPU, training"]
+    exploring = roles["shared GPU, exploring"]
+    training = roles["shared GPU, training"]
     assert exploring.nbytes == roles["engine-0"].nbytes + 12 * shape.parameters + CUDA_CONTEXT
     assert training.nbytes == roles["trainer-0"].nbytes + CUDA_CONTEXT
     assert too_much(tuple(roles.values()), made, ram=None, gpu_memory=gpu) == []

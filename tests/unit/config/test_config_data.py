@@ -1,4 +1,6 @@
-"""Keys of a data set that is trained on: which are read, and which of them others leave without effect."""
+"""Keys of a data set that is trained on: which are read, and which of them others leave without
+effect.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
 from rft.errors import ConfigError
 
-DATA, EXPERT = "buffer.trainer_input.experience_buffer", "buffer.trainer_input.auxiliary_buffers.sft"
+DATA = "buffer.trainer_input.experience_buffer"
+EXPERT = "buffer.trainer_input.auxiliary_buffers.sft"
 
 
 def given(kind: str, keys: dict[str, Any], **more: Any) -> Plan:
@@ -20,7 +23,11 @@ def given(kind: str, keys: dict[str, Any], **more: Any) -> Plan:
         "mode": "train",
         "model": {"model_path": "m", "max_model_len": 9},
         "algorithm": {"algorithm_type": kind},
-        "buffer": {"train_batch_size": 2, "total_steps": 1, "trainer_input": {"experience_buffer": {"path": "data", **keys}}},
+        "buffer": {
+            "train_batch_size": 2,
+            "total_steps": 1,
+            "trainer_input": {"experience_buffer": {"path": "data", **keys}},
+        },
     }
     config |= {section: {**config.get(section, {}), **value} for section, value in more.items()}
     return resolve(from_dict(config), Facts(cpus=2, gpus=0))
@@ -47,13 +54,28 @@ def idle(plan: Plan) -> set[str]:
     ("keys", "without"),
     [
         ({"path": "one.jsonl", "split": "test", "subset_name": "main"}, {"split", "subset_name"}),
-        ({"split": "test", "subset_name": "main", "data_selector": {"selector_type": "shuffle"}}, set()),
+        (
+            {"split": "test", "subset_name": "main", "data_selector": {"selector_type": "shuffle"}},
+            set(),
+        ),
         ({"capacity": 3, "durability": "power"}, {"capacity", "durability"}),
         ({"replay_buffer": {"enable": True}}, {"replay_buffer"}),
         ({"format": {"chosen_key": "better"}}, {"format.chosen_key"}),
         ({"format": {"messages_key": "chat"}}, {"format.messages_key"}),
-        ({"format": {"prompt_type": "messages", "messages_key": "chat", "prompt_key": "q"}}, {"format.prompt_key"}),
-        ({"format": {"prompt_key": "q", "response_key": "a", "enable_concatenated_multi_turn": True}}, set()),
+        (
+            {"format": {"prompt_type": "messages", "messages_key": "chat", "prompt_key": "q"}},
+            {"format.prompt_key"},
+        ),
+        (
+            {
+                "format": {
+                    "prompt_key": "q",
+                    "response_key": "a",
+                    "enable_concatenated_multi_turn": True,
+                }
+            },
+            set(),
+        ),
     ],
 )
 def test_what_is_not_read_of_chats_is_said(keys: dict[str, Any], without: set[str]) -> None:
@@ -62,7 +84,9 @@ def test_what_is_not_read_of_chats_is_said(keys: dict[str, Any], without: set[st
 
 
 def test_what_only_one_of_them_reads() -> None:
-    assert idle(given("sft", {"eval_split": "test"})) == set() and idle(mixed({"eval_split": "test"})) == {f"{EXPERT}.eval_split"}
+    assert idle(given("sft", {"eval_split": "test"})) == set() and idle(
+        mixed({"eval_split": "test"})
+    ) == {f"{EXPERT}.eval_split"}
     pairs = {"format": {"chosen_key": "better", "response_key": "a"}}
     assert idle(given("dpo", pairs)) == {f"{DATA}.format.response_key"}
     texts = {"format": {"prompt_key": "text", "system_prompt": "be brief"}}
@@ -72,8 +96,15 @@ def test_what_only_one_of_them_reads() -> None:
     assert idle(given("sft", {}, **sizes)) == {"buffer.batch_size", "buffer.max_refill"}
     assert idle(given("sft", {}, algorithm={"repeat_times": 4})) == {"algorithm.repeat_times"}
     assert idle(given("sft", {}, algorithm={"repeat_times": 1})) == set()
-    played = {"eval_interval": 5, "max_concurrent_runs": 7, "rollout_model": {"engine_type": "transformers"}}
-    assert idle(given("sft", {}, explorer=played)) == {"explorer.eval_interval", "explorer.max_concurrent_runs"}
+    played = {
+        "eval_interval": 5,
+        "max_concurrent_runs": 7,
+        "rollout_model": {"engine_type": "transformers"},
+    }
+    assert idle(given("sft", {}, explorer=played)) == {
+        "explorer.eval_interval",
+        "explorer.max_concurrent_runs",
+    }
 
 
 @pytest.mark.parametrize(
@@ -90,6 +121,8 @@ def test_rows_are_read_from_no_storage(keys: dict[str, Any], why: str) -> None:
 
 
 def test_an_expert_s_rows_have_no_tasks() -> None:
-    with pytest.raises(ConfigError, match=r"sft\.format\.workflow_key: has no meaning here: is for tasks"):
+    with pytest.raises(
+        ConfigError, match=r"sft\.format\.workflow_key: has no meaning here: is for tasks"
+    ):
         mixed({"format": {"workflow_key": "w"}})
     assert Path(mixed({}).expert.rows.path).name == "answers"  # type: ignore[union-attr]

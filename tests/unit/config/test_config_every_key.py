@@ -1,4 +1,5 @@
-"""Every key of the schema: a bad value is refused with the key's path, and another valid value makes another Plan.
+"""Every key of the schema: a bad value is refused with the key's path, and another valid value
+makes another Plan.
 
 Values are made from the field's type and bounds, so a new key is tested by being there.
 """
@@ -44,7 +45,9 @@ BASE: dict[str, Any] = {
         },
     },
 }
-FACTS = Facts(cpus=4, gpus=0, exists=lambda path: False, read_text=lambda path: f"template of {path}")
+FACTS = Facts(
+    cpus=4, gpus=0, exists=lambda path: False, read_text=lambda path: f"template of {path}"
+)
 ITEMS: dict[str, dict[str, Any]] = {  # what an entry of a list needs at least
     f"{IN}.tasksets": TASKSET,
     "data_processor.task_pipeline.output": {"path": "rows.jsonl"},
@@ -57,16 +60,36 @@ ITEMS: dict[str, dict[str, Any]] = {  # what an entry of a list needs at least
 GPUS = {"cluster.gpu_per_node": 4}
 SIDES = ("synchronizer.explorer_sync_interval", "synchronizer.trainer_sync_interval")
 TASKSETS = (f"{IN}.taskset", f"{IN}.tasksets[0]", f"{IN}.eval_tasksets[0]")
-OFF_POLICY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+OFF_POLICY = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+)
 AUX = "explorer.auxiliary_models[0]"
 AUXILIARY = "buffer.trainer_input.auxiliary_buffers.mine"
 SERVED = ("explorer.rollout_model", AUX)
 BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "trainer.use_dynamic_bsz": {"trainer.micro_batch_size_per_gpu": 1},
-    f"{IN}.taskset.rollout_args.seed": {"algorithm.algorithm_type": "ppo", "algorithm.repeat_times": 1},
-    f"{IN}.tasksets[0].rollout_args.seed": {"algorithm.algorithm_type": "ppo", "algorithm.repeat_times": 1},
-    "explorer.rollout_model.max_prompt_tokens": {"model.max_prompt_tokens": None, "model.max_model_len": 96},
-    "explorer.rollout_model.max_response_tokens": {"model.max_response_tokens": None, "model.max_model_len": 96},
+    f"{IN}.taskset.rollout_args.seed": {
+        "algorithm.algorithm_type": "ppo",
+        "algorithm.repeat_times": 1,
+    },
+    f"{IN}.tasksets[0].rollout_args.seed": {
+        "algorithm.algorithm_type": "ppo",
+        "algorithm.repeat_times": 1,
+    },
+    "explorer.rollout_model.max_prompt_tokens": {
+        "model.max_prompt_tokens": None,
+        "model.max_model_len": 96,
+    },
+    "explorer.rollout_model.max_response_tokens": {
+        "model.max_response_tokens": None,
+        "model.max_model_len": 96,
+    },
     "cluster.node_num": {"synchronizer.sync_method": "checkpoint"},
     "explorer.over_rollout.ratio": {"buffer.on_short_batch": "train"},
     "explorer.max_inflight_batches": {"synchronizer.sync_style": "fully_async"},
@@ -74,17 +97,28 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "synchronizer.bucketed_broadcast": {"synchronizer.sync_method": "nccl"},
     "synchronizer.overlap_broadcast_and_load": {"synchronizer.sync_method": "nccl"},
     "synchronizer.bucket_size_mb": {"synchronizer.sync_method": "nccl"},
-    "synchronizer.require_batches": {"synchronizer.sync_style": "fully_async", "synchronizer.sync_interval": 4},
+    "synchronizer.require_batches": {
+        "synchronizer.sync_style": "fully_async",
+        "synchronizer.sync_interval": 4,
+    },
     "explorer.dynamic_timeout.ratio": {"explorer.dynamic_timeout.enable": True},
-    "explorer.over_rollout.wait_after_min": {"buffer.on_short_batch": "train", "explorer.over_rollout.ratio": 0.5},
+    "explorer.over_rollout.wait_after_min": {
+        "buffer.on_short_batch": "train",
+        "explorer.over_rollout.ratio": 0.5,
+    },
     "algorithm.sample_strategy_args": {"algorithm.sample_strategy": "pf_ppo"},
     "algorithm.kl_loss_fn_args": {"algorithm.kl_loss_fn": "k2"},
     "algorithm.kl_penalty_fn_args": {"algorithm.kl_penalty_fn": "k2"},
-    "algorithm.rollout_correction.rollout_rs": {"algorithm.rollout_correction.rollout_rs_threshold": 2.0},
+    "algorithm.rollout_correction.rollout_rs": {
+        "algorithm.rollout_correction.rollout_rs_threshold": 2.0
+    },
     "algorithm.rollout_correction.loss_type": {"algorithm.rollout_correction.bypass_mode": True},
     "trainer.critic_warmup": {"algorithm.algorithm_type": "ppo"},
-    "data_processor.experience_pipeline.input_save_path": {"data_processor.experience_pipeline.save_input": True},
-    # what holds for all tasksets is switched off for training, where other values are refused; evaluation inherits it
+    "data_processor.experience_pipeline.input_save_path": {
+        "data_processor.experience_pipeline.save_input": True
+    },
+    # what holds for all tasksets is switched off for training, where other values are refused;
+    # evaluation inherits it
     "model.prompt_truncation_side": {"model.enable_prompt_truncation": False},
     **{
         f"{t}.{n}": {f"{t}.reader_path": "rows.py", f"{t}.reader_name": "Rows"}
@@ -109,10 +143,15 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "model.top_k": {f"{IN}.tasksets[0].rollout_args.top_k": -1},
     "model.repetition_penalty": {f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0},
     "model.min_response_tokens": {f"{IN}.tasksets[0].rollout_args.min_tokens": 0},
-    "explorer.rollout_model.repetition_penalty": {f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0},
+    "explorer.rollout_model.repetition_penalty": {
+        f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0
+    },
     "explorer.rollout_model.min_response_tokens": {f"{IN}.tasksets[0].rollout_args.min_tokens": 0},
     "buffer.total_tasks": {"buffer.total_steps": None},
-    **{f"{REPLAY}.{name}": {f"{REPLAY}.enable": True} for name in ("priority_fn", "priority_fn_args", "reuse_cooldown_time")},
+    **{
+        f"{REPLAY}.{name}": {f"{REPLAY}.enable": True}
+        for name in ("priority_fn", "priority_fn_args", "reuse_cooldown_time")
+    },
     f"{REPLAY}.max_uses": {f"{REPLAY}.enable": True, f"{REPLAY}.reuse_cooldown_time": 1.0},
     "monitor.monitor_args": {"monitor.monitor_type": ["tensorboard"]},
     "trainer.device": GPUS,
@@ -130,7 +169,13 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "explorer.rollout_model.enforce_eager": GPUS,
     f"{AUX}.device": GPUS,
     f"{AUX}.enforce_eager": GPUS,
-    **{f"{m}.tool_call_parser": {f"{m}.enable_auto_tool_choice": True, f"{m}.tool_call_parser": "hermes"} for m in SERVED},
+    **{
+        f"{m}.tool_call_parser": {
+            f"{m}.enable_auto_tool_choice": True,
+            f"{m}.tool_call_parser": "hermes",
+        }
+        for m in SERVED
+    },
     **{f"{m}.enable_auto_tool_choice": {f"{m}.tool_call_parser": "hermes"} for m in SERVED},
     **{
         f"{AUX}.external_model_config.{n}": {f"{AUX}.engine_type": "external"}
@@ -138,8 +183,14 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
         if n != "enable"
     },
 }
-DATA_SET = {"mode": "train", "algorithm.algorithm_type": "sft", f"{DATA}.storage_type": "file", f"{DATA}.path": "rows"}
-VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
+DATA_SET = {
+    "mode": "train",
+    "algorithm.algorithm_type": "sft",
+    f"{DATA}.storage_type": "file",
+    f"{DATA}.path": "rows",
+}
+# another valid value, where one made from the type would be refused or means the same
+VALUES: dict[str, Any] = {
     f"{DATA}.data_selector.selector_type": "shuffle",
     "algorithm.algorithm_type": "dr_grpo",
     "monitor.monitor_type": "tensorboard",
@@ -166,7 +217,10 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
 }
 VALUES |= {f"{t}.data_selector.selector_type": "shuffle" for t in TASKSETS}
 BESIDE |= {
-    f"model.external_model.{n}": {"mode": "bench", **({"model.external_model.enable": True} if n != "enable" else {})}
+    f"model.external_model.{n}": {
+        "mode": "bench",
+        **({"model.external_model.enable": True} if n != "enable" else {}),
+    }
     for n in ExternalPolicyConfig.model_fields
 }
 SERVERS = ("model.external_model", *(f"{m}.external_model_config" for m in SERVED))
@@ -179,13 +233,15 @@ VALUES |= {
 }
 SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and why
     **{
-        f"{IN}.{taskset}.rollout_args.{name}": "would bend the distribution that training needs; evaluation tasksets take it"
+        f"{IN}.{taskset}.rollout_args.{name}": "would bend the distribution that training needs; "
+        "evaluation tasksets take it"
         for taskset in ("taskset", "tasksets[0]")
         for name in OFF_POLICY
     },
     "trainer.trainer_type": "has one value",
     "model.lora_configs[0].lora_dtype": "has two names of one value",
-    f"{IN}.eval_tasksets[0].data_selector.kwargs": "the selectors that evaluation takes have no arguments",
+    f"{IN}.eval_tasksets[0].data_selector.kwargs": "the selectors that evaluation takes have no "
+    "arguments",
     "data_processor.task_pipeline.config_path": "names a file, see test_config_tasksets.py",
     **dict.fromkeys(SIDES, "with sync_style fixed the two go together, see below"),
     f"{DATA}.data_selector.feature_keys": "no order of rows that are trained on takes them",
@@ -198,12 +254,15 @@ def fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tup
     for name, field in model.model_fields.items():
         yield prefix + name, field
         for inner, mark in models(field.annotation):
-            yield from fields(inner, prefix + name + {"": "", "[]": "[0]", ".*": ".mine"}[mark] + ".")
+            yield from fields(
+                inner, prefix + name + {"": "", "[]": "[0]", ".*": ".mine"}[mark] + "."
+            )
 
 
 FIELDS = dict(fields())
 OF_A_DATA_SET = tuple(
-    f"{DATA}.{name}" for name in ("split", "eval_split", "subset_name", "format", "data_selector", "filter_overlong")
+    f"{DATA}.{name}"
+    for name in ("split", "eval_split", "subset_name", "format", "data_selector", "filter_overlong")
 )
 BESIDE |= {key: DATA_SET for key in FIELDS if key.startswith(OF_A_DATA_SET)}
 BESIDE["buffer.trainer_input.replay_run"] = {"mode": "train", "trainer.total_steps": 5}
@@ -217,7 +276,9 @@ def written(key: str, value: Any = ...) -> dict[str, Any]:
         del values["buffer"]["explorer_input"]["tasksets"]
         values["buffer"]["explorer_input"]["taskset"] = dict(TASKSET)
     if key.startswith("data_processor.task_pipeline."):  # which does nothing without files
-        values["data_processor"] = {"task_pipeline": {"inputs": ["raw.jsonl"], "output": {"path": "rows.jsonl"}}}
+        values["data_processor"] = {
+            "task_pipeline": {"inputs": ["raw.jsonl"], "output": {"path": "rows.jsonl"}}
+        }
     for beside, given in BESIDE.get(key, {}).items():
         _put(values, beside, given)
     _put(values, key, value)
@@ -228,7 +289,8 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     place: Any = values
     parts = key.split(".")
     for i, part in enumerate(parts[:-1]):
-        name, listed = part.removesuffix("[0]"), part.endswith("[0]")
+        name = part.removesuffix("[0]")
+        listed = part.endswith("[0]")
         path = re.sub(r"\[0\]", "", ".".join(parts[: i + 1]))
         if listed:
             place = place.setdefault(name, [dict(ITEMS.get(path, {}))])[0]
@@ -241,9 +303,11 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def plan(values: dict[str, Any]) -> Plan:
-    """What the values come to, without the copy of the configuration that trackers get and the words about derived values.
+    """What the values come to, without the copy of the configuration that trackers get and the
+    words about derived values.
 
-    Notes and warnings stay: a key that only exists for files of other tools says in one of them that it has no effect.
+    Notes and warnings stay: a key that only exists for files of other tools says in one of them
+    that it has no effect.
     """
     found = resolve(from_dict(copy.deepcopy(values)), FACTS)
     return replace(found, monitor=replace(found.monitor, config={}), derived=())
@@ -265,12 +329,18 @@ def _inner(annotation: Any) -> Iterator[Any]:
         if hasattr(part, "metadata"):
             yield part.metadata
         elif hasattr(part, "__metadata__"):
-            yield [m for f in part.__metadata__ for m in (f.metadata if isinstance(f, FieldInfo) else [f])]
+            yield [
+                m
+                for f in part.__metadata__
+                for m in (f.metadata if isinstance(f, FieldInfo) else [f])
+            ]
         yield from _inner(part)
 
 
 def bad(field: FieldInfo) -> Any:
-    """A value that the field does not take: outside its bounds if it has any, of a wrong type otherwise."""
+    """A value that the field does not take: outside its bounds if it has any, of a wrong type
+    otherwise.
+    """
     types = kinds(field.annotation)
     for m in bounds(field):
         if isinstance(m, Gt | Ge) and not isinstance(getattr(m, "gt", getattr(m, "ge", None)), str):
@@ -279,7 +349,11 @@ def bad(field: FieldInfo) -> Any:
             return m.lt if isinstance(m, Lt) else m.le + 1
     if set(literals(field.annotation)) - {""}:
         return "no-such-name"
-    if dict in types or tuple in types or any(isinstance(t, type) and issubclass(t, BaseModel) for t in types):
+    if (
+        dict in types
+        or tuple in types
+        or any(isinstance(t, type) and issubclass(t, BaseModel) for t in types)
+    ):
         return 3
     return {"bad": 1}
 
@@ -311,7 +385,8 @@ def fits(field: FieldInfo, value: Any) -> bool:
     for m in bounds(field):
         if isinstance(m, MinLen | MaxLen) or not isinstance(value, int | float):
             continue
-        low, high = getattr(m, "ge", getattr(m, "gt", None)), getattr(m, "le", getattr(m, "lt", None))
+        low = getattr(m, "ge", getattr(m, "gt", None))
+        high = getattr(m, "le", getattr(m, "lt", None))
         if (low is not None and (value < low or (value == low and isinstance(m, Gt)))) or (
             high is not None and (value > high or (value == high and isinstance(m, Lt)))
         ):
@@ -343,29 +418,49 @@ def test_a_buffer_that_nothing_reads_is_refused(key: str) -> None:
 @pytest.mark.e2e
 @for_each(
     "key",
-    [k for k, f in FIELDS.items() if not list(models(f.annotation)) and k not in SAME_PLAN and not k.startswith(f"{AUXILIARY}.")],
+    [
+        k
+        for k, f in FIELDS.items()
+        if not list(models(f.annotation))
+        and k not in SAME_PLAN
+        and not k.startswith(f"{AUXILIARY}.")
+    ],
 )
 def test_another_value_makes_another_plan(key: str) -> None:
     before = plan(written(key))
     refused = []
-    for value in [VALUES[key]] if key in VALUES else [v for v in others(FIELDS[key]) if fits(FIELDS[key], v)]:
+    for value in (
+        [VALUES[key]] if key in VALUES else [v for v in others(FIELDS[key]) if fits(FIELDS[key], v)]
+    ):
         try:
             after = plan(written(key, value))
         except ConfigError as e:
-            if any(refused_whole(x, key) for x in (e.errors if isinstance(e, ConfigErrors) else [e])):
+            if any(
+                refused_whole(x, key) for x in (e.errors if isinstance(e, ConfigErrors) else [e])
+            ):
                 return
             refused.append(f"{value!r}: {e}")
             continue
         if after != before:
             return
         refused.append(f"{value!r}: the same Plan")
-    pytest.fail(f"no value of {key} makes another Plan: nobody reads it, or VALUES needs one.\n" + "\n".join(refused))
+    pytest.fail(
+        f"no value of {key} makes another Plan: nobody reads it, or VALUES needs one.\n"
+        + "\n".join(refused)
+    )
 
 
 @pytest.mark.parametrize("key", [k for k in SAME_PLAN if k.endswith(OFF_POLICY)])
 def test_what_bends_the_distribution_is_refused_for_training(key: str) -> None:
     with pytest.raises(ConfigError, match="gradient would be wrong"):
-        plan(written(key, {"top_k": 5, "min_tokens": 2, "repetition_penalty": 2.0}.get(key.rpartition(".")[2], 0.5)))
+        plan(
+            written(
+                key,
+                {"top_k": 5, "min_tokens": 2, "repetition_penalty": 2.0}.get(
+                    key.rpartition(".")[2], 0.5
+                ),
+            )
+        )
 
 
 def test_the_intervals_of_the_two_sides_go_together() -> None:
@@ -386,5 +481,7 @@ def test_log_probs_are_kept_of_what_was_sampled() -> None:
     assert plan(values).learner.keep_trainer_logprobs
     for key, value in DATA_SET.items():
         _put(values, key, value)
-    with pytest.raises(ConfigError, match=r"monitor\.keep_trainer_logprobs: .*rows of a data set are in none"):
+    with pytest.raises(
+        ConfigError, match=r"monitor\.keep_trainer_logprobs: .*rows of a data set are in none"
+    ):
         plan(values)

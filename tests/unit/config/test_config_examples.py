@@ -1,4 +1,6 @@
-"""Every example of the repository passes `rft check`, with its model and data where they are on this machine."""
+"""Every example of the repository passes `rft check`, with its model and data where they are on
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ from rft.config.verify import check
 from rft.testing import tiny
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-NO_GOLD = ("judge", "judge_local", "frozen_lake", "repair")  # a judge is not asked; an environment, or a workflow, scores itself
-FILES = sorted(f for f in EXAMPLES.rglob("*.yaml") if f.parent.name != "clusters")  # those are simulated: test_forecast.py
+# a judge is not asked; an environment, or a workflow, scores itself
+NO_GOLD = ("judge", "judge_local", "frozen_lake", "repair")
+# those are simulated: test_forecast.py
+FILES = sorted(f for f in EXAMPLES.rglob("*.yaml") if f.parent.name != "clusters")
 
 
 def roomy(folder: Path) -> Path:
     """The tiny model with as many positions as real ones have; its tokens are bytes."""
     config = tiny.make(folder) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 8192}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 8192})
+    )
     return folder
 
 

@@ -39,10 +39,15 @@ def test_mappings_merge_lists_and_values_replace(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         base=BASE,
-        run="extends: base.yaml\nalgorithm:\n  optimizer: {lr: 2.0e-5}\nbuffer: {explorer_input: {tasksets: [{path: c.jsonl}]}}\n",
+        run="extends: base.yaml\nalgorithm:\n  optimizer: {lr: 2.0e-5}\nbuffer: {explorer_input: "
+        "{tasksets: [{path: c.jsonl}]}}\n",
     )
     c = load(file)
-    assert c.algorithm.optimizer.lr == 2e-5 and c.algorithm.optimizer.betas == (0.9, 0.95) and c.algorithm.repeat_times == 4
+    assert (
+        c.algorithm.optimizer.lr == 2e-5
+        and c.algorithm.optimizer.betas == (0.9, 0.95)
+        and c.algorithm.repeat_times == 4
+    )
     assert [t.path for t in c.buffer.explorer_input.tasksets] == ["c.jsonl"]
     assert c.source.where(("algorithm", "optimizer", "lr")) == "line 3"
     assert c.source.where(("algorithm", "repeat_times")) == "base.yaml line 3"
@@ -60,29 +65,52 @@ def test_several_bases_in_other_folders(tmp_path: Path) -> None:
     )
     file = write(tmp_path, run="extends: [sub/small.yaml, sub/fast.yaml]\nseed: 2\n")
     c = load(file)
-    assert (c.algorithm.repeat_times, c.trainer.grad_clip, c.seed, c.buffer.batch_size) == (2, 0.5, 2, 4)
+    assert (c.algorithm.repeat_times, c.trainer.grad_clip, c.seed, c.buffer.batch_size) == (
+        2,
+        0.5,
+        2,
+        4,
+    )
     assert c.source.where(("trainer", "grad_clip")) == "sub/fast.yaml line 1"
     assert c.source.where(("buffer", "batch_size")) == "../base.yaml line 8"
-    assert [Path(p).name for p, _ in c.source.files] == ["run.yaml", "small.yaml", "base.yaml", "fast.yaml"]
+    assert [Path(p).name for p, _ in c.source.files] == [
+        "run.yaml",
+        "small.yaml",
+        "base.yaml",
+        "fast.yaml",
+    ]
 
 
 def test_null_and_empty(tmp_path: Path) -> None:
-    file = write(tmp_path, base=BASE, run="extends: base.yaml\nalgorithm: {repeat_times: null, optimizer: {}}\ntrainer: {}\n")
+    file = write(
+        tmp_path,
+        base=BASE,
+        run="extends: base.yaml\nalgorithm: {repeat_times: null, optimizer: {}}\ntrainer: {}\n",
+    )
     c = load(file)
     assert c.algorithm.repeat_times is None and c.algorithm.optimizer.lr == 1e-5
 
 
 def test_verls_spelling_in_the_base_gives_way(tmp_path: Path) -> None:
     write(tmp_path, base=BASE + "trainer: {trainer_config: {actor: {grad_clip: 0.5}}}\n")
-    assert load(write(tmp_path, run="extends: base.yaml\ntrainer: {grad_clip: 0.7}\n")).trainer.grad_clip == 0.7
+    assert (
+        load(
+            write(tmp_path, run="extends: base.yaml\ntrainer: {grad_clip: 0.7}\n")
+        ).trainer.grad_clip
+        == 0.7
+    )
     other = "extends: base.yaml\ntrainer: {trainer_config: {actor: {grad_clip: 0.8}}}\n"
     c = load(write(tmp_path, run=other))
-    assert c.trainer.grad_clip == 0.8 and c.source.where(("trainer", "grad_clip")).startswith("line 2, as trainer.trainer_config")
+    assert c.trainer.grad_clip == 0.8 and c.source.where(("trainer", "grad_clip")).startswith(
+        "line 2, as trainer.trainer_config"
+    )
 
 
 def test_a_cycle_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, a="extends: b.yaml\n", b="extends: c.yaml\n", c="extends: a.yaml\n")
-    with pytest.raises(ConfigError, match=r"c.yaml → a.yaml → b.yaml → c.yaml: a file cannot extend itself"):
+    with pytest.raises(
+        ConfigError, match=r"c.yaml → a.yaml → b.yaml → c.yaml: a file cannot extend itself"
+    ):
         load(file)
 
 
@@ -98,7 +126,10 @@ def test_depth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("extends: missing.yaml\n", "extends: run.yaml → missing.yaml: cannot read .*relative to the file it stands in"),
+        (
+            "extends: missing.yaml\n",
+            "extends: run.yaml → missing.yaml: cannot read .*relative to the file it stands in",
+        ),
         ("extends: 3\n", r"extends: must be a file name or a list of file names  \(line 1\)"),
         ("extends: [base.yaml, 3]\n", "must be a file name"),
         ("extends: [[base.yaml]]\n", "must be a file name"),
@@ -106,14 +137,28 @@ def test_depth(tmp_path: Path) -> None:
         ("extends: big.yaml\n", "at most 1,048,576"),
         ("extends: broken.yaml\n", r"broken.yaml, line 3"),
         ("extends: wrong.yaml\n", r"given 'many'; must be a whole number .*\(wrong.yaml line 1\)"),
-        ("extends: alias.yaml\n", r"trainer.trainer_config.actor.no: unknown key.*\(alias.yaml line 1\)"),
+        (
+            "extends: alias.yaml\n",
+            r"trainer.trainer_config.actor.no: unknown key.*\(alias.yaml line 1\)",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_base_is_named(text: str, message: str, tmp_path: Path) -> None:
     big = "# " + "x" * yamlfile.MAX_BYTES
-    wrong, alias = "buffer: {batch_size: many}\n", "trainer: {trainer_config: {actor: {no: 1}}}\n"
+    wrong = "buffer: {batch_size: many}\n"
+    alias = "trainer: {trainer_config: {actor: {no: 1}}}\n"
     with pytest.raises(ConfigError, match=message):
-        load(write(tmp_path, base=BASE, big=big, broken="a: 1\nb: [\n", wrong=wrong, alias=alias, run=text))
+        load(
+            write(
+                tmp_path,
+                base=BASE,
+                big=big,
+                broken="a: 1\nb: [\n",
+                wrong=wrong,
+                alias=alias,
+                run=text,
+            )
+        )
 
 
 def test_only_a_file_can_extend(tmp_path: Path) -> None:
@@ -126,19 +171,36 @@ def test_only_a_file_can_extend(tmp_path: Path) -> None:
 def test_an_interpolated_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFT_TEST_BASE", str(tmp_path / "base.yaml"))
     write(tmp_path, base=BASE)
-    assert load(write(tmp_path / "else", run="extends: ${oc.env:RFT_TEST_BASE}\n")).buffer.batch_size == 4
+    assert (
+        load(write(tmp_path / "else", run="extends: ${oc.env:RFT_TEST_BASE}\n")).buffer.batch_size
+        == 4
+    )
 
 
 def test_what_a_run_keeps_is_whole(tmp_path: Path) -> None:
-    """config.yaml of the run folder holds every key, no secret of a base, and text that YAML could misread stays text."""
-    base = BASE + "group: '1e-3'\nmonitor: {monitor_type: [wandb], monitor_args: {api_key: base-secret-0123456789}}\n"
-    loaded = load(write(tmp_path, base=base, run="extends: base.yaml\nseed: 5\n"), ["buffer.batch_size=7"])
+    """config.yaml of the run folder holds every key, no secret of a base, and text that YAML could
+    misread stays text.
+    """
+    base = (
+        BASE + "group: '1e-3'\nmonitor: {monitor_type: [wandb], monitor_args: {api_key: "
+        "base-secret-0123456789}}\n"
+    )
+    loaded = load(
+        write(tmp_path, base=base, run="extends: base.yaml\nseed: 5\n"), ["buffer.batch_size=7"]
+    )
     save(loaded, tmp_path / "kept")
     (tmp_path / "base.yaml").unlink()
     text = (tmp_path / "kept" / "config.yaml").read_text()
     assert "base-secret" not in text and "extends" not in yaml.safe_load(text)
     again = load(tmp_path / "kept" / "config.yaml", ["buffer.batch_size=7"])
-    assert again.seed == 5 and again.group == "1e-3" and again.buffer == loaded.buffer and again.algorithm == loaded.algorithm
+    assert (
+        again.seed == 5
+        and again.group == "1e-3"
+        and again.buffer == loaded.buffer
+        and again.algorithm == loaded.algorithm
+    )
     assert refuse_changes(again, tmp_path / "kept") == []
     files = json.loads((tmp_path / "kept" / "config.json").read_text())["files"]
-    assert [Path(f).name for f in files] == ["run.yaml", "base.yaml"] and all(len(h) == 64 for h in files.values())
+    assert [Path(f).name for f in files] == ["run.yaml", "base.yaml"] and all(
+        len(h) == 64 for h in files.values()
+    )

@@ -1,4 +1,6 @@
-"""A run in two processes: what each needs, where they meet, and that they are told when they do not belong together."""
+"""A run in two processes: what each needs, where they meet, and that they are told when they do not
+belong together.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +34,34 @@ def messages(*overrides: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("mode", "other"), [("train", "explore"), ("explore", "train")])
 def test_both_join_a_ray_that_is_there(mode, other):
-    assert plan().cluster.ray_address is None and plan(f"mode={mode}", "cluster.ray_address=h:1").cluster.ray_address == "h:1"
+    assert (
+        plan().cluster.ray_address is None
+        and plan(f"mode={mode}", "cluster.ray_address=h:1").cluster.ray_address == "h:1"
+    )
     made = plan(f"mode={mode}")
-    assert made.cluster.ray_address == "auto" and any(f"mode: {other}" in d.why for d in made.derived)
+    assert made.cluster.ray_address == "auto" and any(
+        f"mode: {other}" in d.why for d in made.derived
+    )
     assert made.trainer.total_steps == plan().trainer.total_steps
     assert made.explorer.tasksets == plan().explorer.tasksets
 
 
 def test_each_explorer_says_how_many_workers_its_engines_have():
     made = plan(
-        "mode=explore", RAY, "synchronizer.sync_method=nccl", f"{ENGINES}.engine_num=3", f"{ENGINES}.tensor_parallel_size=2"
+        "mode=explore",
+        RAY,
+        "synchronizer.sync_method=nccl",
+        f"{ENGINES}.engine_num=3",
+        f"{ENGINES}.tensor_parallel_size=2",
     )
     assert made.sync.workers == (2, 2, 2)
 
 
 def test_engines_stand_still_for_a_trainer_on_the_same_cpus():
     assert plan().sync.shares_cores
-    assert not plan("synchronizer.sync_method=checkpoint", "cluster.node_num=2", RAY).sync.shares_cores
+    assert not plan(
+        "synchronizer.sync_method=checkpoint", "cluster.node_num=2", RAY
+    ).sync.shares_cores
 
 
 def test_they_meet_where_the_run_is():
@@ -56,7 +69,9 @@ def test_they_meet_where_the_run_is():
         made = plan(RAY, *overrides)
         return made.cluster.namespace, made.buffer.run
 
-    assert place("mode=train") == place("mode=explore", "explorer.name=b", "continue_from_checkpoint=false")
+    assert place("mode=train") == place(
+        "mode=explore", "explorer.name=b", "continue_from_checkpoint=false"
+    )
     assert place("mode=train") != place("mode=train", "name=other")
     assert place("mode=train") != place("mode=train", "checkpoint_root_dir=elsewhere")
     assert place("mode=train", "ray_namespace=here")[0] == "here"
@@ -90,30 +105,52 @@ def test_a_budget_of_an_explorer_is_its_own():
         and not told("explore")
         and not told("both", max_cost_usd=20)
     )
-    (text,) = told("explore", "weighted_reward", rewards="{j: {reward: rubric_judge, args: {max_cost_usd: 9}}}")
+    (text,) = told(
+        "explore", "weighted_reward", rewards="{j: {reward: rubric_judge, args: {max_cost_usd: 9}}}"
+    )
     assert "max_cost_usd 9 is for this explorer alone" in text
 
 
 def test_the_process_that_trains_need_not_name_the_tasks():
-    alone = ("mode=train", "buffer.explorer_input.taskset=null", "buffer.total_epochs=null", "buffer.total_steps=null")
+    alone = (
+        "mode=train",
+        "buffer.explorer_input.taskset=null",
+        "buffer.total_epochs=null",
+        "buffer.total_steps=null",
+    )
     assert "trainer.total_steps" in messages(*alone, "trainer.total_steps=null")
-    made, whole = plan(*alone, "trainer.total_steps=2"), plan("trainer.total_steps=2")
-    assert (made.sync, made.trainer.batch_groups, made.trainer.batch_rows) == (whole.sync, whole.trainer.batch_groups, None)
-    assert made.trainer.total_steps == 2 and made.explorer.total_batches == whole.explorer.total_batches
+    made = plan(*alone, "trainer.total_steps=2")
+    whole = plan("trainer.total_steps=2")
+    assert (made.sync, made.trainer.batch_groups, made.trainer.batch_rows) == (
+        whole.sync,
+        whole.trainer.batch_groups,
+        None,
+    )
+    assert (
+        made.trainer.total_steps == 2
+        and made.explorer.total_batches == whole.explorer.total_batches
+    )
     ours, theirs = (load(FILE, (RAY, *more)).shown() for more in (alone, ("mode=explore",)))
     assert differences(ours, theirs) == []
 
 
 def test_a_service_and_its_trainer_can_be_two_processes():
     apart = "explorer.serve.trainer_apart=true"
-    whole, service, trainer = plan("mode=serve"), plan("mode=serve", apart), plan("mode=train", apart)
+    whole = plan("mode=serve")
+    service = plan("mode=serve", apart)
+    trainer = plan("mode=train", apart)
     assert (whole.joins, service.joins, trainer.joins) == (False, True, False)
     assert (whole.trains, service.trains, trainer.trains) == (True, False, True)
     assert service.serve == whole.serve and trainer.serve is None
     assert trainer.sync == service.sync == whole.sync and trainer.buffer == service.buffer
-    assert (trainer.trainer.batch_groups, trainer.trainer.read_deadline_s) == (whole.trainer.batch_groups, math.inf)
+    assert (trainer.trainer.batch_groups, trainer.trainer.read_deadline_s) == (
+        whole.trainer.batch_groups,
+        math.inf,
+    )
     assert trainer.cluster == service.cluster and service.cluster.ray_address == "auto"
-    ours, theirs = (load(FILE, (RAY, *more)).shown() for more in (("mode=train", apart), ("mode=serve", apart)))
+    ours, theirs = (
+        load(FILE, (RAY, *more)).shown() for more in (("mode=train", apart), ("mode=serve", apart))
+    )
     assert differences(ours, theirs) == []
     alone = load(FILE, (RAY, "mode=train")).shown()
     assert [k for k, *_ in differences(alone, theirs)] == ["explorer.serve.trainer_apart"]
@@ -137,7 +174,10 @@ def test_a_service_and_its_trainer_can_be_two_processes():
     ],
 )
 def test_what_must_be_the_same(change, key):
-    ours, theirs = (load(FILE, (RAY, f"mode={mode}", *more)).shown() for mode, more in (("train", ()), ("explore", (change,))))
+    ours, theirs = (
+        load(FILE, (RAY, f"mode={mode}", *more)).shown()
+        for mode, more in (("train", ()), ("explore", (change,)))
+    )
     assert [k for k, *_ in differences(ours, theirs)] == ([key] if key else [])
 
 
@@ -150,10 +190,19 @@ def test_what_the_start_needs_of_the_environment_is_told(monkeypatch: pytest.Mon
 
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RFT_SERVE_KEY"):
         monkeypatch.delenv(name, raising=False)
-    assert "the environment variable OPENAI_BASE_URL is not set here: the run cannot start" in told(aux)
-    assert "no client key: set RFT_SERVE_KEY" in told("mode=serve", "buffer.explorer_input.taskset=null")
+    assert "the environment variable OPENAI_BASE_URL is not set here: the run cannot start" in told(
+        aux
+    )
+    assert "no client key: set RFT_SERVE_KEY" in told(
+        "mode=serve", "buffer.explorer_input.taskset=null"
+    )
     monkeypatch.setenv("OPENAI_BASE_URL", "https://example.org/v1")
-    assert "https://example.org/v1 is asked without a key: the environment variable OPENAI_API_KEY is not set here" in told(aux)
+    assert (
+        "https://example.org/v1 is asked without a key: the environment variable OPENAI_API_KEY is "
+        "not set here" in told(aux)
+    )
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     monkeypatch.setenv("RFT_SERVE_KEY", "k" * 16)
-    assert "environment variable" not in told(aux) and "nobody" not in told("mode=serve", "buffer.explorer_input.taskset=null")
+    assert "environment variable" not in told(aux) and "nobody" not in told(
+        "mode=serve", "buffer.explorer_input.taskset=null"
+    )

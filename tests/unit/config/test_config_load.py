@@ -23,7 +23,10 @@ def test_full_file() -> None:
     c = load(GOOD / "full.yaml")
     assert c.group == "baseline" and c.name == "demo-GRPO"
     assert c.algorithm.optimizer.lr == 1e-6 and c.algorithm.optimizer.betas == (0.9, 0.95)
-    assert c.algorithm.optimizer.lr_scheduler_type == "cosine" and c.algorithm.optimizer.optimizer_type == "adamw"
+    assert (
+        c.algorithm.optimizer.lr_scheduler_type == "cosine"
+        and c.algorithm.optimizer.optimizer_type == "adamw"
+    )
     assert c.explorer.rollout_model.engine_type == "transformers"
     assert c.synchronizer.sync_method == "checkpoint"
     assert c.log.level == "DEBUG"
@@ -38,10 +41,26 @@ def test_full_file() -> None:
     [
         ("algorithm.optimizer.lr=1e-5", lambda c: c.algorithm.optimizer.lr, 1e-5),
         ("algorithm.optimizer.lr=3", lambda c: c.algorithm.optimizer.lr, 3.0),
-        (f"{IN}.eval_tasksets.0.split=dev", lambda c: c.buffer.explorer_input.eval_tasksets[0].split, "dev"),
-        (f"{IN}.eval_tasksets[0].split=dev", lambda c: c.buffer.explorer_input.eval_tasksets[0].split, "dev"),
-        (f"{IN}.tasksets[-1].rollout_args.n=3", lambda c: c.buffer.explorer_input.tasksets[1].rollout_args.n, 3),
-        (f"{IN}.tasksets.0.rollout_args.stop=[a, b]", lambda c: c.buffer.explorer_input.tasksets[0].rollout_args.stop, ("a", "b")),
+        (
+            f"{IN}.eval_tasksets.0.split=dev",
+            lambda c: c.buffer.explorer_input.eval_tasksets[0].split,
+            "dev",
+        ),
+        (
+            f"{IN}.eval_tasksets[0].split=dev",
+            lambda c: c.buffer.explorer_input.eval_tasksets[0].split,
+            "dev",
+        ),
+        (
+            f"{IN}.tasksets[-1].rollout_args.n=3",
+            lambda c: c.buffer.explorer_input.tasksets[1].rollout_args.n,
+            3,
+        ),
+        (
+            f"{IN}.tasksets.0.rollout_args.stop=[a, b]",
+            lambda c: c.buffer.explorer_input.tasksets[0].rollout_args.stop,
+            ("a", "b"),
+        ),
         ("buffer.total_steps=null", lambda c: c.buffer.total_steps, None),
         ("buffer.total_steps=", lambda c: c.buffer.total_steps, None),
         ("name=2024", lambda c: c.name, "2024"),
@@ -50,15 +69,27 @@ def test_full_file() -> None:
         ("project=a=b", lambda c: c.project, "a=b"),
         ("monitor.monitor_type=wandb", lambda c: c.monitor.monitor_type, ("wandb",)),
         ("monitor.monitor_type=none", lambda c: c.monitor.monitor_type, ()),
-        ("monitor={monitor_type: [tensorboard]}", lambda c: c.monitor.monitor_type, ("tensorboard",)),
-        ("algorithm.kl_loss_fn_args.kl_coef=${algorithm.optimizer.weight_decay}", lambda c: c.algorithm.kl_loss_fn_args, {"kl_coef": 0.5}),
+        (
+            "monitor={monitor_type: [tensorboard]}",
+            lambda c: c.monitor.monitor_type,
+            ("tensorboard",),
+        ),
+        (
+            "algorithm.kl_loss_fn_args.kl_coef=${algorithm.optimizer.weight_decay}",
+            lambda c: c.algorithm.kl_loss_fn_args,
+            {"kl_coef": 0.5},
+        ),
         ("trainer.total_steps=${oc.env:RFT_TEST_STEPS}", lambda c: c.trainer.total_steps, 12),
-        ("model.chat_template_path=~/ä b/t.jinja", lambda c: c.model.chat_template_path, "~/ä b/t.jinja"),
+        (
+            "model.chat_template_path=~/ä b/t.jinja",
+            lambda c: c.model.chat_template_path,
+            "~/ä b/t.jinja",
+        ),
         ("trainer.use_dynamic_bsz=False", lambda c: c.trainer.use_dynamic_bsz, False),
         ("plugin_dirs.0=x", None, "is a list of 0"),
         ("plugin_dirs=[mine]", lambda c: c.plugin_dirs, ("mine",)),
     ],
-)  # fmt: skip
+)
 def test_overrides(override: str, get: Any, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFT_TEST_STEPS", "12")
     extra = ["algorithm.optimizer.weight_decay=0.5", "plugin_dirs=[]"]
@@ -70,7 +101,9 @@ def test_overrides(override: str, get: Any, value: Any, monkeypatch: pytest.Monk
 
 
 def test_a_tab_inside_a_text_is_a_part_of_it() -> None:
-    assert yamlfile.scalar("custom_chat_template: |\n  {% if x %}\n  \ty\n") == {"custom_chat_template": "{% if x %}\n\ty\n"}
+    assert yamlfile.scalar("custom_chat_template: |\n  {% if x %}\n  \ty\n") == {
+        "custom_chat_template": "{% if x %}\n\ty\n"
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,13 +119,22 @@ def test_a_tab_inside_a_text_is_a_part_of_it() -> None:
         (f"{IN}.tasksets.2.split=x", "is a list of 2; indexes: 0 to 1"),
         (f"{IN}.tasksets.x.split=x", "is a list of 2; indexes: 0 to 1"),
         ("buffer[0]=x", "buffer is not a list"),
-        ("explorer.auxiliary_models[0].name=x", "is not written, so it has no entries; write explorer.auxiliary_models=[...]"),
+        (
+            "explorer.auxiliary_models[0].name=x",
+            "is not written, so it has no entries; write explorer.auxiliary_models=[...]",
+        ),
         ("trainer.total_steps=[1", "override trainer.total_steps, line 1"),
         ("trainer.total_step=3", "Did you mean trainer.total_steps"),
         ("buffer.batch-size=3", "buffer.batch-size: unknown key.  Did you mean buffer.batch_size?"),
-        ("algorithm.optimizer.learning_rate=3", "algorithm.optimizer.learning_rate: unknown key.  Known here: "),
+        (
+            "algorithm.optimizer.learning_rate=3",
+            "algorithm.optimizer.learning_rate: unknown key.  Known here: ",
+        ),
         ("batch-size=3", "batch-size: unknown key.  Known here: "),
-        ("trainer.total_steps=many", "given 'many'; must be a whole number (train steps)  (override)"),
+        (
+            "trainer.total_steps=many",
+            "given 'many'; must be a whole number (train steps)  (override)",
+        ),
         ("name=null", "given null; must be a text, or left out"),
         ("synchronizer.sync_timeout=inf", "must be a number (s)  (override)"),
         ("trainer.checkpoint.save_contents=[]", "must have at least 1 of them"),
@@ -119,7 +161,10 @@ def test_all_bad_overrides_are_reported() -> None:
 def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFT_TEST_LR", "2e-5")
     monkeypatch.setenv("RFT_TEST_NAME", "77")
-    c = load(GOOD / "full.yaml", ["algorithm.optimizer.lr=${oc.env:RFT_TEST_LR}", "name=${oc.env:RFT_TEST_NAME}"])
+    c = load(
+        GOOD / "full.yaml",
+        ["algorithm.optimizer.lr=${oc.env:RFT_TEST_LR}", "name=${oc.env:RFT_TEST_NAME}"],
+    )
     assert c.algorithm.optimizer.lr == 2e-5 and c.name == "77"
     assert c.source.where(("algorithm", "optimizer", "lr")) == "override ($RFT_TEST_LR)"
 
@@ -135,12 +180,31 @@ def test_where_values_come_from() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-6", 1e-6), ("1E6", 1e6), ("-.5", -0.5), ("1_000", 1000), ("0x1F", 31), ("010", "010"), ("1:30", "1:30"),
-        ("2020-01-01", "2020-01-01"), ("1_5", "1_5"), ("0.5_2", "0.5_2"), ("1_000.5", 1000.5),
-        ("true", True), ("off", False), ("~", None), ("null", None), ("'1e-6'", "1e-6"), ("1e", "1e"), ("e5", "e5"), (".inf", float("inf")),
-        ("[1, 2e3]", [1, 2000.0]), ("{a: {b: 1}}", {"a": {"b": 1}}), ("", None), ("a: b: c", ConfigError),
+        ("1e-6", 1e-6),
+        ("1E6", 1e6),
+        ("-.5", -0.5),
+        ("1_000", 1000),
+        ("0x1F", 31),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("2020-01-01", "2020-01-01"),
+        ("1_5", "1_5"),
+        ("0.5_2", "0.5_2"),
+        ("1_000.5", 1000.5),
+        ("true", True),
+        ("off", False),
+        ("~", None),
+        ("null", None),
+        ("'1e-6'", "1e-6"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        (".inf", float("inf")),
+        ("[1, 2e3]", [1, 2000.0]),
+        ("{a: {b: 1}}", {"a": {"b": 1}}),
+        ("", None),
+        ("a: b: c", ConfigError),
     ],
-)  # fmt: skip
+)
 def test_scalars(text: str, value: Any) -> None:
     if value is ConfigError:
         with pytest.raises(ConfigError):
@@ -158,7 +222,9 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
-TREES = st.recursive(LEAVES, lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=4), c, max_size=3))
+TREES = st.recursive(
+    LEAVES, lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=4), c, max_size=3)
+)
 
 
 @given(TREES)
@@ -180,7 +246,8 @@ def test_frozen() -> None:
 def test_an_override_of_one_place_leaves_the_others_of_an_alias(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
-        "buffer: {explorer_input: {tasksets: [{path: a.jsonl, workflow_args: &shared {k: 1}}, {path: b.jsonl, workflow_args: *shared}]}}\n"
+        "buffer: {explorer_input: {tasksets: [{path: a.jsonl, workflow_args: &shared {k: 1}}, "
+        "{path: b.jsonl, workflow_args: *shared}]}}\n"
     )
     c = load(file, ["buffer.explorer_input.tasksets.1.workflow_args.k=2"])
     assert [t.workflow_args for t in c.buffer.explorer_input.tasksets] == [{"k": 1}, {"k": 2}]
@@ -188,5 +255,7 @@ def test_an_override_of_one_place_leaves_the_others_of_an_alias(tmp_path: Path) 
 
 def test_a_key_written_under_both_of_its_names() -> None:
     taskset = "buffer.explorer_input.taskset"
-    with pytest.raises(ConfigErrors, match="max_samples: is another name of max_rows, which is written too"):
+    with pytest.raises(
+        ConfigErrors, match="max_samples: is another name of max_rows, which is written too"
+    ):
         load(GOOD / "short.yaml", [f"{taskset}.max_rows=2", f"{taskset}.max_samples=1"])

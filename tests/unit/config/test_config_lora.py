@@ -1,4 +1,6 @@
-"""`model.lora_configs`: what reaches the trainer, what is refused before anything starts, and how much memory it saves."""
+"""`model.lora_configs`: what reaches the trainer, what is refused before anything starts, and how
+much memory it saves.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,18 @@ def lora(text: str) -> LoraSettings:
 def test_what_is_written_reaches_the_trainer() -> None:
     assert plan().learner.lora is None
     new = lora("{}")
-    assert (new.name, new.rank, new.alpha, new.target_modules, new.exclude_modules) == ("lora", 32, 32, "all-linear", None)
+    assert (new.name, new.rank, new.alpha, new.target_modules, new.exclude_modules) == (
+        "lora",
+        32,
+        32,
+        "all-linear",
+        None,
+    )
     assert new.base_name == plan().learner.model_path and new.path is None
-    own = lora("{name: mine, lora_rank: 8, lora_alpha: 16, target_modules: [q_proj, v_proj], exclude_modules: down_proj}")
+    own = lora(
+        "{name: mine, lora_rank: 8, lora_alpha: 16, target_modules: [q_proj, v_proj], "
+        "exclude_modules: down_proj}"
+    )
     assert (own.name, own.rank, own.alpha) == ("mine", 8, 16)
     assert (own.target_modules, own.exclude_modules) == (("q_proj", "v_proj"), ("down_proj",))
     assert lora("{target_modules: All-Linear}").target_modules == "all-linear"
@@ -68,10 +79,18 @@ def test_of_an_adapter_in_a_folder_only_what_is_written_is_asked(tmp_path: Path)
         ("{lora_rank: 0}", "lora_rank", "at least 1"),
         ("{lora_alpha: 0}", "lora_alpha", "more than 0|greater than 0|above 0"),
         ("{name: a/b}", "name", "."),
-        ("{lora_dtype: bfloat16}", "lora_dtype", "kept in float32, computed in trainer.param_dtype"),
+        (
+            "{lora_dtype: bfloat16}",
+            "lora_dtype",
+            "kept in float32, computed in trainer.param_dtype",
+        ),
         ("{target_modules: []}", "target_modules", "no names"),
         ("{target_modules: ['']}", "target_modules", "no names, or an empty one"),
-        ("{target_modules: '(q_proj'}", "target_modules", "neither a name nor a regular expression"),
+        (
+            "{target_modules: '(q_proj'}",
+            "target_modules",
+            "neither a name nor a regular expression",
+        ),
         ("{lora_dropout: 0.1}", "lora_dropout", "engines sample without dropout"),
         ("{use_rslora: true}", "use_rslora", "lora_alpha x sqrt"),
     ],
@@ -87,24 +106,36 @@ def test_what_a_checkpoint_must_hold() -> None:
     with pytest.raises(ConfigError, match=r"save_contents: .*from hf_model.*cannot be told again"):
         plan(f"{KEY}=[{{}}]", "trainer.checkpoint.save_contents=[hf_model, optimizer]")
     warned = plan(f"{KEY}=[{{}}]", "trainer.ref.param_offload=true").warnings
-    assert any("the reference is the model that is trained, its adapter switched off" in w for w in warned)
+    assert any(
+        "the reference is the model that is trained, its adapter switched off" in w for w in warned
+    )
 
 
 # ---------------------------------------------------------------- with the model's files
 
 
 def checked(model: Path, text: str) -> Report:
-    return check(TINY, (f"model.model_path={model}", f"{KEY}=[{text}]"), facts=Facts(cpus=2, gpus=0))
+    return check(
+        TINY, (f"model.model_path={model}", f"{KEY}=[{text}]"), facts=Facts(cpus=2, gpus=0)
+    )
 
 
-def peft_folder(folder: Path, modules: dict[str, tuple[int, int]], rank: int = 2, **entries: Any) -> Path:
+def peft_folder(
+    folder: Path, modules: dict[str, tuple[int, int]], rank: int = 2, **entries: Any
+) -> Path:
     folder.mkdir()
     found = {}
     for name, (out, into) in modules.items():
         found[key(name, "A")] = np.zeros((rank, into), np.float32)
         found[key(name, "B")] = np.zeros((out, rank), np.float32)
     save_file(found, folder / adapterfiles.WEIGHTS)
-    page = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "base_model_name_or_path": None, **entries}
+    page = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 4,
+        "base_model_name_or_path": None,
+        **entries,
+    }
     (folder / adapterfiles.CONFIG).write_text(json.dumps(page))
     return folder
 
@@ -122,11 +153,15 @@ def test_check_knows_the_models_layers(tiny_model: Path) -> None:
     assert error.key == f"{KEY}[0].lora_rank" and "is more than the size" in str(error)
 
 
-def test_an_adapter_may_have_other_names_than_the_models_files(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_may_have_other_names_than_the_models_files(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """It has those of transformers' modules; files of Gemma 3 or Nemotron have others."""
     tensors = look(str(tiny_model)).tensors
     files = {f"language_model.{name}": about for name, about in tensors.items()}
-    adapter = peft_folder(tmp_path / "adapter", {f"model.{n}": size for n, size in lora_plan.linear(tensors).items()})
+    adapter = peft_folder(
+        tmp_path / "adapter", {f"model.{n}": size for n, size in lora_plan.linear(tensors).items()}
+    )
     learner = replace(plan().learner, lora=LoraSettings(path=str(adapter)))
     lora_plan.fits(learner, files, told := Problems())
     assert not told.errors
@@ -137,14 +172,22 @@ def test_an_adapter_may_have_other_names_than_the_models_files(tiny_model: Path,
 
 def test_check_looks_into_an_adapters_folder(tiny_model: Path, tmp_path: Path) -> None:
     (error,) = checked(tiny_model, f"{{path: {tmp_path / 'nowhere'}}}").errors
-    assert error.key == f"{KEY}[0].path" and "is not a folder; an adapter is a folder with adapter_config.json" in str(error)
+    assert (
+        error.key == f"{KEY}[0].path"
+        and "is not a folder; an adapter is a folder with adapter_config.json" in str(error)
+    )
     linear = lora_plan.linear(look(str(tiny_model)).tensors)
-    assert len(linear) == 14 and not any("embed" in n or "norm" in n or "lm_head" in n for n in linear)
+    assert len(linear) == 14 and not any(
+        "embed" in n or "norm" in n or "lm_head" in n for n in linear
+    )
     good = peft_folder(tmp_path / "good", linear)
     assert not checked(tiny_model, f"{{path: {good}}}").errors
     wide = peft_folder(tmp_path / "wide", {n: (o, i + 1) for n, (o, i) in linear.items()})
     other = peft_folder(tmp_path / "other", linear, base_model_name_or_path="org/Other")
-    for folder, text in ((wide, "which does not fit the model's"), (other, "was trained on org/Other, not on")):
+    for folder, text in (
+        (wide, "which does not fit the model's"),
+        (other, "was trained on org/Other, not on"),
+    ):
         (error,) = checked(tiny_model, f"{{path: {folder}}}").errors
         assert error.key == f"{KEY}[0].path" and text in str(error)
     assert not checked(tiny_model, f"{{path: {other}, base_model_name: org/Other}}").errors
@@ -186,7 +229,9 @@ def test_the_estimate_counts_an_adapter_that_is_there(tiny_model: Path, tmp_path
     trained = lora_plan.parameters(there, sizes, files.tensors)
     assert trained == 2 * sum(o + i for o, i in modules.values())
     made = plan("algorithm.kl_loss_fn=k2", f"{KEY}=[{{path: {there.path}}}]")
-    assert term(estimate(made, sizes, trained=trained)[1], "reference model") == 4 * trained, "its first values are kept"
+    assert term(estimate(made, sizes, trained=trained)[1], "reference model") == 4 * trained, (
+        "its first values are kept"
+    )
 
 
 # ---------------------------------------------------------------- from veRL
@@ -196,7 +241,10 @@ def converted(program: str, **arguments: Any) -> Any:
     from rft.extras.migrate.convert.launch import Argument, Launch
     from rft.extras.migrate.convert.verl import convert
 
-    given = tuple(Argument(k.replace("__", "."), v, str(v), i) for i, (k, v) in enumerate(arguments.items(), 1))
+    given = tuple(
+        Argument(k.replace("__", "."), v, str(v), i)
+        for i, (k, v) in enumerate(arguments.items(), 1)
+    )
     return convert(Launch(program, given, False, path="x.sh"))  # type: ignore[arg-type]
 
 
@@ -207,8 +255,14 @@ def test_verls_lora_keys_are_ours(program: str) -> None:
     others = {"actor_rollout_ref__rollout__n": 5} if program == "yaml" else {}
     found = converted(program, **others, **{f"{at}lora_rank": 32})
     (entry,) = found.values["model"]["lora_configs"]
-    assert (entry["lora_rank"], entry["lora_alpha"]) == (32, 16), "a rank of 32 is ours too, but says that there is an adapter"
-    alpha = {f"{at}lora_rank": 32, f"{at}lora_alpha": 32, f"{at}target_modules": ["q_proj", "v_proj"]}
+    assert (entry["lora_rank"], entry["lora_alpha"]) == (32, 16), (
+        "a rank of 32 is ours too, but says that there is an adapter"
+    )
+    alpha = {
+        f"{at}lora_rank": 32,
+        f"{at}lora_alpha": 32,
+        f"{at}target_modules": ["q_proj", "v_proj"],
+    }
     (entry,) = converted(program, **others, **alpha).values["model"]["lora_configs"]
     assert entry.get("lora_alpha", 32) == 32 and entry["target_modules"] == ["q_proj", "v_proj"]
     none = converted(program, **others, **{f"{at}lora_rank": 0, f"{at}lora_alpha": 16})
@@ -216,11 +270,14 @@ def test_verls_lora_keys_are_ours(program: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "merge", "told"), [("bfloat16", "true", True), ("float32", "true", False), ("bfloat16", "null", False)]
+    ("dtype", "merge", "told"),
+    [("bfloat16", "true", True), ("float32", "true", False), ("bfloat16", "null", False)],
 )
 def test_rounding_of_the_adapter_is_told(dtype: str, merge: str, told: bool) -> None:
     problems = Problems()
-    lora_plan.rounding(plan(f"{KEY}=[{{merge: {merge}}}]", f"explorer.rollout_model.dtype={dtype}"), problems)
+    lora_plan.rounding(
+        plan(f"{KEY}=[{{merge: {merge}}}]", f"explorer.rollout_model.dtype={dtype}"), problems
+    )
     assert any("rounded to it" in w for w in problems.warnings) == told
 
 
@@ -253,7 +310,11 @@ def test_what_engines_get(entry: str, more: tuple[str, ...], merge: bool, rank: 
 
 def test_an_adapter_alone_that_cannot_be_is_refused() -> None:
     for entry, more, text in (
-        ("{merge: false}", f"{ENGINE}.engine_type=scripted", "engine_type scripted takes whole weights only"),
+        (
+            "{merge: false}",
+            f"{ENGINE}.engine_type=scripted",
+            "engine_type scripted takes whole weights only",
+        ),
         ("{merge: false, lora_rank: 700}", GRAPHS, "go up to rank 512, not 700"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -267,7 +328,9 @@ def test_the_keys_of_vllms_own_layers() -> None:
     assert plan(f"{KEY}=[{{}}]", GRAPHS, both[1]).engines[0].max_cpu_loras == 3
     for given in (both, (f"{KEY}=[{{}}]", both[1]), (f"{KEY}=[{{merge: true}}]", both[0])):
         found = plan(*given)
-        assert found.engines[0].max_cpu_loras is None and any("_loras has no effect" in w for w in found.warnings)
+        assert found.engines[0].max_cpu_loras is None and any(
+            "_loras has no effect" in w for w in found.warnings
+        )
 
 
 def test_what_is_evaluated_apart_has_its_adapter_added() -> None:

@@ -12,7 +12,15 @@ import pytest
 from rft.config import memory_estimate as memory
 from rft.config.check_report import Report, step
 from rft.config.load import load
-from rft.config.memory_estimate import GIB, MIB, RoleMemory, estimate, micro_batch, too_much, trainer
+from rft.config.memory_estimate import (
+    GIB,
+    MIB,
+    RoleMemory,
+    estimate,
+    micro_batch,
+    too_much,
+    trainer,
+)
 from rft.config.model_folder import ModelShape, shape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
@@ -30,7 +38,8 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 100,
     "tie_word_embeddings": True,
 }
-# one layer: queries and output 8 x 8 each, keys and values 8 x 4 each, three 8 x 16 matrices, two norms of 8
+# one layer: queries and output 8 x 8 each, keys and values 8 x 4 each, three 8 x 16 matrices, two
+# norms of 8
 LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 16
 
 
@@ -59,7 +68,11 @@ def test_sizes_of_a_llama() -> None:
 
 
 def test_tensors_are_counted_where_they_are_known() -> None:
-    tensors = {"model.embed_tokens.weight": ("F32", (100, 8)), "lm_head.weight": ("F32", (100, 8)), "model.x": ("F32", (5,))}
+    tensors = {
+        "model.embed_tokens.weight": ("F32", (100, 8)),
+        "lm_head.weight": ("F32", (100, 8)),
+        "model.x": ("F32", (5,)),
+    }
     assert shape(LLAMA, tensors).parameters == 805
     assert shape({**LLAMA, "tie_word_embeddings": False}, tensors).parameters == 1605
 
@@ -68,9 +81,14 @@ def test_other_families() -> None:
     gpt2 = shape({"model_type": "gpt2", "n_embd": 8, "n_layer": 3, "n_head": 4, "vocab_size": 100})
     assert (gpt2.mlp, gpt2.gated, gpt2.kv_heads, gpt2.tied) == (32, False, 4, True)
     experts = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-    assert shape(experts).parameters == 3 * (LAYER - 3 * 128 + 4 * 3 * 8 * 6) + 8 + 800 and shape(experts).mlp == 12
+    assert (
+        shape(experts).parameters == 3 * (LAYER - 3 * 128 + 4 * 3 * 8 * 6) + 8 + 800
+        and shape(experts).mlp == 12
+    )
     assert shape({"model_type": "vlm", "text_config": LLAMA}).layers == 3
-    assert shape({**LLAMA, "intermediate_size": [6, 9, 6]}).mlp == 9, "Gemma 3n has one for each layer"
+    assert shape({**LLAMA, "intermediate_size": [6, 9, 6]}).mlp == 9, (
+        "Gemma 3n has one for each layer"
+    )
     with pytest.raises(ValueError, match="hidden_size, vocab_size"):
         shape({k: v for k, v in LLAMA.items() if k not in ("hidden_size", "vocab_size")})
 
@@ -83,9 +101,15 @@ def test_formula_and_header_agree(name: str, request: pytest.FixtureRequest) -> 
     assert shape(files.config).parameters == shape(files.config, files.tensors).parameters
 
 
-# ---------------------------------------------------------------- micro-batches: 4 groups of 8 runs, prompts of 10, answers of 6 tokens
+# ---------------------------------------------------------------- micro-batches: 4 groups of 8
+# runs, prompts of 10, answers of 6 tokens
 
-STEP = ("model.max_prompt_tokens=10", "model.max_response_tokens=6", "buffer.batch_size=4", "algorithm.repeat_times=8")
+STEP = (
+    "model.max_prompt_tokens=10",
+    "model.max_response_tokens=6",
+    "buffer.batch_size=4",
+    "algorithm.repeat_times=8",
+)
 
 
 def test_micro_batch_of_whole_groups() -> None:
@@ -99,14 +123,28 @@ def test_micro_batch_of_whole_groups() -> None:
 
 
 def test_micro_batch_of_padded_rows() -> None:
-    apart = micro_batch(plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=100"), 10)
-    assert (apart.alone, apart.rows, apart.positions, apart.trained, apart.keys) == (False, 6, 96, 36, 0)
-    fixed = ("trainer.share_prompts=false", "trainer.use_dynamic_bsz=false", "trainer.micro_batch_size_per_gpu=2")
+    apart = micro_batch(
+        plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=100"), 10
+    )
+    assert (apart.alone, apart.rows, apart.positions, apart.trained, apart.keys) == (
+        False,
+        6,
+        96,
+        36,
+        0,
+    )
+    fixed = (
+        "trainer.share_prompts=false",
+        "trainer.use_dynamic_bsz=false",
+        "trainer.micro_batch_size_per_gpu=2",
+    )
     assert micro_batch(plan(*STEP, *fixed), 10).positions == 32
 
 
 @pytest.mark.parametrize(("ranks", "fullest"), [(2, 4), (4, 2), (8, 1), (16, 1), (3, 3)])
-def test_experts_are_not_cut_so_more_ranks_than_experts_need_no_less(ranks: int, fullest: int) -> None:
+def test_experts_are_not_cut_so_more_ranks_than_experts_need_no_less(
+    ranks: int, fullest: int
+) -> None:
     """FSDP2 cuts the first dimension, which is that of the experts."""
     import torch
     from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
@@ -128,21 +166,29 @@ def test_short_prompts_take_less() -> None:
 
 
 def test_trainer_that_gradients_decide() -> None:
-    sizes = shape({**LLAMA, "vocab_size": 10_000_000})  # the gradients of the tied embedding are the most there is
+    # the gradients of the tied embedding are the most there is
+    sizes = shape({**LLAMA, "vocab_size": 10_000_000})
     rank = trainer(plan(*STEP), 0, sizes, 10)
-    weights, head = sizes.parameters * 4, 10_000_000 * 8 * 4
+    weights = sizes.parameters * 4
+    head = 10_000_000 * 8 * 4
     assert term(rank, "weights") == weights and term(rank, "AdamW moments") == 2 * weights
     assert term(rank, "micro-batch, or gradients") == pytest.approx(weights + head, rel=1e-3)
     assert rank.nbytes == sum(t.nbytes for t in rank.terms)
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(192, 192 * (2**20 // 192)), (64, 2**20), (8192, 192 * (2**20 // 192))])
+@pytest.mark.parametrize(
+    ("tokens", "tile"), [(192, 192 * (2**20 // 192)), (64, 2**20), (8192, 192 * (2**20 // 192))]
+)
 def test_logits_take_a_tile(tokens: int, tile: int) -> None:
     s = replace(plan(*STEP).learner, logprob_chunk_tokens=tokens)
-    sizes, micro = shape({**LLAMA, "vocab_size": 1_000_000}), micro_batch(plan(*STEP), 10)
+    sizes = shape({**LLAMA, "vocab_size": 1_000_000})
+    micro = micro_batch(plan(*STEP), 10)
     assert micro.trained == 192
     forward, backward = memory.logits(sizes, s, micro, entropy=False, reference=False)
-    assert (forward - 4 * tile - memory.KEPT_BYTES, backward - forward) == (192 * (8 * 4 + 2 * 8 * 4), 192 * 8 * 4)
+    assert (forward - 4 * tile - memory.KEPT_BYTES, backward - forward) == (
+        192 * (8 * 4 + 2 * 8 * 4),
+        192 * 8 * 4,
+    )
     more, _ = memory.logits(sizes, s, micro, entropy=True, reference=True)
     assert more - forward == 4 * tile + 4 * 192
 
@@ -151,13 +197,19 @@ def test_the_estimate_cuts_as_log_probs_are_cut() -> None:
     from rft.trainer import logprobs
 
     assert (memory.CPU_TILE, memory.GPU_TILE, memory.LEAST_WIDTH, memory.KEPT_BYTES) == (
-        logprobs.CPU_TILE, logprobs.GPU_TILE, logprobs.LEAST_WIDTH, logprobs.KEPT_BYTES,
-    )  # fmt: skip
+        logprobs.CPU_TILE,
+        logprobs.GPU_TILE,
+        logprobs.LEAST_WIDTH,
+        logprobs.KEPT_BYTES,
+    )
 
 
 def test_activations_by_hand() -> None:
     s = plan(*STEP, "trainer.share_prompts=false").learner
-    micro = micro_batch(plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=32"), 10)  # 2 rows of 16
+    # 2 rows of 16
+    micro = micro_batch(
+        plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=32"), 10
+    )
     assert micro.positions == 32
     # per position and layer: norms 4 x 8, MLP 2 x 16, attention 2 x (8 + 4)
     layer = 32 * 4 * (32 + 32 + 24)
@@ -172,18 +224,26 @@ def test_activations_by_hand() -> None:
 
 def test_reference_model_and_ranks() -> None:
     sizes = shape(LLAMA)
-    assert term(trainer(plan(*STEP, "algorithm.kl_loss_fn=k2"), 0, sizes, 10), "reference model") == sizes.parameters * 4
+    assert (
+        term(trainer(plan(*STEP, "algorithm.kl_loss_fn=k2"), 0, sizes, 10), "reference model")
+        == sizes.parameters * 4
+    )
     two = trainer(plan(*STEP, "trainer.world_size=2"), 1, sizes, 10)
     assert two.role == "trainer-1" and term(two, "weights") == sizes.parameters * 2
     assert term(two, "gathered layers") == (802 + 2 * sizes.block) * 4 + sizes.block * 8
 
 
 def test_the_copy_of_a_checkpoint_that_is_written_aside() -> None:
-    sizes, name = shape(LLAMA), "a checkpoint while it is written"
+    sizes = shape(LLAMA)
+    name = "a checkpoint while it is written"
     on = ("trainer.checkpoint.async_save=true", "trainer.save_interval=2", "buffer.total_steps=10")
 
     def found(*overrides: str) -> int:
-        return sum(t.nbytes for t in trainer(plan(*STEP, *on, *overrides), 0, sizes, 10).terms if t.name == name)
+        return sum(
+            t.nbytes
+            for t in trainer(plan(*STEP, *on, *overrides), 0, sizes, 10).terms
+            if t.name == name
+        )
 
     assert found() == 3 * sizes.parameters * 4  # weights and two moments
     assert found("trainer.world_size=2") == 3 * sizes.parameters * 2
@@ -201,25 +261,57 @@ def test_the_copy_of_a_checkpoint_that_is_written_aside() -> None:
 # ---------------------------------------------------------------- engines
 
 GPU = Facts(cpus=16, gpus=8)
-GPUS = ("cluster.gpu_per_node=8", "explorer.rollout_model.engine_num=2", "explorer.rollout_model.tensor_parallel_size=2")
+GPUS = (
+    "cluster.gpu_per_node=8",
+    "explorer.rollout_model.engine_num=2",
+    "explorer.rollout_model.tensor_parallel_size=2",
+)
 
 
 def test_engines_on_cpu() -> None:
     sizes = shape(LLAMA)
-    roles = estimate(plan(*STEP, "explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.engine_num=2"), sizes)
+    roles = estimate(
+        plan(
+            *STEP, "explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.engine_num=2"
+        ),
+        sizes,
+    )
     first, second, _, others, _ = roles
-    assert (first.role, second.role, others.role) == ("engine-0", "engine-1", "others") and first.nbytes == second.nbytes
+    assert (first.role, second.role, others.role) == (
+        "engine-0",
+        "engine-1",
+        "others",
+    ) and first.nbytes == second.nbytes
     assert term(first, "key/value cache") == GIB and term(first, "packed output layer") == 800 * 4
-    assert first.nbytes - first.own == sizes.parameters * 4  # the mapped version stands in "others" too
+    # the mapped version stands in "others" too
+    assert first.nbytes - first.own == sizes.parameters * 4
     small = "explorer.rollout_model.kv_cache_bytes=2097152"
-    assert term(estimate(plan(*STEP, "explorer.rollout_model.engine_type=vllm", small), sizes)[0], "key/value cache") == 2 * MIB
-    given = (*STEP, "explorer.rollout_model.engine_type=transformers", "explorer.rollout_model.max_num_seqs=3")
+    assert (
+        term(
+            estimate(plan(*STEP, "explorer.rollout_model.engine_type=vllm", small), sizes)[0],
+            "key/value cache",
+        )
+        == 2 * MIB
+    )
+    given = (
+        *STEP,
+        "explorer.rollout_model.engine_type=transformers",
+        "explorer.rollout_model.max_num_seqs=3",
+    )
     own = estimate(plan(*given), sizes, prompt_tokens=4)[0]
     assert term(own, "key/value cache") == 3 * 10 * 24 * 4
 
 
 def test_engine_on_gpus_takes_its_share() -> None:
-    sizes = shape({**LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "num_hidden_layers": 32})
+    sizes = shape(
+        {
+            **LLAMA,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "vocab_size": 32000,
+            "num_hidden_layers": 32,
+        }
+    )
     roles = estimate(plan(*STEP, *GPUS, facts=GPU), sizes, gpu_memory=80 * GIB)
     assert roles[0].device == "cuda" and roles[0].nbytes == int(0.9 * 80 * GIB)
     assert term(roles[0], "weights") == sizes.parameters  # 2 bytes on 2 GPUs
@@ -236,34 +328,65 @@ def test_more_than_there_is() -> None:
     assert too_much(roles, made, ram=64 * GIB, gpu_memory=None) == []
     (text,) = too_much(roles, made, ram=1 * GIB, gpu_memory=None)
     assert "this machine has 1.0 GiB" in text and "trainer-0" in text
-    big = ModelShape(parameters=7 * 10**9, vocab=32000, hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128, mlp=11008)
+    big = ModelShape(
+        parameters=7 * 10**9,
+        vocab=32000,
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=32,
+        head_dim=128,
+        mlp=11008,
+    )
     gpus = plan(*STEP, *GPUS, facts=GPU)
     found = too_much(estimate(gpus, big, gpu_memory=8 * GIB), gpus, ram=None, gpu_memory=8 * GIB)
     assert len(found) == 1 and found[0].startswith("memory: trainer-0 needs about")
-    assert too_much(estimate(gpus, big, gpu_memory=80 * GIB), gpus, ram=None, gpu_memory=80 * GIB) == []
+    assert (
+        too_much(estimate(gpus, big, gpu_memory=80 * GIB), gpus, ram=None, gpu_memory=80 * GIB)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "number"),
     [
         ((), 1),  # the last one alone
-        (("trainer.save_interval=1",), 4),  # three are kept, and one is written before the oldest goes
+        # three are kept, and one is written before the oldest goes
+        (("trainer.save_interval=1",), 4),
         (("trainer.save_interval=4",), 3),
         (("trainer.save_after=600",), 4),
         (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=0"), 9),
-        (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1", "trainer.checkpoint.best_metric=reward/mean"), 3),
-        (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1", "trainer.checkpoint.best_metric=eval/x/mean@1"), 5),
+        (
+            (
+                "trainer.save_interval=1",
+                "trainer.max_checkpoints_to_keep=1",
+                "trainer.checkpoint.best_metric=reward/mean",
+            ),
+            3,
+        ),
+        (
+            (
+                "trainer.save_interval=1",
+                "trainer.max_checkpoints_to_keep=1",
+                "trainer.checkpoint.best_metric=eval/x/mean@1",
+            ),
+            5,
+        ),
     ],
 )
 def test_checkpoints_on_disk(given: tuple[str, ...], number: int) -> None:
-    made, sizes = plan(*STEP, "buffer.total_steps=9", "trainer.total_steps=9", *given), shape(LLAMA)
+    made = plan(*STEP, "buffer.total_steps=9", "trainer.total_steps=9", *given)
+    sizes = shape(LLAMA)
     roles = estimate(made, sizes)
     (files,) = [r for r in roles if r.device == "disk"]
     assert term(files, f"{number} x weights, AdamW moments") == number * 12 * sizes.parameters
     assert term(files, "exported models") == 4 * sizes.parameters
     assert too_much(roles, made, ram=None, gpu_memory=None, disk=files.nbytes) == []
     (told,) = too_much(roles, made, ram=None, gpu_memory=None, disk=files.nbytes - 1)
-    assert told.startswith("disk: the checkpoints that are kept take about") and "max_checkpoints_to_keep" in told
+    assert (
+        told.startswith("disk: the checkpoints that are kept take about")
+        and "max_checkpoints_to_keep" in told
+    )
 
 
 def test_check_reports_it(tiny_model: Path) -> None:
@@ -281,7 +404,10 @@ def test_check_reports_it(tiny_model: Path) -> None:
 
 
 def test_schema_only_needs_config_json_alone(tmp_path: Path) -> None:
-    given = [f"model.model_path={tmp_path}", "buffer.explorer_input.taskset.path=/nowhere/rows.jsonl"]
+    given = [
+        f"model.model_path={tmp_path}",
+        "buffer.explorer_input.taskset.path=/nowhere/rows.jsonl",
+    ]
     assert check(GOOD / "short.yaml", given, facts=CPU, schema_only=True).memory == ()
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert check(GOOD / "short.yaml", given, facts=CPU, schema_only=True).memory
@@ -291,20 +417,38 @@ def test_schema_only_needs_config_json_alone(tmp_path: Path) -> None:
 
 
 def test_groups_that_clients_or_another_process_bring_count_as_they_are() -> None:
-    """They counted as single runs: a step of a service had 0 experiences, and a checkpoint of each of 1,000,000,000 steps."""
-    endless = ["trainer.total_steps=null", "trainer.save_interval=10", "trainer.max_checkpoints_to_keep=0"]
-    service = resolve(load(GOOD.parents[3].parent / "examples" / "serve" / "config.yaml", endless), CPU)
+    """They counted as single runs: a step of a service had 0 experiences, and a checkpoint of each
+    of 1,000,000,000 steps.
+    """
+    endless = [
+        "trainer.total_steps=null",
+        "trainer.save_interval=10",
+        "trainer.max_checkpoints_to_keep=0",
+    ]
+    service = resolve(
+        load(GOOD.parents[3].parent / "examples" / "serve" / "config.yaml", endless), CPU
+    )
     assert service.runs_per_step == 64 * 8 and micro_batch(service, 63).rows >= 8
     told = step(service)
-    assert (told["experiences"], told["max_generated_tokens"], told["train_steps"]) == (512, 512, None)
+    assert (told["experiences"], told["max_generated_tokens"], told["train_steps"]) == (
+        512,
+        512,
+        None,
+    )
     (weights, _) = memory.checkpoints(service, shape(LLAMA), shape(LLAMA), None).terms
     assert weights.name.startswith("1 x") and weights.how == "the number of steps is not known"
-    apart = ("mode=train", "cluster.ray_address=auto", "buffer.explorer_input.taskset=null", "algorithm.repeat_times=4")
+    apart = (
+        "mode=train",
+        "cluster.ray_address=auto",
+        "buffer.explorer_input.taskset=null",
+        "algorithm.repeat_times=4",
+    )
     assert plan(*apart, "trainer.total_steps=3").runs_per_step == 4 * plan().explorer.batch_size
 
 
 def test_what_lives_on_the_host_takes_no_memory_of_a_gpu() -> None:
-    gpus, sizes = ("cluster.gpu_per_node=4", "trainer.world_size=2"), shape(LLAMA)
+    gpus = ("cluster.gpu_per_node=4", "trainer.world_size=2")
+    sizes = shape(LLAMA)
 
     def names(*overrides: str) -> dict[str, int]:
         return {t.name: t.nbytes for t in trainer(plan(*overrides), 0, sizes, 10).terms}
@@ -312,6 +456,8 @@ def test_what_lives_on_the_host_takes_no_memory_of_a_gpu() -> None:
     offloaded = names(*gpus, "trainer.offload_policy=true", "algorithm.kl_loss_fn=k2")
     assert not {"weights", "AdamW moments", "reference model"} & set(offloaded)
     alone = ("cluster.gpu_per_node=2", "trainer.param_dtype=float32")
-    assert "gathered layers" not in names(*alone) and "gathered layers" in names(*alone, "trainer.offload_policy=true")
+    assert "gathered layers" not in names(*alone) and "gathered layers" in names(
+        *alone, "trainer.offload_policy=true"
+    )
     assert names(*gpus, "trainer.fsdp_size=1")["weights"] == 2 * names(*gpus)["weights"]
     assert "SGD moments" not in names("algorithm.optimizer.optimizer_type=sgd")

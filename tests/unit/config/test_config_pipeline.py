@@ -57,7 +57,10 @@ def test_operators_reach_the_explorer_in_their_order() -> None:
 
 
 def test_every_fault_is_told_with_its_path() -> None:
-    given = "{name: reward_filter, args: {treshold: 1}}, {name: datajuicer}, {name: deduplicate, args: {max_copies: 0}}"
+    given = (
+        "{name: reward_filter, args: {treshold: 1}}, {name: datajuicer}, {name: deduplicate, "
+        "args: {max_copies: 0}}"
+    )
     found = errors(f"{KEY}.operators=[{given}]")
     assert "Did you mean threshold?" in found[f"{KEY}.operators[0].args"]
     assert "write data_juicer, or data_juicer_filter" in found[f"{KEY}.operators[1].name"]
@@ -74,19 +77,27 @@ def test_the_threshold_of_grpo_is_an_operator(name: str) -> None:
     given = (f"algorithm.algorithm_type={name}", "algorithm.advantage_fn_args.std_threshold=0.1")
     p = plan(*given, f"{KEY}.operators=[{{name: pass_rate_calculator}}]")
     args = {"threshold": 0.1} if name == "grpo" else {"threshold": 0.1, "of_runs": True}
-    last = OperatorSettings(name="reward_std_filter", args=args, key="algorithm.advantage_fn_args.std_threshold")
+    last = OperatorSettings(
+        name="reward_std_filter", args=args, key="algorithm.advantage_fn_args.std_threshold"
+    )
     assert p.explorer.pipeline.operators[1:] == (last,)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("null", "buffer/explorer_output.jsonl"), ("/x/rows.jsonl", "/x/rows.jsonl"), ("/dump", "/dump/explorer_output.jsonl")],
+    [
+        ("null", "buffer/explorer_output.jsonl"),
+        ("/x/rows.jsonl", "/x/rows.jsonl"),
+        ("/dump", "/dump/explorer_output.jsonl"),
+    ],
 )
 def test_where_the_copy_goes(given: str, expected: str) -> None:
     p = plan(f"{KEY}.save_input=true", f"{KEY}.input_save_path={given}")
     assert p.explorer.pipeline.input_path == p.run_dir / expected
     off = plan(f"{KEY}.input_save_path={given}")
-    assert off.explorer.pipeline.input_path is None and any("save_input is false" in n for n in off.notes) is (given != "null")
+    assert off.explorer.pipeline.input_path is None and any(
+        "save_input is false" in n for n in off.notes
+    ) is (given != "null")
 
 
 def test_a_copy_in_a_database_is_refused() -> None:
@@ -101,7 +112,9 @@ def test_rows_that_operators_leave_out_are_missed_where_a_step_counts_rows() -> 
     assert not any(told in w for w in plan(operators).warnings)
 
 
-def test_ones_own_operator_is_checked_when_the_plugins_are_loaded(tmp_path: Path, tiny_model: Path) -> None:
+def test_ones_own_operator_is_checked_when_the_plugins_are_loaded(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
 
     def told(operator: str, *more: str) -> list[str]:
@@ -111,12 +124,19 @@ def test_ones_own_operator_is_checked_when_the_plugins_are_loaded(tmp_path: Path
 
     assert told("{name: test_own_judge}") == []
     (unknown,) = told("{name: test_own_juge}")
-    assert unknown.startswith(f"{KEY}.operators[0].name: unknown operator") and "Did you mean test_own_judge?" in unknown
+    assert (
+        unknown.startswith(f"{KEY}.operators[0].name: unknown operator")
+        and "Did you mean test_own_judge?" in unknown
+    )
     (engine,) = told("{name: test_own_judge, args: {model: referee}}")
     assert (
-        engine.startswith(f"{KEY}.operators[0].args.model: ") and "there is rollout_model (explorer.auxiliary_models)" in engine
+        engine.startswith(f"{KEY}.operators[0].args.model: ")
+        and "there is rollout_model (explorer.auxiliary_models)" in engine
     )
-    beside = f"explorer.auxiliary_models=[{{name: referee, model_path: {tiny_model}, engine_type: transformers}}]"
+    beside = (
+        f"explorer.auxiliary_models=[{{name: referee, model_path: {tiny_model}, engine_type: "
+        f"transformers}}]"
+    )
     assert told("{name: test_own_judge, args: {model: referee}}", beside) == []
     (path,) = told(f"{{name: '{tmp_path}/own.py:Nobody'}}")
     assert "has no 'Nobody'" in path
@@ -127,7 +147,8 @@ def test_without_operators_their_code_is_not_imported() -> None:
     code = (
         "import sys; from rft.config.load import load; from rft.config.resolve import resolve\n"
         f"resolve(load({str(FILE)!r}, ()))\n"
-        "print([m for m in ('rft.buffer.operators.base', 'rft.buffer.operators.experience_pipeline') if m in sys.modules])"
+        "print([m for m in ('rft.buffer.operators.base', "
+        "'rft.buffer.operators.experience_pipeline') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

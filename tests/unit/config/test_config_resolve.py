@@ -28,36 +28,64 @@ def plan(*overrides: str, file: str = "short.yaml", facts: Facts = CPU, **more: 
 def test_full_file() -> None:
     p = plan(file="full.yaml")
     warm, cool = p.explorer.tasksets
-    assert (warm.sampling.temperature, warm.sampling.max_tokens, warm.num_runs, warm.weight) == (1.2, 32, 4, 3)
-    assert (cool.sampling.temperature, cool.sampling.max_tokens, cool.selector) == (0.6, 12, "shuffle")
+    assert (warm.sampling.temperature, warm.sampling.max_tokens, warm.num_runs, warm.weight) == (
+        1.2,
+        32,
+        4,
+        3,
+    )
+    assert (cool.sampling.temperature, cool.sampling.max_tokens, cool.selector) == (
+        0.6,
+        12,
+        "shuffle",
+    )
     (held_out,) = p.explorer.eval_tasksets
-    assert (held_out.sampling.temperature, held_out.sampling.top_p, held_out.num_runs, held_out.is_eval) == (0, 0.9, 1, True)
+    assert (
+        held_out.sampling.temperature,
+        held_out.sampling.top_p,
+        held_out.num_runs,
+        held_out.is_eval,
+    ) == (0, 0.9, 1, True)
     assert p.run_dir == Path.cwd() / "runs/demo/baseline/demo-GRPO"
     assert p.staleness_bound == 2 and p.sync.method == "checkpoint"
     assert p.explorer.eval_interval == 4, "the next multiple of sync_interval"
-    assert [e.name for e in p.engines] == ["engine-0", "engine-1"] and [e.seed for e in p.engines] == [7, 8]
+    assert [e.name for e in p.engines] == ["engine-0", "engine-1"] and [
+        e.seed for e in p.engines
+    ] == [7, 8]
     assert p.trainer.batch_groups == 2 and p.trainer.batch_rows is None, "8 rows are 2 groups of 4"
-    assert p.learner.algorithm.kl_loss_fn == "k2" and p.learner.algorithm.kl_loss_fn_args == {"kl_coef": 0.01}
+    assert p.learner.algorithm.kl_loss_fn == "k2" and p.learner.algorithm.kl_loss_fn_args == {
+        "kl_coef": 0.01
+    }
     assert p.buffer.storage_type == "queue" and p.buffer.folder == p.run_dir / "buffer"
     assert p.monitor.args == {"wandb": {"mode": "offline"}}
 
 
 def test_defaults_are_the_algorithms() -> None:
     p = plan()
-    assert p.learner.algorithm.advantage_fn == "grpo" and p.learner.algorithm.policy_loss_fn == "ppo"
+    assert (
+        p.learner.algorithm.advantage_fn == "grpo" and p.learner.algorithm.policy_loss_fn == "ppo"
+    )
     assert p.explorer.tasksets[0].num_runs == 8
-    assert plan("algorithm.algorithm_type=Dr_GRPO").learner.algorithm.advantage_fn_args == {"norm_by_std": False}
+    assert plan("algorithm.algorithm_type=Dr_GRPO").learner.algorithm.advantage_fn_args == {
+        "norm_by_std": False
+    }
 
 
 def test_single_arguments_are_merged_over_the_algorithms() -> None:
-    a = plan("algorithm.algorithm_type=dr_grpo", "algorithm.advantage_fn_args.epsilon=1e-4").learner.algorithm
+    a = plan(
+        "algorithm.algorithm_type=dr_grpo", "algorithm.advantage_fn_args.epsilon=1e-4"
+    ).learner.algorithm
     assert a.advantage_fn_args == {"norm_by_std": False, "epsilon": 1e-4}
 
 
 def test_lengths() -> None:
     def lengths(*o: str) -> tuple[int, int | None, int]:
         p = plan("model.max_prompt_tokens=null", "model.max_response_tokens=null", *o)
-        return p.engines[0].max_model_len, p.engines[0].max_prompt_tokens, p.learner.max_response_tokens
+        return (
+            p.engines[0].max_model_len,
+            p.engines[0].max_prompt_tokens,
+            p.learner.max_response_tokens,
+        )
 
     assert lengths("model.max_model_len=101") == (101, 50, 51)
     assert lengths("model.max_model_len=100", "model.max_prompt_tokens=30") == (100, 30, 70)
@@ -66,16 +94,32 @@ def test_lengths() -> None:
 
 def test_cpu_devices() -> None:
     p = plan()
-    assert (p.engines[0].device, p.engines[0].dtype, p.engines[0].enforce_eager) == ("cpu", "float32", True)
+    assert (p.engines[0].device, p.engines[0].dtype, p.engines[0].enforce_eager) == (
+        "cpu",
+        "float32",
+        True,
+    )
     assert (p.learner.device, p.learner.world_size, p.learner.cpu_threads) == ("cpu", 1, 4)
     assert plan("trainer.world_size=2").learner.cpu_threads == 2
-    of_gpus = ("mode=colocate", "cluster.node_num=2", "cluster.gpu_per_node=2", "synchronizer.sync_method=checkpoint")
-    assert (nodes := plan(*of_gpus).learner).cpu_threads == 2 and nodes.world_size == 4, "two ranks on each machine"
+    of_gpus = (
+        "mode=colocate",
+        "cluster.node_num=2",
+        "cluster.gpu_per_node=2",
+        "synchronizer.sync_method=checkpoint",
+    )
+    assert (nodes := plan(*of_gpus).learner).cpu_threads == 2 and nodes.world_size == 4, (
+        "two ranks on each machine"
+    )
 
 
 def test_gpu_split_of_a_declared_cluster() -> None:
     p = plan("cluster.node_num=1", "cluster.gpu_per_node=8", "explorer.rollout_model.engine_num=2")
-    assert (p.engines[0].device, p.engines[0].dtype, p.learner.world_size, p.learner.dtype) == ("cuda", "bfloat16", 6, "bfloat16")
+    assert (p.engines[0].device, p.engines[0].dtype, p.learner.world_size, p.learner.dtype) == (
+        "cuda",
+        "bfloat16",
+        6,
+        "bfloat16",
+    )
     assert (p.cluster.gpus_per_engine, p.cluster.trainer_gpus, p.cluster.gpus) == (1, 6, 8)
     assert p.sync.engine_dtype == "bfloat16"
 
@@ -102,27 +146,49 @@ def test_steps_from_epochs() -> None:
         return 10 * epochs
 
     p = plan("buffer.total_steps=null", "buffer.total_epochs=3", num_batches=num_batches)
-    assert (p.total_steps, p.trainer.total_steps, p.learner.total_steps, p.explorer.total_batches) == (30, 30, 30, 30)
+    assert (
+        p.total_steps,
+        p.trainer.total_steps,
+        p.learner.total_steps,
+        p.explorer.total_batches,
+    ) == (30, 30, 30, 30)
     assert asked == [(1, 4, 3)]
-    capped = plan("buffer.total_steps=null", "buffer.total_epochs=1", "trainer.total_steps=15", num_batches=num_batches)
+    capped = plan(
+        "buffer.total_steps=null",
+        "buffer.total_epochs=1",
+        "trainer.total_steps=15",
+        num_batches=num_batches,
+    )
     assert capped.total_steps == 10 and any("never reached" in w for w in capped.warnings)
     assert {d.key: d.value for d in capped.derived}["buffer.total_steps"] == 10
-    assert plan("buffer.total_steps=null", "trainer.total_steps=15", num_batches=num_batches).total_steps == 15
+    assert (
+        plan(
+            "buffer.total_steps=null", "trainer.total_steps=15", num_batches=num_batches
+        ).total_steps
+        == 15
+    )
 
     def unreadable(*_: Any) -> int:
         raise ConfigError("cannot be read", key="taskset")
 
-    with pytest.raises(ConfigError, match=r"^taskset: cannot be read$"):  # that alone: no steps were counted
+    # that alone: no steps were counted
+    with pytest.raises(ConfigError, match=r"^taskset: cannot be read$"):
         plan("buffer.total_steps=null", num_batches=unreadable)
 
 
 def test_steps_of_a_data_set() -> None:
-    data = ("mode=train", "algorithm.algorithm_type=sft", "buffer.trainer_input.experience_buffer.path=rows.jsonl")
+    data = (
+        "mode=train",
+        "algorithm.algorithm_type=sft",
+        "buffer.trainer_input.experience_buffer.path=rows.jsonl",
+    )
 
     def total(*more: str) -> int | None:
         return plan(*data, "buffer.train_batch_size=2", *more, num_batches=lambda *_: 7).total_steps
 
-    assert total("buffer.total_steps=40", "buffer.total_epochs=1") == 40, "total_steps wins, as everywhere"
+    assert total("buffer.total_steps=40", "buffer.total_epochs=1") == 40, (
+        "total_steps wins, as everywhere"
+    )
     assert total("buffer.total_steps=null", "buffer.total_epochs=1", "trainer.total_steps=40") == 7
     assert total("buffer.total_steps=null") == 7
 
@@ -141,12 +207,23 @@ def test_train_batch_size_in_rows() -> None:
 
 
 def test_groups_of_different_sizes_in_steps_of_rows_are_of_any_age() -> None:
-    """The schedule counts on the smallest groups, so that a step never waits for a batch that waits for it."""
-    rows = [f"{{name: {name}, path: rows.jsonl, repeat_times: {n}}}" for name, n in (("few", 4), ("many", 8))]
-    two = (f"{IN}.tasksets=[{', '.join(rows)}]", f"{IN}.default_workflow_type=simple_workflow", f"{IN}.taskset=null")
+    """The schedule counts on the smallest groups, so that a step never waits for a batch that waits
+    for it.
+    """
+    rows = [
+        f"{{name: {name}, path: rows.jsonl, repeat_times: {n}}}"
+        for name, n in (("few", 4), ("many", 8))
+    ]
+    two = (
+        f"{IN}.tasksets=[{', '.join(rows)}]",
+        f"{IN}.default_workflow_type=simple_workflow",
+        f"{IN}.taskset=null",
+    )
     for own, bound in ((), None), (("synchronizer.max_staleness=3",), 3):
         found = plan(*two, *own, "buffer.train_batch_size=16")
-        assert found.staleness_bound == bound and any("without bound" in w for w in found.warnings) == (not own)
+        assert found.staleness_bound == bound and any(
+            "without bound" in w for w in found.warnings
+        ) == (not own)
     assert plan(*two).staleness_bound == 0, "whole groups"
 
 
@@ -162,8 +239,12 @@ def test_paths_beside_the_file() -> None:
     )
     exists = replace(CPU, exists=lambda p: p == str(GOOD.absolute() / "rows.jsonl"))
     assert plan(facts=exists).explorer.tasksets[0].path == str(GOOD.absolute() / "rows.jsonl")
-    assert plan(f"{IN}.taskset.path=reasoning_gym://chain_sum").explorer.tasksets[0].path == "reasoning_gym://chain_sum"
-    with pytest.raises(ConfigErrors, match=r"checkpoint_root_dir: has a \$"):  # else the runs would be in a folder of this name
+    assert (
+        plan(f"{IN}.taskset.path=reasoning_gym://chain_sum").explorer.tasksets[0].path
+        == "reasoning_gym://chain_sum"
+    )
+    # else the runs would be in a folder of this name
+    with pytest.raises(ConfigErrors, match=r"checkpoint_root_dir: has a \$"):
         plan("checkpoint_root_dir=$HOME/runs")
 
 
@@ -173,27 +254,36 @@ def test_taskset_names_are_made_unique() -> None:
         f"{IN}.tasksets=[{{path: a/x.jsonl}}, {{path: b/x.jsonl}}]",
         f"{IN}.eval_tasksets=[{{path: a/x.jsonl}}]",
     )
-    assert [t.name for t in (*p.explorer.tasksets, *p.explorer.eval_tasksets)] == ["x", "x_2", "x_eval"]
+    assert [t.name for t in (*p.explorer.tasksets, *p.explorer.eval_tasksets)] == [
+        "x",
+        "x_2",
+        "x_eval",
+    ]
 
 
 def test_buffer_paths() -> None:
     key = "buffer.trainer_input.experience_buffer"
-    assert plan(f"{key}.path=postgres://u:p@h/db").buffer.ledger_url == "postgresql+psycopg://u:p@h/db"
+    assert (
+        plan(f"{key}.path=postgres://u:p@h/db").buffer.ledger_url == "postgresql+psycopg://u:p@h/db"
+    )
     assert str(plan(f"{key}.path=x.db").buffer.ledger_url) == f"sqlite:///{Path.cwd() / 'x.db'}"
     memory = plan(f"{key}.storage_type=queue", f"{key}.path=None")
     assert memory.buffer.storage_path == "none" and any("memory only" in w for w in memory.warnings)
 
 
 def test_monitor_arguments() -> None:
-    assert plan("monitor.monitor_type=wandb", "monitor.monitor_args={mode: offline}").monitor.args == {
-        "wandb": {"mode": "offline"}
-    }
+    assert plan(
+        "monitor.monitor_type=wandb", "monitor.monitor_args={mode: offline}"
+    ).monitor.args == {"wandb": {"mode": "offline"}}
     with pytest.raises(ConfigError, match=r"monitor\.monitor_args: has the keys mode"):
         plan("monitor.monitor_type=[wandb, tensorboard]", "monitor.monitor_args={mode: offline}")
 
 
 def test_unknown_part_is_left_to_the_second_stage_where_plugins_may_define_it() -> None:
-    assert plan("algorithm.policy_loss_fn=mine", "plugin_dirs=[x]").learner.algorithm.policy_loss_fn == "mine"
+    assert (
+        plan("algorithm.policy_loss_fn=mine", "plugin_dirs=[x]").learner.algorithm.policy_loss_fn
+        == "mine"
+    )
     with pytest.raises(ConfigError, match="unknown policy loss 'mine'"):
         plan("algorithm.policy_loss_fn=mine")
 
@@ -210,12 +300,17 @@ def test_error_given_values() -> None:
             "synchronizer.max_staleness=0",
             "synchronizer.sync_interval=2",
         )
-    assert {e.key: e.given for e in caught.value.errors} == {"trainer.grad_clip": 2.0, "synchronizer.max_staleness": 0}
+    assert {e.key: e.given for e in caught.value.errors} == {
+        "trainer.grad_clip": 2.0,
+        "synchronizer.max_staleness": 0,
+    }
 
 
-# ---------------------------------------------------------------- every key: a bad value is refused, a good one changes the plan
+# ---------------------------------------------------------------- every key: a bad value is
+# refused, a good one changes the plan
 
-TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: there is none, or it is refused for training
+# a value that differs from the file's; None: there is none, or it is refused for training
+TEXTS: dict[str, str | None] = {
     "mode": None,
     "algorithm.algorithm_type": "dr_grpo",
     "algorithm.advantage_fn": "a.py:x",
@@ -239,14 +334,27 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "trainer.checkpoint.load_contents": "[model]",
     "trainer.critic.optimizer.betas": "[0.5, 0.6]",
     # see test_config_policies.py
-    **dict.fromkeys(("algorithm.rollout_correction.loss_type", "algorithm.rollout_correction.rollout_rs"), None),
+    **dict.fromkeys(
+        ("algorithm.rollout_correction.loss_type", "algorithm.rollout_correction.rollout_rs"), None
+    ),
     **dict.fromkeys(("trainer.critic_warmup", "trainer.critic.use_dynamic_bsz"), None),
     "trainer.critic.optimizer.warmup_style": "cosine",
     "trainer.profiler.steps": "[1, 2]",
-    **dict.fromkeys(("trainer.profiler.ranks", "trainer.profiler.all_ranks", "trainer.ulysses_sequence_parallel_size"), None),
+    **dict.fromkeys(
+        (
+            "trainer.profiler.ranks",
+            "trainer.profiler.all_ranks",
+            "trainer.ulysses_sequence_parallel_size",
+        ),
+        None,
+    ),
     "trainer.ref.reshard_after_forward": "false",
-    **{f"trainer.{k}_offload": None for k in ("param", "optimizer", "grad", "ref.param", "critic.param", "critic.optimizer")},
-    **dict.fromkeys(("trainer.offload_policy", "trainer.enable_activation_offload"), None),  # see test_config_spread.py
+    **{
+        f"trainer.{k}_offload": None
+        for k in ("param", "optimizer", "grad", "ref.param", "critic.param", "critic.optimizer")
+    },
+    # see test_config_spread.py
+    **dict.fromkeys(("trainer.offload_policy", "trainer.enable_activation_offload"), None),
     "synchronizer.sync_style": None,
     "model.top_p": None,
     "model.top_k": None,
@@ -309,14 +417,20 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "buffer.total_tasks": None,  # these are tested in test_config_keys_b.py
     # what only means something beside other keys: test_config_every_key.py, test_config_tasksets.py
     **dict.fromkeys(
-        f"data_processor.task_pipeline.{name}" for name in "operators config_path inputs target_fields order top_k output".split()
+        f"data_processor.task_pipeline.{name}"
+        for name in "operators config_path inputs target_fields order top_k output".split()
     ),
     **dict.fromkeys(
-        f"data_processor.task_pipeline.priority_weights.{name}" for name in "difficulty diversity usage_frequency quality".split()
+        f"data_processor.task_pipeline.priority_weights.{name}"
+        for name in "difficulty diversity usage_frequency quality".split()
     ),
-    **dict.fromkeys(f"buffer.explorer_input.taskset.data_selector.{name}" for name in ("feature_keys", "kwargs")),
+    **dict.fromkeys(
+        f"buffer.explorer_input.taskset.data_selector.{name}" for name in ("feature_keys", "kwargs")
+    ),
     "buffer.explorer_input.taskset.data_selector.selector_type": "random",
-    **dict.fromkeys(f"buffer.explorer_input.taskset.{name}" for name in ("reader_path", "reader_name")),
+    **dict.fromkeys(
+        f"buffer.explorer_input.taskset.{name}" for name in ("reader_path", "reader_name")
+    ),
     "model.prompt_truncation_side": None,
     "data_processor.experience_pipeline.input_save_path": None,
     "explorer.over_rollout.ratio": None,
@@ -334,7 +448,8 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "explorer.rollout_model.max_response_tokens": None,
     "explorer.rollout_model.min_response_tokens": None,
     "explorer.rollout_model.repetition_penalty": None,
-    "explorer.rollout_model.tool_call_parser": None,  # read with enable_auto_tool_choice, which needs it
+    # read with enable_auto_tool_choice, which needs it
+    "explorer.rollout_model.tool_call_parser": None,
     "explorer.rollout_model.enable_auto_tool_choice": None,
     "explorer.rollout_model.base_port": None,  # read with enable_openai_api
     "explorer.rollout_model.api_key": None,
@@ -343,11 +458,16 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "synchronizer.explorer_sync_interval": None,
     "synchronizer.trainer_sync_interval": None,
     **dict.fromkeys(
-        ("explorer.max_inflight_batches", "synchronizer.require_batches", "synchronizer.staleness_threshold")
+        (
+            "explorer.max_inflight_batches",
+            "synchronizer.require_batches",
+            "synchronizer.staleness_threshold",
+        )
     ),  # fully_async's
     "synchronizer.group_name": None,
     "synchronizer.wait_for_checkpoint": None,
-    "trainer.eval_interval": None,  # this and what says how a data set is read: test_config_every_key.py
+    # this and what says how a data set is read: test_config_every_key.py
+    "trainer.eval_interval": None,
 }
 DATA_SET = tuple(
     f"buffer.trainer_input.experience_buffer.{name}"
@@ -359,7 +479,9 @@ def leaves() -> Iterator[str]:
     keys = all_keys()
     for key in keys:
         has_below = any(k.startswith((f"{key}.", f"{key}[]")) for k in keys)
-        if not has_below and not any(part in key for part in ("[]", ".*", ".output.", "tasksets", "rollout_args")):
+        if not has_below and not any(
+            part in key for part in ("[]", ".*", ".output.", "tasksets", "rollout_args")
+        ):
             yield key
 
 
@@ -379,11 +501,17 @@ def another(key: str) -> str | None:
     if "dict" in text:
         return "{a: b}"
     if "int" in text:
-        return str((old or 8) * 2 + (1 << 20 if key.endswith("bytes") else 0) + (2000 if key.endswith("per_gpu") else 0))
-    if "float" in text:
-        return {"gpu_memory_utilization": "0.5", "min_lr_ratio": "0.5", "lr_warmup_steps_ratio": "0.5"}.get(
-            key.rsplit(".", 1)[-1], str((old or 0.25) * 2)
+        return str(
+            (old or 8) * 2
+            + (1 << 20 if key.endswith("bytes") else 0)
+            + (2000 if key.endswith("per_gpu") else 0)
         )
+    if "float" in text:
+        return {
+            "gpu_memory_utilization": "0.5",
+            "min_lr_ratio": "0.5",
+            "lr_warmup_steps_ratio": "0.5",
+        }.get(key.rsplit(".", 1)[-1], str((old or 0.25) * 2))
     return "other"
 
 
@@ -400,7 +528,10 @@ def test_every_key_refuses_a_bad_value_and_reaches_the_plan(key: str) -> None:
     try:
         changed = plan(*need, f"{key}={value}")
     except ConfigError as e:
-        own_mode = {"model.external_model.enable": "mode: bench", "buffer.trainer_input.replay_run": "is for mode: train"}
+        own_mode = {
+            "model.external_model.enable": "mode: bench",
+            "buffer.trainer_input.replay_run": "is for mode: train",
+        }
         assert "has no meaning here" in str(e) or (key in own_mode and own_mode[key] in str(e)), e
         return
     told = any(key in warning and "no effect" in warning for warning in changed.warnings)

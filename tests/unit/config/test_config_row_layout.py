@@ -28,7 +28,11 @@ def run(model: Path, config: dict[str, Any], *overrides: str) -> Report:
     page.write_text(json.dumps({**json.loads(before), **config}))
     try:
         rows = f"buffer.explorer_input.taskset.path={GOOD.parent / 'rows.jsonl'}"
-        return check(GOOD / "short.yaml", [f"model.model_path={model}", rows, *overrides], facts=Facts(cpus=2, gpus=0))
+        return check(
+            GOOD / "short.yaml",
+            [f"model.model_path={model}", rows, *overrides],
+            facts=Facts(cpus=2, gpus=0),
+        )
     finally:
         page.write_text(before)
 
@@ -52,14 +56,36 @@ def test_layers_that_are_not_proven_are_padded_with_a_notice(model: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "overrides", "said"),
     [
-        ({"layer_types": ["mystery"]}, (), "trainer.row_layout: the model has layers of type mystery"),
-        ({"layer_types": ["conv"]}, ("trainer.row_layout=shared",), "trainer.row_layout: conv carries state over row boundaries"),
-        ({}, ("trainer.row_layout=packed", "trainer.share_prompts=false"), "trainer.share_prompts: false asks for padded rows"),
-        ({}, ("trainer.row_layout=shared", "trainer.attn_implementation=eager"), "shared rows need trainer.attn_implementation: auto"),
-        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 8}, (), "longrope rotary embeddings change"),
+        (
+            {"layer_types": ["mystery"]},
+            (),
+            "trainer.row_layout: the model has layers of type mystery",
+        ),
+        (
+            {"layer_types": ["conv"]},
+            ("trainer.row_layout=shared",),
+            "trainer.row_layout: conv carries state over row boundaries",
+        ),
+        (
+            {},
+            ("trainer.row_layout=packed", "trainer.share_prompts=false"),
+            "trainer.share_prompts: false asks for padded rows",
+        ),
+        (
+            {},
+            ("trainer.row_layout=shared", "trainer.attn_implementation=eager"),
+            "shared rows need trainer.attn_implementation: auto",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 8},
+            (),
+            "longrope rotary embeddings change",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_exact_is_refused(model: Path, config: dict[str, Any], overrides: tuple[str, ...], said: str) -> None:
+)
+def test_what_cannot_be_exact_is_refused(
+    model: Path, config: dict[str, Any], overrides: tuple[str, ...], said: str
+) -> None:
     report = run(model, config, *overrides)
     assert any(said in str(e) for e in report.errors), report.errors
 
@@ -74,7 +100,9 @@ def test_what_cannot_be_exact_is_refused(model: Path, config: dict[str, Any], ov
         (("trainer.row_layout=padded",), "padded"),
     ],
 )
-def test_the_keys_of_before_are_aliases(model: Path, overrides: tuple[str, ...], chosen: str) -> None:
+def test_the_keys_of_before_are_aliases(
+    model: Path, overrides: tuple[str, ...], chosen: str
+) -> None:
     assert layout(run(model, {}, *overrides)) == chosen
 
 

@@ -1,4 +1,6 @@
-"""How the learner is spread, offloaded, loaded and saved: what reaches the Plan, and what is refused with its key."""
+"""How the learner is spread, offloaded, loaded and saved: what reaches the Plan, and what is
+refused with its key.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,18 @@ def told(p: Plan) -> dict[str, Any]:
     return {d.key: d.value for d in p.derived}
 
 
-@pytest.mark.parametrize("name", ["param_offload", "optimizer_offload", "grad_offload", "offload_policy"])
+@pytest.mark.parametrize(
+    "name", ["param_offload", "optimizer_offload", "grad_offload", "offload_policy"]
+)
 def test_offload_is_one_thing_on_gpus_and_nothing_on_cpu(name: str) -> None:
     on_gpu = plan(*ON_GPUS, f"trainer.{name}=true")
-    assert on_gpu.learner.offload_policy and (name == "offload_policy" or told(on_gpu)["trainer.offload_policy"] is True)
+    assert on_gpu.learner.offload_policy and (
+        name == "offload_policy" or told(on_gpu)["trainer.offload_policy"] is True
+    )
     on_cpu = plan(f"trainer.{name}=true")
-    assert not on_cpu.learner.offload_policy and any("no effect on CPU" in w for w in on_cpu.warnings)
+    assert not on_cpu.learner.offload_policy and any(
+        "no effect on CPU" in w for w in on_cpu.warnings
+    )
 
 
 def test_spread_over_ranks_reaches_the_learner() -> None:
@@ -47,34 +55,65 @@ def test_spread_over_ranks_reaches_the_learner() -> None:
         "trainer.profiler.steps=[2]",
         "trainer.profiler.all_ranks=true",
     ).learner
-    assert (found.fsdp_size, found.sequence_parallel, found.forward_prefetch, found.reduce_dtype) == (1, 2, True, "bfloat16")
+    assert (
+        found.fsdp_size,
+        found.sequence_parallel,
+        found.forward_prefetch,
+        found.reduce_dtype,
+    ) == (1, 2, True, "bfloat16")
     assert found.ref_offload and found.critic.offload_policy and found.activation_offload
-    assert (found.profiler.steps, found.profiler.ranks) == ((2,), (0, 1)) and found.profiler.folder.name == "profile"
+    assert (found.profiler.steps, found.profiler.ranks) == (
+        (2,),
+        (0, 1),
+    ) and found.profiler.folder.name == "profile"
 
 
 def test_traced_steps_beyond_the_run_are_told() -> None:
     given = ("trainer.profiler.steps=[2, 9, 12]", "buffer.total_steps=9")
-    assert "trainer.profiler.steps [12] are not traced: the run has 9 train steps" in plan(*given).warnings
+    assert (
+        "trainer.profiler.steps [12] are not traced: the run has 9 train steps"
+        in plan(*given).warnings
+    )
     assert not any("profiler" in w for w in plan(given[0], "buffer.total_steps=12").warnings)
 
 
 def test_saving_reaches_the_trainer() -> None:
-    assert told(plan())["trainer.checkpoint.async_save"] is False and plan(*ON_GPUS).trainer.async_save
-    found = plan("trainer.checkpoint.save_contents=[model, hf_model]", "trainer.checkpoint.load_contents=[hf_model]")
-    assert (found.trainer.save_hf_checkpoint, found.learner.save_contents) == ("always", ("model", "hf_model"))
+    assert (
+        told(plan())["trainer.checkpoint.async_save"] is False and plan(*ON_GPUS).trainer.async_save
+    )
+    found = plan(
+        "trainer.checkpoint.save_contents=[model, hf_model]",
+        "trainer.checkpoint.load_contents=[hf_model]",
+    )
+    assert (found.trainer.save_hf_checkpoint, found.learner.save_contents) == (
+        "always",
+        ("model", "hf_model"),
+    )
     assert found.learner.load_contents == ("model",)
-    best = plan("trainer.checkpoint.best_metric=eval/x/mean@4", "trainer.checkpoint.best_mode=min").trainer
+    best = plan(
+        "trainer.checkpoint.best_metric=eval/x/mean@4", "trainer.checkpoint.best_mode=min"
+    ).trainer
     assert (best.best_metric, best.best_mode) == ("eval/x/mean@4", "min")
 
 
 def test_overrides_of_the_model_hold_for_engines_too() -> None:
     override = "model.override_config={attention_bias: true}"
     assert plan(override).learner.override_config == {"attention_bias": True}
-    kinds = {"vllm": {"hf_overrides": {"attention_bias": True}}, "transformers": {"attention_bias": True}}
+    kinds = {
+        "vllm": {"hf_overrides": {"attention_bias": True}},
+        "transformers": {"attention_bias": True},
+    }
     for kind, expected in kinds.items():
-        assert plan(override, f"explorer.rollout_model.engine_type={kind}").engines[0].extra_engine_args == expected
+        assert (
+            plan(override, f"explorer.rollout_model.engine_type={kind}")
+            .engines[0]
+            .extra_engine_args
+            == expected
+        )
     own = "explorer.rollout_model.extra_engine_args={hf_overrides: {rope_theta: 5.0}}"
-    assert plan(override, own).engines[0].extra_engine_args == {"hf_overrides": {"attention_bias": True, "rope_theta": 5.0}}
+    assert plan(override, own).engines[0].extra_engine_args == {
+        "hf_overrides": {"attention_bias": True, "rope_theta": 5.0}
+    }
 
 
 def test_rotary_embeddings_hold_for_trainer_and_engines() -> None:
@@ -83,10 +122,19 @@ def test_rotary_embeddings_hold_for_trainer_and_engines() -> None:
     found = plan(*given)
     assert found.learner.override_config == wanted
     assert found.engines[0].extra_engine_args == {"hf_overrides": wanted}
-    assert plan(*given, "explorer.rollout_model.engine_type=transformers").engines[0].extra_engine_args == wanted
+    assert (
+        plan(*given, "explorer.rollout_model.engine_type=transformers").engines[0].extra_engine_args
+        == wanted
+    )
     for wrong, said in (
-        (("model.rope_scaling={factor: 4.0}",), r"model\.rope_scaling: needs rope_type: linear, dynamic"),
-        ((given[1], "model.override_config={rope_theta: 1.0}"), r"model\.rope_theta: model\.override_config has rope_theta too"),
+        (
+            ("model.rope_scaling={factor: 4.0}",),
+            r"model\.rope_scaling: needs rope_type: linear, dynamic",
+        ),
+        (
+            (given[1], "model.override_config={rope_theta: 1.0}"),
+            r"model\.rope_theta: model\.override_config has rope_theta too",
+        ),
         (
             (given[0], "model.override_config={rope_parameters: {}}"),
             r"model\.rope_scaling: model\.override_config has rope_parameters",
@@ -98,8 +146,12 @@ def test_rotary_embeddings_hold_for_trainer_and_engines() -> None:
 
 def test_fused_kernels_are_for_gpus() -> None:
     asked = ("trainer.use_fused_kernels=true", "trainer.fused_kernel_backend=triton")
-    assert plan(*asked, *ON_GPUS).learner.fused_logprobs and not plan(*ON_GPUS).learner.fused_logprobs
-    with pytest.raises(ConfigError, match=r"trainer\.fused_kernel_backend: Triton's kernels run on GPUs"):
+    assert (
+        plan(*asked, *ON_GPUS).learner.fused_logprobs and not plan(*ON_GPUS).learner.fused_logprobs
+    )
+    with pytest.raises(
+        ConfigError, match=r"trainer\.fused_kernel_backend: Triton's kernels run on GPUs"
+    ):
         plan(*asked)
     assert any("has no effect" in w for w in plan(asked[1]).warnings)
     assert any("always computed by tiles" in n for n in plan(asked[0]).notes)
@@ -116,21 +168,35 @@ def test_forward_passes_have_their_own_micro_batches() -> None:
     assert (other.log_prob, other.ref) == (None, ForwardSettings(max_token_len_per_gpu=40000))
     rows = ("trainer.use_dynamic_bsz=false", "trainer.micro_batch_size_per_gpu=1")
     assert (plan(*rows).learner.log_prob, plan(*rows).learner.ref) == (None, None)
-    fixed = plan(*rows, "trainer.log_prob_micro_batch_size_per_gpu=16", "trainer.ref.log_prob_micro_batch_size_per_gpu=8").learner
+    fixed = plan(
+        *rows,
+        "trainer.log_prob_micro_batch_size_per_gpu=16",
+        "trainer.ref.log_prob_micro_batch_size_per_gpu=8",
+    ).learner
     assert fixed.log_prob == ForwardSettings(max_token_len_per_gpu=budget, micro_batch_size=16)
     assert fixed.ref == ForwardSettings(max_token_len_per_gpu=budget, micro_batch_size=8)
     tokens = plan(*rows, "trainer.ref.use_dynamic_bsz=true").learner
     assert tokens.ref == ForwardSettings(max_token_len_per_gpu=budget)
     for key in ("trainer.log_prob_max_token_len_per_gpu", "trainer.ref.max_token_len_per_gpu"):
-        assert any(f"{key} is 5 tokens and the longest experience may have" in n for n in plan(f"{key}=5").notes)
-    with pytest.raises(ConfigError, match=r"trainer\.ref\.log_prob_micro_batch_size_per_gpu: is required"):
+        assert any(
+            f"{key} is 5 tokens and the longest experience may have" in n
+            for n in plan(f"{key}=5").notes
+        )
+    with pytest.raises(
+        ConfigError, match=r"trainer\.ref\.log_prob_micro_batch_size_per_gpu: is required"
+    ):
         plan("trainer.ref.use_dynamic_bsz=false")
-    for key in ("trainer.log_prob_micro_batch_size_per_gpu", "trainer.ref.log_prob_micro_batch_size_per_gpu"):
+    for key in (
+        "trainer.log_prob_micro_batch_size_per_gpu",
+        "trainer.ref.log_prob_micro_batch_size_per_gpu",
+    ):
         assert any(w.startswith(f"{key} has no effect") for w in plan(f"{key}=4").warnings)
 
 
 def test_a_library_is_said_aloud() -> None:
-    assert any("my.module will be imported" in w for w in plan("model.external_lib=my.module").warnings)
+    assert any(
+        "my.module will be imported" in w for w in plan("model.external_lib=my.module").warnings
+    )
     assert plan().learner.external_lib is None
 
 
@@ -146,9 +212,15 @@ def test_a_library_is_said_aloud() -> None:
         ),
         (("trainer.enable_activation_offload=true",), "trainer.enable_activation_offload"),
         (("trainer.checkpoint.save_contents=[optimizer]",), "trainer.checkpoint.save_contents"),
-        ((f"{KEPT}.save_contents=[model]", f"{KEPT}.load_contents=[model, optimizer]"), f"{KEPT}.load_contents"),
+        (
+            (f"{KEPT}.save_contents=[model]", f"{KEPT}.load_contents=[model, optimizer]"),
+            f"{KEPT}.load_contents",
+        ),
         (("trainer.checkpoint.load_contents=[optimizer]",), "trainer.checkpoint.load_contents"),
-        ((f"{KEPT}.save_contents=[model, hf_model]", "trainer.save_hf_checkpoint=never"), f"{KEPT}.save_contents"),
+        (
+            (f"{KEPT}.save_contents=[model, hf_model]", "trainer.save_hf_checkpoint=never"),
+            f"{KEPT}.save_contents",
+        ),
         (("trainer.profiler.ranks=[1]",), "trainer.profiler.ranks"),
         (("model.external_lib=os; import x",), "model.external_lib"),
     ],

@@ -22,7 +22,10 @@ BASE: dict[str, Any] = {
     "buffer": {
         "batch_size": 4,
         "total_steps": 2,
-        "explorer_input": {"default_workflow_type": "simple_workflow", "taskset": {"path": "rft.testing.tiny:copy_tasks"}},
+        "explorer_input": {
+            "default_workflow_type": "simple_workflow",
+            "taskset": {"path": "rft.testing.tiny:copy_tasks"},
+        },
     },
     "trainer": {"grad_clip": 0.5, "save_hf_checkpoint": "never"},
 }
@@ -53,19 +56,38 @@ def test_a_stage_replaces_whole_sections(tmp_path: Path) -> None:
 def test_stages_hand_on_their_last_model(tmp_path: Path) -> None:
     file = write(tmp_path, TWO)
     one = load(file, stage="one")
-    assert one.trainer.save_hf_checkpoint == "last" and "last instead of never" in one.source.warnings[0]
-    assert load(file, stage="two").trainer.save_hf_checkpoint == "last" and not load(file, stage="two").source.warnings
+    assert (
+        one.trainer.save_hf_checkpoint == "last"
+        and "last instead of never" in one.source.warnings[0]
+    )
+    assert (
+        load(file, stage="two").trainer.save_hf_checkpoint == "last"
+        and not load(file, stage="two").source.warnings
+    )
 
 
 def test_folders_and_reports(tmp_path: Path) -> None:
     file = write(tmp_path, TWO)
     plan = check(file, schema_only=True, stage="two").plan
-    assert plan is not None and plan.run_dir.parts[-2:] == ("program", "two") and plan.monitor.name == "program/two"
+    assert (
+        plan is not None
+        and plan.run_dir.parts[-2:] == ("program", "two")
+        and plan.monitor.name == "program/two"
+    )
     other = check(file, schema_only=True, stage="two", model_path="/x/huggingface", name="again")
     assert other.plan is not None and other.plan.run_dir.parts[-2:] == ("again", "two")
-    assert {e.model_path for e in other.plan.engines} == {"/x/huggingface"} == {other.plan.learner.model_path}
-    assert any(d.key == "model.model_path" and d.why == "what the stage before exported" for d in other.plan.derived)
-    assert other.config is not None and other.config.model.model_path == "m", "what is saved does not hold a path of this machine"
+    assert (
+        {e.model_path for e in other.plan.engines}
+        == {"/x/huggingface"}
+        == {other.plan.learner.model_path}
+    )
+    assert any(
+        d.key == "model.model_path" and d.why == "what the stage before exported"
+        for d in other.plan.derived
+    )
+    assert other.config is not None and other.config.model.model_path == "m", (
+        "what is saved does not hold a path of this machine"
+    )
 
 
 def test_no_stages(tmp_path: Path) -> None:
@@ -92,8 +114,16 @@ def test_one_run_of_a_program(tmp_path: Path) -> None:
         ([{}], "stages[0].stage_name", "is required"),
         ([{"stage_name": "a/b"}], "stages[0].stage_name", "holds no slash"),
         ([{"stage_name": 3}], "stages[0].stage_name", "given 3"),
-        ([{"stage_name": "a"}, {"stage_name": "a"}], "stages[1].stage_name", "is also the name of stages[0]"),
-        ([{"stage_name": "a", "model": {}}], "stages[0].model", "what the stage before it exported"),
+        (
+            [{"stage_name": "a"}, {"stage_name": "a"}],
+            "stages[1].stage_name",
+            "is also the name of stages[0]",
+        ),
+        (
+            [{"stage_name": "a", "model": {}}],
+            "stages[0].model",
+            "what the stage before it exported",
+        ),
         ([{"stage_name": "a", "trainr": {}}], "stages[0].trainr", "Did you mean trainer?"),
     ],
 )
@@ -108,7 +138,9 @@ def test_errors_have_the_key_that_was_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as caught:
         load(write(tmp_path, bad), stage="one")
     (e,) = caught.value.errors
-    assert e.key == "stages[0].trainer.total_step" and "Did you mean trainer.total_steps" in e.message
+    assert (
+        e.key == "stages[0].trainer.total_step" and "Did you mean trainer.total_steps" in e.message
+    )
     bad = [{"stage_name": "one", "algorithm": {"policy_loss_fn_args": {"clip": 1}}}]
     (e,) = check(write(tmp_path, bad), schema_only=True, stage="one").errors
     assert e.key == "stages[0].algorithm.policy_loss_fn_args.clip"
@@ -121,7 +153,10 @@ def test_overrides(tmp_path: Path) -> None:
     assert one.algorithm.optimizer.lr == 3e-5 and two.algorithm.optimizer.lr == 2e-5
     assert two.trainer.total_steps == 7 and one.seed == two.seed == 3
     assert not any("has no effect" in w for w in one.source.warnings)
-    assert any("the override of algorithm.optimizer.lr has no effect in it" in w for w in two.source.warnings)
+    assert any(
+        "the override of algorithm.optimizer.lr has no effect in it" in w
+        for w in two.source.warnings
+    )
 
 
 def test_an_adapter_to_begin_with_is_for_the_first_stage_alone(tmp_path: Path) -> None:
@@ -129,16 +164,25 @@ def test_an_adapter_to_begin_with_is_for_the_first_stage_alone(tmp_path: Path) -
     file = write(tmp_path, TWO, model={**BASE["model"], "lora_configs": [{"path": "there"}]})
     assert not check(file, schema_only=True, stage="one").errors
     (e,) = check(file, schema_only=True, stage="two").errors
-    assert e.key == "model.lora_configs[0].path" and "stage two begins with the model of the one before" in e.message
+    assert (
+        e.key == "model.lora_configs[0].path"
+        and "stage two begins with the model of the one before" in e.message
+    )
     for more in ({"lora_configs": [{"lora_rank": 4}]}, {}):
-        assert not check(write(tmp_path, TWO, model={**BASE["model"], **more}), schema_only=True, stage="two").errors
+        assert not check(
+            write(tmp_path, TWO, model={**BASE["model"], **more}), schema_only=True, stage="two"
+        ).errors
 
 
 def test_verls_spelling_inside_a_stage(tmp_path: Path) -> None:
     native = {"trainer_config": {"actor": {"grad_clip": 0.9, "optim": {"lr": 5e-5}}}}
     file = write(tmp_path, [{"stage_name": "one", "trainer": native}, {"stage_name": "two"}])
     one, two = (load(file, stage=s) for s in ("one", "two"))
-    assert one.trainer.grad_clip == 0.9 and one.algorithm.optimizer.lr == 5e-5 and one.algorithm.repeat_times == 4
+    assert (
+        one.trainer.grad_clip == 0.9
+        and one.algorithm.optimizer.lr == 5e-5
+        and one.algorithm.repeat_times == 4
+    )
     assert two.trainer.grad_clip == 0.5 and two.algorithm.optimizer.lr == 1e-5
     twice = [{"stage_name": "one", "trainer": {**native, "grad_clip": 0.1}}]
     with pytest.raises(ConfigError, match="two spellings of one key"):
@@ -157,13 +201,24 @@ def test_check_shows_every_stage(tmp_path: Path) -> None:
 
     file = write(tmp_path, TWO)
     code, text = run(file)
-    assert code == 0 and "stage one\n" in text and "stage two\n" in text and "program/two" in text.replace("\n", "")
+    assert (
+        code == 0
+        and "stage one\n" in text
+        and "stage two\n" in text
+        and "program/two" in text.replace("\n", "")
+    )
     code, text = run(file, "--json")
     found = json.loads(text)
-    assert code == 0 and found["ok"] and [s["stage_name"] for s in found["stages"]] == ["one", "two"]
-    code, text = run(write(tmp_path, [*TWO, {"stage_name": "three", "trainer": {"grad_clip": -1}}]), "--json")
+    assert (
+        code == 0 and found["ok"] and [s["stage_name"] for s in found["stages"]] == ["one", "two"]
+    )
+    code, text = run(
+        write(tmp_path, [*TWO, {"stage_name": "three", "trainer": {"grad_clip": -1}}]), "--json"
+    )
     found = json.loads(text)
-    assert code == 2 and not found["ok"] and [s["ok"] for s in found["stages"]] == [True, True, False]
+    assert (
+        code == 2 and not found["ok"] and [s["ok"] for s in found["stages"]] == [True, True, False]
+    )
     assert [e["key"] for e in found["errors"]] == ["stages[2].trainer.grad_clip"]
     code, text = run(write(tmp_path, [{}]), "--json")
     assert code == 2 and json.loads(text)["errors"][0]["key"] == "stages[0].stage_name"

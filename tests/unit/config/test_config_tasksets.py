@@ -1,4 +1,6 @@
-"""Tasksets in a configuration: selectors, readers, databases, prompts that are cut, the task pipeline, and veRL's `data` section."""
+"""Tasksets in a configuration: selectors, readers, databases, prompts that are cut, the task
+pipeline, and veRL's `data` section.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from rft.testing import tiny
 IN = "buffer.explorer_input"
 OFFLINE = "buffer.trainer_input.experience_buffer"
 PIPE = "data_processor.task_pipeline"
-ROWS = [{"prompt": f"{i}+1?", "response": str(i + 1), "weak": i / 20, "strong": i / 10, "pass_rate": i / 10} for i in range(10)]
+ROWS = [
+    {
+        "prompt": f"{i}+1?",
+        "response": str(i + 1),
+        "weak": i / 20,
+        "strong": i / 10,
+        "pass_rate": i / 10,
+    }
+    for i in range(10)
+]
 
 
 READER = """
@@ -76,25 +87,48 @@ def errors(*overrides: str) -> dict[str, str]:
     return {e.key: e.message for e in report(*overrides).errors}
 
 
-BOTS = (f"{IN}.taskset.data_selector.selector_type=Difficulty_Based", f"{IN}.taskset.data_selector.feature_keys=[weak,strong]")
+BOTS = (
+    f"{IN}.taskset.data_selector.selector_type=Difficulty_Based",
+    f"{IN}.taskset.data_selector.feature_keys=[weak,strong]",
+)
 
 
 def test_selectors(here):
     made = report(
-        *BOTS, f"{IN}.taskset.data_selector.kwargs={{tau: 0}}", "synchronizer.sync_interval=3", "synchronizer.sync_offset=1"
+        *BOTS,
+        f"{IN}.taskset.data_selector.kwargs={{tau: 0}}",
+        "synchronizer.sync_interval=3",
+        "synchronizer.sync_offset=1",
     )
     assert made.ok, made.errors
     (t,) = made.plan.explorer.tasksets
-    assert (t.selector, t.feature_keys, t.selector_args) == ("difficulty_based", ("weak", "strong"), {"tau": 0})
-    assert made.plan.explorer.feedback_lag == 3, "as many as the schedule lets run ahead: offset + interval - 1"
+    assert (t.selector, t.feature_keys, t.selector_args) == (
+        "difficulty_based",
+        ("weak", "strong"),
+        {"tau": 0},
+    )
+    assert made.plan.explorer.feedback_lag == 3, (
+        "as many as the schedule lets run ahead: offset + interval - 1"
+    )
     assert report(*BOTS).plan.explorer.feedback_lag == 0
     where = f"{IN}.taskset.data_selector"
-    assert "Did you mean shuffle" in errors(f"{where}.selector_type=shufle")[f"{where}.selector_type"]
+    assert (
+        "Did you mean shuffle" in errors(f"{where}.selector_type=shufle")[f"{where}.selector_type"]
+    )
     assert "Known: m, lamb" in errors(*BOTS, f"{where}.kwargs={{lmb: 1}}")[f"{where}.kwargs"]
     assert "exactly 2" in errors(BOTS[0])[f"{where}.feature_keys"]
-    assert "column 'hard'" in errors(BOTS[0], f"{where}.feature_keys=[weak,hard]")[f"{where}.feature_keys"]
-    evals = f"{IN}.eval_tasksets=[{{path: rows.jsonl, data_selector: {{selector_type: difficulty_based, feature_keys: [weak, strong]}}}}]"
-    assert "evaluation takes every row once" in errors(evals)[f"{IN}.eval_tasksets[0].data_selector.selector_type"]
+    assert (
+        "column 'hard'"
+        in errors(BOTS[0], f"{where}.feature_keys=[weak,hard]")[f"{where}.feature_keys"]
+    )
+    evals = (
+        f"{IN}.eval_tasksets=[{{path: rows.jsonl, data_selector: {{selector_type: "
+        f"difficulty_based, feature_keys: [weak, strong]}}}}]"
+    )
+    assert (
+        "evaluation takes every row once"
+        in errors(evals)[f"{IN}.eval_tasksets[0].data_selector.selector_type"]
+    )
     (here / "mine.py").write_text(SELECTOR)
     own = report(f"{where}.selector_type=mine.py:Mine")
     assert own.ok and own.plan.explorer.tasksets[0].selector.endswith("mine.py:Mine")
@@ -108,7 +142,9 @@ def test_readers_and_databases(here):
     assert "go together" in errors(f"{IN}.taskset.reader_path=mine.py")[f"{IN}.taskset.reader_name"]
     with sqlite3.connect(here / "tasks.db") as db:
         db.execute("CREATE TABLE sums (id INTEGER PRIMARY KEY, prompt TEXT, response TEXT)")
-        db.executemany("INSERT INTO sums VALUES (?, ?, ?)", [(i, f"{i}+0?", str(i)) for i in range(4)])
+        db.executemany(
+            "INSERT INTO sums VALUES (?, ?, ?)", [(i, f"{i}+0?", str(i)) for i in range(4)]
+        )
     db.close()
     sql = (f"{IN}.taskset.path=tasks.db", f"{IN}.taskset.storage_type=sql")
     made = report(*sql, f"{IN}.taskset.args={{table: sums}}")
@@ -135,7 +171,9 @@ def test_a_chat_that_ends_with_an_answer_is_told(here):
 
 
 def test_rows_that_name_workflows(here):
-    lines = [{**r, "flow": "simple_workflow" if i else "simple_workflo"} for i, r in enumerate(ROWS)]
+    lines = [
+        {**r, "flow": "simple_workflow" if i else "simple_workflo"} for i, r in enumerate(ROWS)
+    ]
     (here / "rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines[1:]))
     assert report(f"{IN}.taskset.format.workflow_key=flow").ok
     (here / "rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in [*lines[1:], lines[0]]))
@@ -144,15 +182,27 @@ def test_rows_that_name_workflows(here):
 
 
 def test_prompts_that_are_too_long(here):
-    (here / "rows.jsonl").write_text(json.dumps({"prompt": "x" * 90, "response": "1"}) + "\n" + json.dumps(ROWS[0]) + "\n")
+    (here / "rows.jsonl").write_text(
+        json.dumps({"prompt": "x" * 90, "response": "1"}) + "\n" + json.dumps(ROWS[0]) + "\n"
+    )
     cut = report("model.enable_prompt_truncation=false", "model.prompt_truncation_side=Left")
-    assert cut.plan.explorer.tasksets[0].prompt_truncation == "left" and cut.plan.explorer.tasksets[0].prompt_limit is None
-    assert report("model.prompt_truncation_side=left").plan.explorer.tasksets[0].prompt_truncation == "error"
+    assert (
+        cut.plan.explorer.tasksets[0].prompt_truncation == "left"
+        and cut.plan.explorer.tasksets[0].prompt_limit is None
+    )
+    assert (
+        report("model.prompt_truncation_side=left").plan.explorer.tasksets[0].prompt_truncation
+        == "error"
+    )
     refused = errors("model.enable_prompt_truncation=false")["model.prompt_truncation_side"]
     assert re.search(r"the prompt of row 0 of .* has \d+ tokens", refused)
-    out = report("model.enable_prompt_truncation=false", f"{IN}.taskset.filter_overlong_prompts=true")
+    out = report(
+        "model.enable_prompt_truncation=false", f"{IN}.taskset.filter_overlong_prompts=true"
+    )
     assert out.ok and out.tasksets[0].num_rows == 1
-    assert [report(*o).plan.explorer.tasksets[0].num_process for o in ((), (f"{PIPE}.num_process=7",))] == [3, 7]
+    assert [
+        report(*o).plan.explorer.tasksets[0].num_process for o in ((), (f"{PIPE}.num_process=7",))
+    ] == [3, 7]
 
 
 def test_another_tokenizer(here, tmp_path):
@@ -160,19 +210,31 @@ def test_another_tokenizer(here, tmp_path):
     made = report(f"model.tokenizer_path={other}", f"{IN}.taskset.filter_overlong_prompts=true")
     assert made.ok, made.errors
     plan = made.plan
-    assert {plan.engines[0].tokenizer_path, plan.learner.tokenizer_path, plan.explorer.tasksets[0].prompt_limit.model_path} == {
-        str(other)
-    }
+    assert {
+        plan.engines[0].tokenizer_path,
+        plan.learner.tokenizer_path,
+        plan.explorer.tasksets[0].prompt_limit.model_path,
+    } == {str(other)}
     given = "{path: rows.jsonl, format: {response_key: response}}"
-    made = report(f"model.tokenizer_path={other}", "mode=train", "algorithm={algorithm_type: sft}", f"{OFFLINE}={given}")
+    made = report(
+        f"model.tokenizer_path={other}",
+        "mode=train",
+        "algorithm={algorithm_type: sft}",
+        f"{OFFLINE}={given}",
+    )
     assert made.plan is not None and made.plan.trainer.offline_data.model_path == str(other), (
         "what is trained is written by it, too"
     )
     file = other / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 99_999, "content": "<far>"})
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][-1], "id": 99_999, "content": "<far>"}
+    )
     file.write_text(json.dumps(tokenizer))
-    assert "has token 99999, and the model knows" in errors(f"model.tokenizer_path={other}")["model.model_path"]
+    assert (
+        "has token 99999, and the model knows"
+        in errors(f"model.tokenizer_path={other}")["model.model_path"]
+    )
 
 
 # ---------------------------------------------------------------- the task pipeline
@@ -189,8 +251,12 @@ def test_the_pipeline_is_shown_and_not_run_by_check(here):
     made = report(*MADE)
     assert made.ok, made.errors
     assert made.tasksets[0].num_rows == 4 and not (here / "made.jsonl").exists()
-    assert any("inputs 10 → pass_rate_score 10 → sort 10 → top 4 4; goes into" in n for n in made.notes)
-    assert made.plan.task_pipeline.order == "sort" and made.plan.task_pipeline.output == str(here / "made.jsonl")
+    assert any(
+        "inputs 10 → pass_rate_score 10 → sort 10 → top 4 4; goes into" in n for n in made.notes
+    )
+    assert made.plan.task_pipeline.order == "sort" and made.plan.task_pipeline.output == str(
+        here / "made.jsonl"
+    )
     assert made.tasksets[0].rows[0].truth == "10", "difficulty counts -0.7: the easiest first"
 
 
@@ -199,18 +265,25 @@ def test_operators_from_a_file(here):
         "operators:\n- name: deduplicate\n- {name: range_filter, args: {field: weak, min: 0.2}}\n"
     )
     made = report(*MADE, f"{PIPE}.config_path=operators.yaml")
-    assert [o.name for o in made.plan.task_pipeline.operators] == ["deduplicate", "range_filter", "pass_rate_score"], made.errors
+    assert [o.name for o in made.plan.task_pipeline.operators] == [
+        "deduplicate",
+        "range_filter",
+        "pass_rate_score",
+    ], made.errors
     for text, message in (
         (
             "process:\n- text_length_filter: {min_len: 1}\n",
-            "recipe of Data-Juicer; write operators: .{name: data_juicer_filter, args: {config_path: operators.yaml}}",
+            "recipe of Data-Juicer; write operators: .{name: data_juicer_filter, args: "
+            "{config_path: operators.yaml}}",
         ),
         ("operators: 3\n", "must hold the key operators alone"),
         ("operators:\n- name: range_filter\n", "Field required|field"),
     ):
         (here / "operators.yaml").write_text(text)
         found = errors(*MADE, f"{PIPE}.config_path=operators.yaml")
-        assert any(k.startswith(f"{PIPE}.config_path") and re.search(message, m) for k, m in found.items()), found
+        assert any(
+            k.startswith(f"{PIPE}.config_path") and re.search(message, m) for k, m in found.items()
+        ), found
     assert f"{PIPE}.config_path" in errors(*MADE, f"{PIPE}.config_path=none.yaml")
 
 
@@ -221,8 +294,16 @@ def test_operators_from_a_file(here):
         (f"{PIPE}.inputs=[made.jsonl]", f"{PIPE}.inputs", "cannot go into one of the inputs"),
         (f"{PIPE}.inputs=[nothing.jsonl]", "taskset inputs.path", "does not exist"),
         (f"{IN}.taskset.path=made.parquet", IN, "must be a file that ends with .jsonl"),
-        (f"{PIPE}.operators=[{{name: text_length_filter}}]", f"{PIPE}.operators[0].name", "data_juicer_filter"),
-        (f"{PIPE}.operators=[{{name: deduplicate, args: {{feld: x}}}}]", f"{PIPE}.operators[0].args", "Known: field, normalize"),
+        (
+            f"{PIPE}.operators=[{{name: text_length_filter}}]",
+            f"{PIPE}.operators[0].name",
+            "data_juicer_filter",
+        ),
+        (
+            f"{PIPE}.operators=[{{name: deduplicate, args: {{feld: x}}}}]",
+            f"{PIPE}.operators[0].args",
+            "Known: field, normalize",
+        ),
         (f"{PIPE}.priority_weights.difficulty=0", "", ""),
         (f"{PIPE}.target_fields=[nothing]", f"{PIPE}.target_fields", "there is no column"),
     ],

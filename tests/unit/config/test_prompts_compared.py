@@ -1,4 +1,6 @@
-"""`rft check` compares prompts: of training and evaluation where there are both, and of different tasks after the chat template."""
+"""`rft check` compares prompts: of training and evaluation where there are both, and of different
+tasks after the chat template.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,19 @@ class Rows:
     def task(self, index: int) -> Task:
         self.read += 1
         row: dict[str, Any] = {"prompt": f"What is {index} + 1?"}
-        return Task(taskset=self.settings.name, index=index, prompt=row["prompt"], workflow="math", row=row)
+        return Task(
+            taskset=self.settings.name, index=index, prompt=row["prompt"], workflow="math", row=row
+        )
 
 
-@pytest.mark.parametrize("kinds", [(False, False), (True,), (False, True)], ids=["training", "evaluation", "both"])
-def test_tasks_are_read_where_training_and_evaluation_can_be_compared(kinds: tuple[bool, ...]) -> None:
-    rows, problems = [Rows(f"set{i}", is_eval=kind) for i, kind in enumerate(kinds)], Problems()
+@pytest.mark.parametrize(
+    "kinds", [(False, False), (True,), (False, True)], ids=["training", "evaluation", "both"]
+)
+def test_tasks_are_read_where_training_and_evaluation_can_be_compared(
+    kinds: tuple[bool, ...],
+) -> None:
+    rows = [Rows(f"set{i}", is_eval=kind) for i, kind in enumerate(kinds)]
+    problems = Problems()
     overlap(rows, problems)  # type: ignore[arg-type]
     both = len(set(kinds)) == 2
     assert [r.read for r in rows] == [3 if both else 0] * len(rows)
@@ -41,10 +50,20 @@ def test_tasks_are_read_where_training_and_evaluation_can_be_compared(kinds: tup
 
 
 @pytest.mark.parametrize("name", ["content", "contant"])
-def test_a_template_that_shows_no_task_is_refused(name: str, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_template_that_shows_no_task_is_refused(
+    name: str, tmp_path: Path, tiny_model: Path
+) -> None:
     template = tmp_path / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m['role'] + (m['" + name + "'] or '') }}{% endfor %}assistant")
-    out, _, code = said("check", "-c", str(TINY), f"model.model_path={tiny_model}", f"model.chat_template_path={template}")
+    template.write_text(
+        "{% for m in messages %}{{ m['role'] + (m['" + name + "'] or '') }}{% endfor %}assistant"
+    )
+    out, _, code = said(
+        "check",
+        "-c",
+        str(TINY),
+        f"model.model_path={tiny_model}",
+        f"model.chat_template_path={template}",
+    )
     assert (code, "row 0: the chat template does not write message 0" in " ".join(out.split())) == (
         (0, False) if name == "content" else (2, True)
     )
@@ -52,6 +71,16 @@ def test_a_template_that_shows_no_task_is_refused(name: str, tmp_path: Path, tin
 
 def test_a_template_that_cuts_tasks_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     template = tmp_path / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m['role'] + m['content'][:40] }}{% endfor %}assistant")
-    out, _, code = said("check", "-c", str(TINY), f"model.model_path={tiny_model}", f"model.chat_template_path={template}")
-    assert code == 2 and "row 0: the chat template does not write message 0" in " ".join(out.split())
+    template.write_text(
+        "{% for m in messages %}{{ m['role'] + m['content'][:40] }}{% endfor %}assistant"
+    )
+    out, _, code = said(
+        "check",
+        "-c",
+        str(TINY),
+        f"model.model_path={tiny_model}",
+        f"model.chat_template_path={template}",
+    )
+    assert code == 2 and "row 0: the chat template does not write message 0" in " ".join(
+        out.split()
+    )

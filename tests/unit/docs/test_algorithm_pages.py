@@ -1,4 +1,6 @@
-"""docs/algorithms: every algorithm and part has its place, every example is accepted, every test that is named is there."""
+"""docs/algorithms: every algorithm and part has its place, every example is accepted, every test
+that is named is there.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,19 @@ from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs" / "algorithms"
-SECTIONS = ("What it is for", "Formula", "Arguments", "Example", "Tests", "Differences from Trinity-RFT and veRL")
+SECTIONS = (
+    "What it is for",
+    "Formula",
+    "Arguments",
+    "Example",
+    "Tests",
+    "Differences from Trinity-RFT and veRL",
+)
 TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 EXAMPLES = [
-    (page, i, m) for page, text in TEXTS.items() for i, m in enumerate(re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S))
+    (page, i, m)
+    for page, text in TEXTS.items()
+    for i, m in enumerate(re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S))
 ]
 
 
@@ -28,14 +39,23 @@ def test_every_algorithm_has_a_page(name: str) -> None:
     text = TEXTS[name]
     found = [s for s in re.findall(r"^## (.+)$", text, re.MULTILINE) if s in SECTIONS]
     assert found == list(SECTIONS)
-    assert all(f"<!-- from the code: {part} {name} -->" in text for part in ("type", "formulas", "arguments"))
+    assert all(
+        f"<!-- from the code: {part} {name} -->" in text
+        for part in ("type", "formulas", "arguments")
+    )
     examples = [yaml.safe_load(body) for page, _, body in EXAMPLES if page == name]
     assert [e["algorithm"]["algorithm_type"] for e in examples] == [name]
 
 
-@pytest.mark.parametrize(("page", "i", "body"), EXAMPLES, ids=[f"{page}-{i}" for page, i, _ in EXAMPLES])
-def test_example(page: str, i: int, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `rft check --schema-only` says of it; a part of a configuration is put into the first page's."""
+@pytest.mark.parametrize(
+    ("page", "i", "body"), EXAMPLES, ids=[f"{page}-{i}" for page, i, _ in EXAMPLES]
+)
+def test_example(
+    page: str, i: int, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `rft check --schema-only` says of it; a part of a configuration is put into the first
+    page's.
+    """
     monkeypatch.chdir(tmp_path)
     given = yaml.safe_load(body)
     if "model" not in given:
@@ -58,13 +78,19 @@ def test_tests_that_are_named_are_there(page: str) -> None:
 
 
 def test_every_part_is_described_once() -> None:
-    titles = re.findall(r"^##+ (Advantage|Policy loss) (\w+)$", "\n".join(TEXTS.values()), re.MULTILINE)
+    titles = re.findall(
+        r"^##+ (Advantage|Policy loss) (\w+)$", "\n".join(TEXTS.values()), re.MULTILINE
+    )
     kinds = {"advantage_fn": "Advantage", "policy_loss_fn": "Policy loss"}
-    assert sorted(titles) == sorted((kinds[kind], part) for kind, part in shipped() if kind in kinds and part != "none")
+    assert sorted(titles) == sorted(
+        (kinds[kind], part) for kind, part in shipped() if kind in kinds and part != "none"
+    )
 
 
 def test_papers_are_those_that_the_code_names() -> None:
-    code = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "rft" / "algorithm").glob("*.py"))
+    code = "\n".join(
+        p.read_text(encoding="utf-8") for p in (ROOT / "rft" / "algorithm").glob("*.py")
+    )
     known = set(re.findall(r"arXiv:(\d{4}\.\d{5})", code))
     for page, text in TEXTS.items():
         assert set(re.findall(r"\d{4}\.\d{5}", text)) <= known, page
@@ -72,9 +98,14 @@ def test_papers_are_those_that_the_code_names() -> None:
 
 def test_defaults_come_from_the_models(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- from the code: arguments gspo -->\nold\n<!-- end -->\nafter\n", encoding="utf-8")
+    page.write_text(
+        "before\n<!-- from the code: arguments gspo -->\nold\n<!-- end -->\nafter\n",
+        encoding="utf-8",
+    )
     text = algorithm_pages.filled(page)
-    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    assert (
+        text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    )
     model = shipped()["policy_loss_fn", algorithm_defaults("gspo").policy_loss_fn]
     assert all(f"| `{name}` |" in text for name in model.model_fields) and "| `0.0003` |" in text
 
@@ -87,7 +118,8 @@ def test_docstrings_become_markdown() -> None:
 
 Then `*this*`.""")
     assert text == (
-        "With \\*stars\\*, \\_lines_ and a_b ([arXiv:1707.06347](https://arxiv.org/abs/1707.06347)):\n\n"
+        "With \\*stars\\*, \\_lines_ and a_b "
+        "([arXiv:1707.06347](https://arxiv.org/abs/1707.06347)):\n\n"
         "```text\nloss = x * y\n  more\n```\n\nThen `*this*`."
     )
 

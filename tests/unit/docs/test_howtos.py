@@ -15,7 +15,9 @@ PAGES = sorted((howto.ROOT / "docs" / "howto").glob("*.md"))
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_howto(page: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_howto(
+    page: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "140")  # what is printed is compared line by line
     monkeypatch.chdir(tmp_path)
     try:
@@ -28,10 +30,13 @@ def test_howto(page: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest
 def test_every_page_can_be_found(page: Path) -> None:
     """From the start page or one that it links to, and in the site's menu."""
     docs = howto.ROOT / "docs"
-    menu, start = (howto.ROOT / "mkdocs.yml").read_text(), (docs / "index.md").read_text()
+    menu = (howto.ROOT / "mkdocs.yml").read_text()
+    start = (docs / "index.md").read_text()
     linked = [docs / to for to in re.findall(r"\]\(([\w/.-]+\.md)", start)]
     assert f"howto/{page.name}" in menu, "not in mkdocs.yml"
-    assert page in linked or any(f"({page.name}" in p.read_text() or f"howto/{page.name}" in p.read_text() for p in linked)
+    assert page in linked or any(
+        f"({page.name}" in p.read_text() or f"howto/{page.name}" in p.read_text() for p in linked
+    )
 
 
 def test_authors_have_their_pages() -> None:
@@ -40,7 +45,9 @@ def test_authors_have_their_pages() -> None:
         assert f"(howto/{name}.md)" in start, name
 
 
-def test_the_runner_notices_what_is_wrong(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runner_notices_what_is_wrong(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     page = tmp_path / "page.md"
     for body, why in [

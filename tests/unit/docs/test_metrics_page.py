@@ -14,7 +14,13 @@ from tests.helpers.judge_server import JudgeServer
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-ROLES = {"Explorer": "explorer", "Trainer": "trainer", "Synchronizer": "synchronizer", "Evaluation": "eval", "Alarms": "any"}
+ROLES = {
+    "Explorer": "explorer",
+    "Trainer": "trainer",
+    "Synchronizer": "synchronizer",
+    "Evaluation": "eval",
+    "Alarms": "any",
+}
 FLOW = """
 from rft.workflow.base import Workflow
 
@@ -39,7 +45,12 @@ def documented() -> dict[str, dict[str, bool]]:
 
 
 def form(name: str) -> re.Pattern[str]:
-    return re.compile("".join(r"[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name)))
+    return re.compile(
+        "".join(
+            r"[^/]+" if part.startswith("<") else re.escape(part)
+            for part in re.split(r"(<\w+>)", name)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +73,21 @@ def _written(folder: Path, tiny_model: Path, judge: str) -> dict[str, set[str]]:
         f"buffer.explorer_input.default_workflow_type={folder}/flow.py:Flow",
         f"buffer.explorer_input.default_reward_fn_type={folder}/flow.py:parts",
     ]
-    shaping = "{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: luck, weight: 0.1}]}}"
+    shaping = (
+        "{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: luck, "
+        "weight: 0.1}]}}"
+    )
     drops = "{name: deduplicate, args: {max_copies: 3}}, {name: reward_std_filter}"
     dapo = "{name: dapo_dynamic_sampling, args: {metric_key: luck}}"
     plain = [
-        *("name=plain", "trainer.total_steps=2", "buffer.max_refill=100", "explorer.dynamic_timeout.enable=true"),
-        f"data_processor.experience_pipeline.operators=[{shaping}, {{name: pass_rate_calculator}}, {drops}, {dapo}]",
+        *(
+            "name=plain",
+            "trainer.total_steps=2",
+            "buffer.max_refill=100",
+            "explorer.dynamic_timeout.enable=true",
+        ),
+        f"data_processor.experience_pipeline.operators=[{shaping}, {{name: pass_rate_calculator}}, "
+        f"{drops}, {dapo}]",
     ]
     more = [
         *(
@@ -81,14 +101,28 @@ def _written(folder: Path, tiny_model: Path, judge: str) -> dict[str, set[str]]:
         "buffer.explorer_input.default_reward_fn_type=math_reward",
     ]
     valued = [
-        *("name=valued", "trainer.total_steps=2", "algorithm.algorithm_type=ppo", "algorithm.kl_penalty_fn=k1"),
-        *("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token_k1"),
-        *("algorithm.rollout_correction.rollout_rs_threshold=5.0", "explorer.eval_on_startup=false"),
+        *(
+            "name=valued",
+            "trainer.total_steps=2",
+            "algorithm.algorithm_type=ppo",
+            "algorithm.kl_penalty_fn=k1",
+        ),
+        *(
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.rollout_correction.rollout_rs=token_k1",
+        ),
+        *(
+            "algorithm.rollout_correction.rollout_rs_threshold=5.0",
+            "explorer.eval_on_startup=false",
+        ),
         "buffer.explorer_input.default_reward_fn_type=rubric_judge",
-        f"explorer.auxiliary_models=[{{engine_type: external, model_path: j, external_model_config: {{base_url: {json.dumps(judge)}}}}}]",
+        f"explorer.auxiliary_models=[{{engine_type: external, model_path: j, "
+        f"external_model_config: {{base_url: {json.dumps(judge)}}}}}]",
     ]
     given = [*common[:2], "trainer.total_steps=1"]
-    runs = [("tiny", [*common, *changes]) for changes in (plain, more, valued)] + [("sft_tiny", given)]
+    runs = [("tiny", [*common, *changes]) for changes in (plain, more, valued)] + [
+        ("sft_tiny", given)
+    ]
     names: dict[str, set[str]] = {}
     for example, changes in runs:
         outcome = execute(ROOT / "examples" / example / "config.yaml", changes, in_process=True)
@@ -134,9 +168,16 @@ def test_most_conditional_names_were_seen(written: dict[str, set[str]]) -> None:
     }
     vllm = {f"engine/{name}" for name in ("steps", "preemptions", "prefix_cache_hit_rate")}
     vllm |= {f"engine/{name}/mean" for name in ("running", "waiting", "kv_cache_usage")}
-    separate = {f"engine/{name}" for name in ("lost", "stalled", "asked_again")}  # engines in processes of their own
-    experts = {"actor/router_aux_loss", "actor/router_max_load", "experience/routed_rows", "experience/routed_experts_bytes"}
-    short_types = {f"sync/canary_{name}" for name in ("noise", "mean_abs", "mean_limit")}  # engines in bfloat16 or float16
+    # engines in processes of their own
+    separate = {f"engine/{name}" for name in ("lost", "stalled", "asked_again")}
+    experts = {
+        "actor/router_aux_loss",
+        "actor/router_max_load",
+        "experience/routed_rows",
+        "experience/routed_experts_bytes",
+    }
+    # engines in bfloat16 or float16
+    short_types = {f"sync/canary_{name}" for name in ("noise", "mean_abs", "mean_limit")}
     assert unseen <= vllm | separate | experts | short_types | {
         "auxiliary/<name>/<what>/mean",
         "alarm/monitor_failed",
@@ -155,20 +196,49 @@ def test_every_row_has_a_unit_and_a_meaning() -> None:
 
 
 @pytest.mark.e2e
-def test_what_other_tools_show_is_there_under_the_name_that_migration_gives(written: dict[str, set[str]]) -> None:
-    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8").split("## Names of metrics", 1)[1].split("\n## ", 1)[0]
+def test_what_other_tools_show_is_there_under_the_name_that_migration_gives(
+    written: dict[str, set[str]],
+) -> None:
+    text = (
+        (ROOT / "docs" / "migration.md")
+        .read_text(encoding="utf-8")
+        .split("## Names of metrics", 1)[1]
+        .split("\n## ", 1)[0]
+    )
     rows = re.findall(r"^\| `.*?\| (.+) \|$", text, re.MULTILINE)
     ours = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
     every = set().union(*written.values())
-    assert len(ours) > 40 and [name for name in ours if not any(map(form(name).fullmatch, every))] == []
+    assert (
+        len(ours) > 40
+        and [name for name in ours if not any(map(form(name).fullmatch, every))] == []
+    )
 
 
 @pytest.mark.e2e
 def test_a_run_with_a_critic_tells_all_of_it(written: dict[str, set[str]]) -> None:
     """What PPO runs show everywhere, under the same names."""
-    losses = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "kl_coef", "entropy", "loss", "grad_norm", "lr")
+    losses = (
+        "pg_loss",
+        "pg_clipfrac",
+        "pg_clipfrac_lower",
+        "ppo_kl",
+        "kl_loss",
+        "kl_coef",
+        "entropy",
+        "loss",
+        "grad_norm",
+        "lr",
+    )
     wanted = {f"actor/{name}" for name in losses} | {"advantage/kl", "advantage/kl_coef"}
-    wanted |= {f"critic/{what}/{how}" for what in ("score", "rewards", "advantages", "returns") for how in ("mean", "max", "min")}
-    wanted |= {f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr")}
-    wanted |= {f"training/rollout_probs_diff_{how}" for how in ("mean", "max", "std")} | {"rollout_corr/kl"}
+    wanted |= {
+        f"critic/{what}/{how}"
+        for what in ("score", "rewards", "advantages", "returns")
+        for how in ("mean", "max", "min")
+    }
+    wanted |= {
+        f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr")
+    }
+    wanted |= {f"training/rollout_probs_diff_{how}" for how in ("mean", "max", "std")} | {
+        "rollout_corr/kl"
+    }
     assert wanted <= written["trainer"], wanted - written["trainer"]

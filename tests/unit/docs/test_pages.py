@@ -1,4 +1,6 @@
-"""The pages fit the code: keys, messages, columns and links are those that are there; the quickstart's commands run."""
+"""The pages fit the code: keys, messages, columns and links are those that are there; the
+quickstart's commands run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def table(page: str, heading: str) -> list[list[str]]:
 
 def code(text: str) -> list[str]:
     """What stands in code marks, outside fenced blocks."""
-    return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    return re.findall(
+        r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    )
 
 
 def strings(folder: Path) -> str:
@@ -42,7 +46,9 @@ def strings(folder: Path) -> str:
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
+                found.append(
+                    "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return "\n".join(found)
@@ -57,14 +63,19 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @for_each("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(
+        r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text(encoding="utf-8")
+    ):
         if "://" in target:
             continue
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{page.name} links to {target}"
         if anchor:
             titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            slugs = {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", t.replace("`", "").lower()).strip()) for t in titles}
+            slugs = {
+                re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", t.replace("`", "").lower()).strip())
+                for t in titles
+            }
             assert anchor[1:] in slugs, f"{page.name} links to {target}{anchor}"
 
 
@@ -87,9 +98,18 @@ def test_keys_on_the_right_of_the_other_tools_are_keys() -> None:
 
 
 def test_extras_are_named_where_they_are_installed() -> None:
-    page = (DOCS / "install-cpu.md").read_text(encoding="utf-8").split("## Extras")[1].split("\n## ")[0]
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert set(extras) - {"dev", "docs", "flash-attn", "quickstart"} == set(code(page)) & set(extras)
+    page = (
+        (DOCS / "install-cpu.md")
+        .read_text(encoding="utf-8")
+        .split("## Extras")[1]
+        .split("\n## ")[0]
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    assert set(extras) - {"dev", "docs", "flash-attn", "quickstart"} == set(code(page)) & set(
+        extras
+    )
     pinned = (ROOT / "requirements-cpu.txt").read_text(encoding="utf-8")
     for name in set(code(page)) & set(extras) - {"vllm"}:
         package = re.split(r"[<>=\[]", extras[name][0])[0]
@@ -104,9 +124,18 @@ def test_every_option_is_explained() -> None:
 @pytest.mark.e2e
 def test_messages_are_those_of_the_code() -> None:
     known = re.sub(r"\s+", " ", strings(ROOT / "rft")) + "unknown workflow"  # its kind is filled in
-    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## It runs, and does not learn")[0]
+    text = (
+        (DOCS / "troubleshooting.md")
+        .read_text(encoding="utf-8")
+        .split("## It runs, and does not learn")[0]
+    )
     rows = re.findall(r"^\| (.+?) \| .+\|$", text, re.MULTILINE)
-    messages = [m for row in rows for m in code(row) if re.search(r" ", m) and not m.startswith(("actor/", "rollout/"))]
+    messages = [
+        m
+        for row in rows
+        for m in code(row)
+        if re.search(r" ", m) and not m.startswith(("actor/", "rollout/"))
+    ]
     assert len(messages) > 40
     missing = [
         (message, part)
@@ -124,7 +153,12 @@ def test_settings_named_in_the_pages_are_keys() -> None:
     prefixes = {k.rsplit(".", n)[0] for k in keys for n in range(1, k.count(".") + 1)}
     wrong = []
     for page in PAGES:
-        if page.name in ("configuration.md", "migration.md", "cli.md", "architecture.md") or page.name.startswith("install"):
+        if page.name in (
+            "configuration.md",
+            "migration.md",
+            "cli.md",
+            "architecture.md",
+        ) or page.name.startswith("install"):
             continue
         for text in code(page.read_text(encoding="utf-8")):
             name = re.sub(r"(\.\d+|\[\d+\])", "", re.split(r"[:=\s]", text)[0])
@@ -166,7 +200,9 @@ def test_the_drawing_is_well_formed_and_fits_light_and_dark() -> None:
 
     text = (DOCS / "assets" / "architecture.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(text)
-    colours = {c.lower() for c in re.findall(r"#[0-9a-fA-F]{3,6}\b", text) if c not in ("#b", "#w", "#g")}
+    colours = {
+        c.lower() for c in re.findall(r"#[0-9a-fA-F]{3,6}\b", text) if c not in ("#b", "#w", "#g")
+    }
     assert colours <= {"#3987e5", "#d9772b", "#858585"}
 
 

@@ -1,4 +1,6 @@
-"""The README's file is what it says: short, tested without a model in no time, and trained by its configuration alone."""
+"""The README's file is what it says: short, tested without a model in no time, and trained by its
+configuration alone.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,29 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_is_short_and_that_of_the_example() -> None:
     assert set(FILES) == {"my_plugins/explain.py", "my.yaml", "test_explain.py"}
-    assert FILES["my_plugins/explain.py"] == (ROOT / "examples" / "judge" / "plugins" / "explain.py").read_text()
+    assert (
+        FILES["my_plugins/explain.py"]
+        == (ROOT / "examples" / "judge" / "plugins" / "explain.py").read_text()
+    )
     assert len(FILES["my_plugins/explain.py"].splitlines()) <= 30
     example = (ROOT / "examples" / "judge" / "test_explain.py").read_text()
     assert FILES["test_explain.py"].replace("my_plugins", "plugins") == example
 
 
 def test_its_test_needs_no_model_and_no_time(written: Path) -> None:
-    timed = "import sys, time, test_explain as t; b = time.process_time(); t.test_the_second_answer_is_judged()"
+    timed = (
+        "import sys, time, test_explain as t; b = time.process_time(); "
+        "t.test_the_second_answer_is_judged()"
+    )
     tell = "print(time.process_time() - b, 'torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(written), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, "-c", f"{timed}; {tell}"], env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", f"{timed}; {tell}"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     seconds, torch = done.stdout.split()
@@ -53,7 +66,9 @@ def test_its_test_needs_no_model_and_no_time(written: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_it_trains_by_its_configuration_alone(written: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_trains_by_its_configuration_alone(
+    written: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As it stands in the README, but for model, size, engine and the judge's address."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     load_all()  # the example in the repository marks the same names
@@ -62,8 +77,20 @@ def test_it_trains_by_its_configuration_alone(written: Path, tiny_model: Path, m
     with JudgeServer(FakeJudge(lambda prompt: 1 + len(prompt) % 5)) as server:
         models = yaml.safe_load(FILES["my.yaml"])["explorer"]["auxiliary_models"]
         models[0]["external_model_config"]["base_url"] = server.url
-        small = ["buffer.batch_size=4", "model.max_prompt_tokens=64", "model.max_response_tokens=120"]
-        engine = ["explorer.rollout_model.engine_type=transformers", "buffer.explorer_input.taskset.rollout_args.max_tokens=8"]
-        changes = [f"model.model_path={tiny_model}", f"explorer.auxiliary_models={json.dumps(models)}", *small, *engine]
+        small = [
+            "buffer.batch_size=4",
+            "model.max_prompt_tokens=64",
+            "model.max_response_tokens=120",
+        ]
+        engine = [
+            "explorer.rollout_model.engine_type=transformers",
+            "buffer.explorer_input.taskset.rollout_args.max_tokens=8",
+        ]
+        changes = [
+            f"model.model_path={tiny_model}",
+            f"explorer.auxiliary_models={json.dumps(models)}",
+            *small,
+            *engine,
+        ]
         done = execute(written / "my.yaml", changes, in_process=True, plugin_dirs=["my_plugins"])
         assert done.version.step == 2 and len(server.asked) > 40

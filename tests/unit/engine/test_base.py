@@ -21,7 +21,9 @@ from rft.types.ports import LoadReport
 
 
 async def test_scripted_from_settings() -> None:
-    engine = await make(EngineSettings(engine_type="scripted", extra_engine_args={"texts": ["yes"]}))
+    engine = await make(
+        EngineSettings(engine_type="scripted", extra_engine_args={"texts": ["yes"]})
+    )
     assert (await engine.generate(ask()))[0].text == "yes"
     with pytest.raises(EngineFailed, match="script is over"):
         await engine.generate(ask())
@@ -34,7 +36,9 @@ async def test_an_unknown_engine_is_named() -> None:
 
 async def test_an_engine_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from rft.engine.scripted import ScriptedEngine\nclass Mine(ScriptedEngine):\n    pass\nthing = 3\n", encoding="utf-8"
+        "from rft.engine.scripted import ScriptedEngine\nclass Mine(ScriptedEngine):\n    "
+        "pass\nthing = 3\n",
+        encoding="utf-8",
     )
     engine = await make(EngineSettings(engine_type=f"{tmp_path}/mine.py:Mine"))
     assert type(engine).__name__ == "Mine"
@@ -51,7 +55,13 @@ def test_prompt_limit_leaves_room_for_a_token() -> None:
 
 def test_the_worst_of_several_reports() -> None:
     good = LoadReport(
-        version=Version(1, 2), num_tensors=3, nbytes=30, probed_layers=2, probe_error=1e-7, probe_worst="a", load_s=1.0
+        version=Version(1, 2),
+        num_tensors=3,
+        nbytes=30,
+        probed_layers=2,
+        probe_error=1e-7,
+        probe_worst="a",
+        load_s=1.0,
     )
     bad = LoadReport(
         version=Version(1, 1),
@@ -85,7 +95,10 @@ async def test_a_pool_routes_prompts() -> None:
     tasks = [asyncio.create_task(pool.generate(ask(text, n=2))) for text in ("a", "b", "a", "c")]
     await engines[0].waiting(4)
     await engines[1].waiting(4)
-    assert [[c.messages[0]["content"] for c in e.calls] for e in engines] == [["a", "a"], ["b", "c"]]
+    assert [[c.messages[0]["content"] for c in e.calls] for e in engines] == [
+        ["a", "a"],
+        ["b", "c"],
+    ]
     for e in engines:
         e.release()
     await asyncio.gather(*tasks)
@@ -116,7 +129,11 @@ def test_vllm_must_be_there_and_supported(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_light_parts_load_no_torch() -> None:
     modules = (
-        "rft.engine.base, rft.engine.pool, rft.engine.environment, rft.engine.weights, rft.engine.vllm, rft.engine.transformers"
+        "rft.engine.base, rft.engine.pool, rft.engine.environment, rft.engine.weights, "
+        "rft.engine.vllm, rft.engine.transformers"
     )
-    code = f"import sys, {modules}, rft.engine.scripted, rft.fault_injection; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+    code = (
+        f"import sys, {modules}, rft.engine.scripted, rft.fault_injection; sys.exit('torch' in "
+        f"sys.modules or 'vllm' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

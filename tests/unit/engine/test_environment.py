@@ -31,10 +31,14 @@ def test_two_shards_share_the_threads() -> None:
 
 
 def test_engines_of_several_processes_have_other_cores() -> None:
-    two = (EngineSettings(cpu_threads=2, tensor_parallel_size=2, first_core=first) for first in (0, 2))
+    two = (
+        EngineSettings(cpu_threads=2, tensor_parallel_size=2, first_core=first) for first in (0, 2)
+    )
     assert [cpu_environment(e)["VLLM_CPU_OMP_THREADS_BIND"] for e in two] == ["4|5", "6|7"]
     beyond = EngineSettings(cpu_threads=2, tensor_parallel_size=2, first_core=3)
-    assert cpu_environment(beyond)["VLLM_CPU_OMP_THREADS_BIND"] == "7|4", "it begins again, which `rft check` says"
+    assert cpu_environment(beyond)["VLLM_CPU_OMP_THREADS_BIND"] == "7|4", (
+        "it begins again, which `rft check` says"
+    )
 
 
 def test_a_library_is_told_to_vllms_own_processes_and_not_forked() -> None:
@@ -50,8 +54,13 @@ def test_more_shards_than_cores_are_refused() -> None:
 
 def test_cuda_gets_the_neutral_variables_only() -> None:
     env = cpu_environment(EngineSettings(device="cuda"))
-    assert "LD_PRELOAD" not in env and "VLLM_CPU_OMP_THREADS_BIND" not in env and env["VLLM_NO_USAGE_STATS"] == "1"
-    assert env["SPT_NOENV"] == "1"  # vLLM's processes take titles; with this their environment still says whose they are
+    assert (
+        "LD_PRELOAD" not in env
+        and "VLLM_CPU_OMP_THREADS_BIND" not in env
+        and env["VLLM_NO_USAGE_STATS"] == "1"
+    )
+    # vLLM's processes take titles; with this their environment still says whose they are
+    assert env["SPT_NOENV"] == "1"
 
 
 def test_what_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +68,9 @@ def test_what_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer_environment(4)["OMP_NUM_THREADS"] == "1"
 
 
-def test_glibc_keeps_its_memory_where_it_allocates(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+def test_glibc_keeps_its_memory_where_it_allocates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
+) -> None:
     monkeypatch.setattr(environment, "library", lambda name: None)
     assert "trim_threshold" in cpu_environment(EngineSettings())["GLIBC_TUNABLES"]
     monkeypatch.setenv("GLIBC_TUNABLES", "mine")
@@ -69,14 +80,24 @@ def test_glibc_keeps_its_memory_where_it_allocates(monkeypatch: pytest.MonkeyPat
     assert "GLIBC_TUNABLES" not in cpu_environment(EngineSettings())
 
 
-def test_libraries_are_preloaded_before_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+def test_libraries_are_preloaded_before_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
+) -> None:
     monkeypatch.setattr(environment, "library", lambda name: tmp_path / name)
     monkeypatch.setenv("LD_PRELOAD", "/mine.so")
-    assert trainer_environment(2, "cuda")["LD_PRELOAD"] == f"{tmp_path}/{environment.ALLOCATOR}:/mine.so"
-    assert trainer_environment(2)["LD_PRELOAD"] == f"{tmp_path}/{environment.OPENMP}:{tmp_path}/{environment.ALLOCATOR}:/mine.so"
+    assert (
+        trainer_environment(2, "cuda")["LD_PRELOAD"]
+        == f"{tmp_path}/{environment.ALLOCATOR}:/mine.so"
+    )
+    assert (
+        trainer_environment(2)["LD_PRELOAD"]
+        == f"{tmp_path}/{environment.OPENMP}:{tmp_path}/{environment.ALLOCATOR}:/mine.so"
+    )
 
 
-def test_missing_libraries_come_with_a_remedy(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_libraries_come_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(environment, "library", lambda name: None)
     assert "LD_PRELOAD" not in trainer_environment(2) and "apt-get" in caplog.text
     assert len(environment.missing_libraries()) == 2
@@ -87,7 +108,12 @@ def test_a_core_that_needs_an_interpreter_of_its_own_gets_one(
 ) -> None:
     monkeypatch.setattr(environment, "library", lambda name: tmp_path / name)
     assert host_program(EngineSettings()) is not None
-    for other in ({"enforce_eager": False}, {"tensor_parallel_size": 2}, {"device": "cuda"}, {"engine_type": "transformers"}):
+    for other in (
+        {"enforce_eager": False},
+        {"tensor_parallel_size": 2},
+        {"device": "cuda"},
+        {"engine_type": "transformers"},
+    ):
         assert host_program(EngineSettings(**other)) is None
     monkeypatch.setattr(environment, "library", lambda name: None)  # vLLM preloads its own
     assert host_program(EngineSettings()) is None

@@ -28,7 +28,9 @@ KEY = "sk-of-the-judge-1234567890"
 
 
 class Server:
-    """Answers each request with the next of `answers` (status, body, headers), the last one for ever; keeps what it was sent."""
+    """Answers each request with the next of `answers` (status, body, headers), the last one for
+    ever; keeps what it was sent.
+    """
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any, dict[str, str]]] = [(200, said("fine"), {})]
@@ -57,9 +59,13 @@ class Server:
                 if self.hold is not None:
                     await self.hold.wait()
                 self.at_once -= 1
-                status, answer, more = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+                status, answer, more = (
+                    self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+                )
                 text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-                lines = "".join(f"{k}: {v}\r\n" for k, v in {**more, "content-length": str(len(text))}.items())
+                lines = "".join(
+                    f"{k}: {v}\r\n" for k, v in {**more, "content-length": str(len(text))}.items()
+                )
                 writer.write(f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode() + text)
                 await writer.drain()
         finally:
@@ -68,7 +74,12 @@ class Server:
 
 def said(*texts: str, **more: Any) -> dict[str, Any]:
     choices = [
-        {"index": i, "finish_reason": "stop", "message": {"role": "assistant", "content": t, **more}} for i, t in enumerate(texts)
+        {
+            "index": i,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": t, **more},
+        }
+        for i, t in enumerate(texts)
     ]
     return {"choices": choices, "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
 
@@ -86,44 +97,84 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
 
 
 def settings(**more: Any) -> EngineSettings:
-    server = ExternalSettings(model_name="judge-1", base_url_env="JUDGE_URL", api_key_env="JUDGE_KEY", **more)
-    return EngineSettings(engine_type="external", name="aux-judge-0", external=server, request_timeout_s=20)
+    server = ExternalSettings(
+        model_name="judge-1", base_url_env="JUDGE_URL", api_key_env="JUDGE_KEY", **more
+    )
+    return EngineSettings(
+        engine_type="external", name="aux-judge-0", external=server, request_timeout_s=20
+    )
 
 
 async def test_a_question_and_its_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORG", "organisation-7")
     engine = await make(
-        settings(headers={"x-team": "rl"}, header_envs={"x-org": "ORG"}, extra_body={"user": "me", "max_tokens": None})
+        settings(
+            headers={"x-team": "rl"},
+            header_envs={"x-org": "ORG"},
+            extra_body={"user": "me", "max_tokens": None},
+        )
     )
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     server.answers = [(200, said("7", reasoning_content="hm", tool_calls=[call]), {})]
     tools = ({"type": "function", "function": {"name": "f"}},)
     request = GenerateRequest(
-        messages=({"role": "user", "content": "grade"},), tools=tools, sampling=SamplingArgs(max_tokens=9, stop=("x",), top_k=4)
+        messages=({"role": "user", "content": "grade"},),
+        tools=tools,
+        sampling=SamplingArgs(max_tokens=9, stop=("x",), top_k=4),
     )
     (c,) = await engine.generate(request)
-    assert (c.text, c.reasoning, c.usage, c.tool_calls, c.finish_reason) == ("7", "hm", (7, 3), (call,), "stop")
+    assert (c.text, c.reasoning, c.usage, c.tool_calls, c.finish_reason) == (
+        "7",
+        "hm",
+        (7, 3),
+        (call,),
+        "stop",
+    )
     assert len(c.tokens) == len(c.prompt_tokens) == len(c.logprobs) == 0 and c.version_spans == ()
     path, headers, body = server.seen[0]
     assert path == "/v1/chat/completions"
-    assert headers["authorization"] == f"Bearer {KEY}" and headers["x-team"] == "rl" and headers["x-org"] == "organisation-7"
+    assert (
+        headers["authorization"] == f"Bearer {KEY}"
+        and headers["x-team"] == "rl"
+        and headers["x-org"] == "organisation-7"
+    )
     assert body == {
-        "model": "judge-1", "messages": [{"role": "user", "content": "grade"}], "temperature": 1.0, "stop": ["x"], "top_k": 4,
-        "tools": list(tools), "user": "me",
-    }  # fmt: skip
-    await engine.generate(GenerateRequest(messages=({"role": "user", "content": "grade"}, c.message), sampling=SamplingArgs()))
-    assert server.seen[1][2]["messages"][1] == {"role": "assistant", "content": "7", "tool_calls": [call]}
-    assert KEY not in redact(f"failed with {KEY}") and "organisation-7" not in redact("organisation-7")
+        "model": "judge-1",
+        "messages": [{"role": "user", "content": "grade"}],
+        "temperature": 1.0,
+        "stop": ["x"],
+        "top_k": 4,
+        "tools": list(tools),
+        "user": "me",
+    }
+    await engine.generate(
+        GenerateRequest(
+            messages=({"role": "user", "content": "grade"}, c.message), sampling=SamplingArgs()
+        )
+    )
+    assert server.seen[1][2]["messages"][1] == {
+        "role": "assistant",
+        "content": "7",
+        "tool_calls": [call],
+    }
+    assert KEY not in redact(f"failed with {KEY}") and "organisation-7" not in redact(
+        "organisation-7"
+    )
     await engine.close()
 
 
 async def test_choices_by_the_log_probs_that_the_server_gives(server: Server) -> None:
     engine = await make(settings())
     request = GenerateRequest(
-        messages=({"role": "user", "content": "?"},), choices=("yes", "no"), sampling=SamplingArgs(temperature=0)
+        messages=({"role": "user", "content": "?"},),
+        choices=("yes", "no"),
+        sampling=SamplingArgs(temperature=0),
     )
     told = [{"token": "Yes", "logprob": math.log(0.5)}, {"token": " yes", "logprob": math.log(0.1)}]
-    told += [{"token": "No", "logprob": math.log(0.2)}, {"token": "Yesterday", "logprob": math.log(0.1)}]
+    told += [
+        {"token": "No", "logprob": math.log(0.2)},
+        {"token": "Yesterday", "logprob": math.log(0.1)},
+    ]
     answer = said("Yes")
     answer["choices"][0]["logprobs"] = {"content": [{"token": "Yes", "top_logprobs": told}]}
     server.answers = [(200, answer, {})]
@@ -140,7 +191,11 @@ async def test_choices_by_the_log_probs_that_the_server_gives(server: Server) ->
 async def test_it_asks_again_where_the_server_was_busy_or_gone(server: Server) -> None:
     engine = await make(settings())
     server.drop = 1
-    server.answers = [(429, "slow down", {"retry-after": "0.01"}), (503, "", {}), (200, said("at last"), {})]
+    server.answers = [
+        (429, "slow down", {"retry-after": "0.01"}),
+        (503, "", {}),
+        (200, said("at last"), {}),
+    ]
     (c,) = await engine.generate(ask())
     assert c.text == "at last" and len(server.seen) == 4
     assert {m.name: m.value for m in await engine.metrics()}["engine/retries"] == 3
@@ -150,7 +205,9 @@ async def test_it_asks_again_where_the_server_was_busy_or_gone(server: Server) -
 async def test_it_gives_up_with_the_reason(server: Server) -> None:
     engine = await make(settings(max_retries=2))
     server.answers = [(500, "broken", {})]
-    with pytest.raises(EngineFailed, match="no answer after 3 requests; the last: HTTP 500: broken"):
+    with pytest.raises(
+        EngineFailed, match="no answer after 3 requests; the last: HTTP 500: broken"
+    ):
         await engine.generate(ask())
     server.answers = [(401, f"wrong key {KEY}", {})]
     with pytest.raises(EngineFailed, match=r"HTTP 401.*wrong key \*\*\*.*JUDGE_KEY"):
@@ -168,7 +225,9 @@ async def test_it_gives_up_with_the_reason(server: Server) -> None:
 async def test_several_answers_also_from_servers_that_give_one(server: Server) -> None:
     engine = await make(settings())
     made = await engine.generate(ask(n=3))
-    assert [c.text for c in made] == ["fine"] * 3 and [body.get("n", 1) for _, _, body in server.seen] == [3, 2, 1]
+    assert [c.text for c in made] == ["fine"] * 3 and [
+        body.get("n", 1) for _, _, body in server.seen
+    ] == [3, 2, 1]
     server.answers = [(200, said("a", "b"), {})]
     assert [c.usage for c in await engine.generate(ask(n=2))] == [(7, 3), (0, 0)]
     await engine.close()
@@ -211,7 +270,8 @@ async def test_a_call_held_back_for_the_rate_is_told_to_who_waits(server: Server
     before = THROTTLED.set(clock)
     try:
         await engine.generate(ask())
-        began, ran = time.monotonic(), clock.seconds
+        began = time.monotonic()
+        ran = clock.seconds
         await engine.generate(ask())
     finally:
         THROTTLED.reset(before)

@@ -22,7 +22,9 @@ def test_always_and_nth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fault("sync.missing_tensor")
 
 
-@pytest.mark.parametrize("setting", ["sync.skip:0", "sync.skip:x", ":1", "a,,b", "a=burn", "a:1=", "a:2-x"])
+@pytest.mark.parametrize(
+    "setting", ["sync.skip:0", "sync.skip:x", ":1", "a,,b", "a=burn", "a:1=", "a:2-x"]
+)
 def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     monkeypatch.setenv("RFT_FAULT", setting)
     with pytest.raises(ConfigError, match="RFT_FAULT"):
@@ -37,7 +39,9 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not planned("sync.skip")
 
 
-@pytest.mark.parametrize(("action", "number"), [("enospc", errno.ENOSPC), ("edquot", errno.EDQUOT), ("eio", errno.EIO)])
+@pytest.mark.parametrize(
+    ("action", "number"), [("enospc", errno.ENOSPC), ("edquot", errno.EDQUOT), ("eio", errno.EIO)]
+)
 def test_errors_are_raised(monkeypatch: pytest.MonkeyPatch, action: str, number: int) -> None:
     monkeypatch.setenv("RFT_FAULT", f"storage.put:2={action}")
     assert not fault("storage.put")
@@ -47,7 +51,10 @@ def test_errors_are_raised(monkeypatch: pytest.MonkeyPatch, action: str, number:
 
 
 def test_a_point_of_the_buffer_kills_by_default() -> None:
-    code = "from rft.fault_injection import fault\nfor n in range(3): fault('buffer.lease'); print(n, flush=True)"
+    code = (
+        "from rft.fault_injection import fault\nfor n in range(3): fault('buffer.lease'); "
+        "print(n, flush=True)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "RFT_FAULT": "buffer.lease:3"},

@@ -1,4 +1,6 @@
-"""Rows that come and go in a model's cache give what a forward without a cache gives, whatever kinds of layers it has."""
+"""Rows that come and go in a model's cache give what a forward without a cache gives, whatever
+kinds of layers it has.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ from rft.types.ids import Version
 from rft.types.ports import ScoreRow
 from tests.helpers import experts, families
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
-REFUSED = {"minimax": "MiniMax", "deepseek_v4": "DeepseekV4"}  # their caches do not follow rows that leave
+# what transformers says of kernels that are not installed
+pytestmark = pytest.mark.filterwarnings("ignore")
+# their caches do not follow rows that leave
+REFUSED = {"minimax": "MiniMax", "deepseek_v4": "DeepseekV4"}
 
 
 def loaded(family: str, folder: Path) -> Any:
@@ -47,26 +51,39 @@ def test_a_cache_changes_nothing(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_cache_that_does_not_follow_rows_is_refused(family: str, tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=rf"engine: {REFUSED[family]}ForCausalLM cannot write texts with a cache: .* Use vllm"):
+    with pytest.raises(
+        SetupError,
+        match=rf"engine: {REFUSED[family]}ForCausalLM cannot write texts with a cache: .* Use vllm",
+    ):
         forwards.prove(loaded(family, tmp_path / "m"), "engine")
 
 
-def test_rows_that_are_mixed_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_mixed_up_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that leaves takes the place of another: only a comparison sees it."""
     model = loaded("lfm2", tmp_path / "m")
     forwards.prove(model, "engine")
     reorder = Cache.reorder_cache
     monkeypatch.setattr(
-        Cache, "reorder_cache", lambda self, order: reorder(self, order.flip(0) if len(order) == 2 else order - order)
+        Cache,
+        "reorder_cache",
+        lambda self, order: reorder(self, order.flip(0) if len(order) == 2 else order - order),
     )
-    with pytest.raises(SetupError, match=r"differ by .* at most from those without one, allowed are 1\.00e-03"):
+    with pytest.raises(
+        SetupError, match=r"differ by .* at most from those without one, allowed are 1\.00e-03"
+    ):
         forwards.prove(model, "engine")
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
 def loud(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A random model in a short type whose logits are as large as a trained one's (standard deviation 3.4)."""
-    return of_folder(tiny.make(tmp_path / "loud", initializer_range=0.3, num_hidden_layers=6), request.param)
+    """A random model in a short type whose logits are as large as a trained one's (standard
+    deviation 3.4).
+    """
+    return of_folder(
+        tiny.make(tmp_path / "loud", initializer_range=0.3, num_hidden_layers=6), request.param
+    )
 
 
 def test_rounding_of_large_logits_is_no_broken_cache(loud: Any) -> None:
@@ -75,7 +92,8 @@ def test_rounding_of_large_logits_is_no_broken_cache(loud: Any) -> None:
     def otherwise(module: torch.nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
         if out.shape[1] > 1:
             return out
-        signs = 1 - 2 * (torch.arange(out.shape[-1]) % 2)  # every second number gets another last bit
+        # every second number gets another last bit
+        signs = 1 - 2 * (torch.arange(out.shape[-1]) % 2)
         return (out.double() * (1 + torch.finfo(out.dtype).eps / 2 * signs)).to(out.dtype)
 
     loud.get_input_embeddings().register_forward_hook(otherwise)
@@ -87,7 +105,9 @@ def test_rounding_of_large_logits_is_no_broken_cache(loud: Any) -> None:
 
 
 @pytest.mark.parametrize("broken", ["rows are swapped", "one token is lost", "places are one off"])
-def test_a_broken_cache_is_refused_in_short_types(loud: Any, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_cache_is_refused_in_short_types(
+    loud: Any, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """U2: what rounding explains is far less than what a wrong cache does."""
     decode = forwards.CachedRows.decode
 
@@ -100,24 +120,38 @@ def test_a_broken_cache_is_refused_in_short_types(loud: Any, broken: str, monkey
 
     monkeypatch.setattr(forwards.CachedRows, "decode", wrong)
     with pytest.raises(
-        SetupError, match=r"differ by .* on average and .* at most from those without one, allowed are .*Use vllm"
+        SetupError,
+        match=r"differ by .* on average and .* at most from those without one, allowed are .*Use "
+        r"vllm",
     ):
         forwards.prove(loud, "engine")
 
 
-@pytest.mark.parametrize(("family", "windows"), [("deepseek_v3", False), ("qwen3_5_text", False), ("gpt_oss", True)])
-def test_as_many_rows_fit_as_their_caches_have_bytes_for(family: str, windows: bool, tmp_path: Path) -> None:
-    """State that has no tokens, layers without keys, and keys that are wider than values, are all counted."""
-    model, rows, tokens = loaded(family, tmp_path / "m"), 3, 20
+@pytest.mark.parametrize(
+    ("family", "windows"), [("deepseek_v3", False), ("qwen3_5_text", False), ("gpt_oss", True)]
+)
+def test_as_many_rows_fit_as_their_caches_have_bytes_for(
+    family: str, windows: bool, tmp_path: Path
+) -> None:
+    """State that has no tokens, layers without keys, and keys that are wider than values, are all
+    counted.
+    """
+    model = loaded(family, tmp_path / "m")
+    rows = 3
+    tokens = 20
     made = forwards.make(model, None, alone=False)
     with torch.inference_mode():
         made.prefill([[5] * tokens] * rows)
     real = made.waiting_bytes()
     state, token = made.row_bytes()
     counted = rows * (state + tokens * token)
-    assert (state > 0) == (family != "deepseek_v3") and (counted > real if windows else counted == real)
+    assert (state > 0) == (family != "deepseek_v3") and (
+        counted > real if windows else counted == real
+    )
     for spare, fits in ((0, True), (-1, False)):
-        batch = RowBatch(model, EngineSettings(model_path="", max_num_seqs=9, kv_cache_bytes=counted + spare), {})
+        batch = RowBatch(
+            model, EngineSettings(model_path="", max_num_seqs=9, kv_cache_bytes=counted + spare), {}
+        )
         asked: Any = [SimpleNamespace(need=tokens)] * rows
         assert batch.fits(asked) == fits
 
@@ -128,7 +162,13 @@ def folder(request: Any, tmp_path: Path) -> Path:
 
 
 async def started(folder: Path, **more: Any) -> tuple[Subject, Any]:
-    settings = EngineSettings(engine_type="transformers", model_path=str(folder), max_model_len=120, max_num_seqs=7, **more)
+    settings = EngineSettings(
+        engine_type="transformers",
+        model_path=str(folder),
+        max_model_len=120,
+        max_num_seqs=7,
+        **more,
+    )
     engine = await TransformersEngine.start(settings)
     from transformers import AutoModelForCausalLM
 
@@ -139,7 +179,10 @@ async def started(folder: Path, **more: Any) -> tuple[Subject, Any]:
 def apart(model: Any, c: Completion) -> np.ndarray:
     ids = torch.from_numpy(np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int64))[None]
     with torch.no_grad():
-        logits = model(ids, use_cache=False).logits[0, len(c.prompt_tokens) - 1 : -1] / c.sampling.temperature
+        logits = (
+            model(ids, use_cache=False).logits[0, len(c.prompt_tokens) - 1 : -1]
+            / c.sampling.temperature
+        )
     want = logits.log_softmax(-1).gather(1, ids[0, len(c.prompt_tokens) :, None])[:, 0].numpy()
     return np.abs(want - c.logprobs)
 
@@ -147,10 +190,14 @@ def apart(model: Any, c: Completion) -> np.ndarray:
 async def test_rows_of_a_hybrid_come_go_and_are_computed_again(folder: Path) -> None:
     subject, model = await started(folder)
     try:
-        old, new = shaken(subject.weights, 1), shaken(subject.weights, 2)
+        old = shaken(subject.weights, 1)
+        new = shaken(subject.weights, 2)
         assert clean(await subject.publish(old, Version(1, 1)))
         sizes = ((3, 2, 60), (3, 1, 4), (11, 2, 60), (5, 3, 9), (5, 1, 2))
-        asked = [subject.engine.generate(ask("w" * size, n=n, max_tokens=most, temperature=0.9)) for size, n, most in sizes]
+        asked = [
+            subject.engine.generate(ask("w" * size, n=n, max_tokens=most, temperature=0.9))
+            for size, n, most in sizes
+        ]
         running = asyncio.gather(*asked)
         await asyncio.wait([running], timeout=0.1)
         assert clean(await subject.publish(new, Version(1, 2)))
@@ -159,13 +206,22 @@ async def test_rows_of_a_hybrid_come_go_and_are_computed_again(folder: Path) -> 
             experts.set_weights(model, weights)
             for c in made:
                 for span in c.version_spans:
-                    assert span.version != version or apart(model, c)[span.start : span.end].max() < 1e-4
-        row = ScoreRow(tokens=np.concatenate([made[0].prompt_tokens, made[0].tokens]), prompt_length=len(made[0].prompt_tokens))
+                    assert (
+                        span.version != version
+                        or apart(model, c)[span.start : span.end].max() < 1e-4
+                    )
+        row = ScoreRow(
+            tokens=np.concatenate([made[0].prompt_tokens, made[0].tokens]),
+            prompt_length=len(made[0].prompt_tokens),
+        )
         again = await subject.engine.logprobs(row)
         ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
         with torch.no_grad():
             want = model(ids, use_cache=False).logits[0, row.prompt_length - 1 : -1].log_softmax(-1)
-        assert np.abs(again - want.gather(1, ids[0, row.prompt_length :, None])[:, 0].numpy()).max() < 1e-4
+        assert (
+            np.abs(again - want.gather(1, ids[0, row.prompt_length :, None])[:, 0].numpy()).max()
+            < 1e-4
+        )
     finally:
         await subject.engine.close()
 
@@ -174,11 +230,19 @@ async def test_a_deterministic_hybrid_writes_the_same_in_any_company(folder: Pat
     subject, _ = await started(folder, deterministic=True)
     try:
         assert clean(await subject.publish())
-        asked = [ask("q" * (1 + i // 2), n=2, max_tokens=4 + 3 * i, seed=i, ignore_eos=True) for i in range(4)]
+        asked = [
+            ask("q" * (1 + i // 2), n=2, max_tokens=4 + 3 * i, seed=i, ignore_eos=True)
+            for i in range(4)
+        ]
         alone = [await subject.engine.generate(request) for request in asked]
         together = await asyncio.gather(*map(subject.engine.generate, asked))
-        for a, b in zip((c for made in alone for c in made), (c for made in together for c in made), strict=True):
-            assert a.tokens.tobytes() == b.tokens.tobytes() and a.logprobs.tobytes() == b.logprobs.tobytes()
+        for a, b in zip(
+            (c for made in alone for c in made), (c for made in together for c in made), strict=True
+        ):
+            assert (
+                a.tokens.tobytes() == b.tokens.tobytes()
+                and a.logprobs.tobytes() == b.logprobs.tobytes()
+            )
     finally:
         await subject.engine.close()
 

@@ -49,13 +49,19 @@ async def test_a_run_stays_where_its_turns_are_cached() -> None:
     requests = [ask(f"run {i}") for i in range(8)]
     for turn in range(4):
         answers = await asyncio.gather(*(pool.generate(r) for r in requests))
-        requests = [goes_on(a[0], r, f"turn {turn}") for a, r in zip(answers, requests, strict=True)]
+        requests = [
+            goes_on(a[0], r, f"turn {turn}") for a, r in zip(answers, requests, strict=True)
+        ]
     for i in range(8):
-        assert sum(any(f"run {i}" in str(r.messages[0]) for r in e.calls) for e in made) == 1, "one engine saw all turns of a run"
+        assert sum(any(f"run {i}" in str(r.messages[0]) for r in e.calls) for e in made) == 1, (
+            "one engine saw all turns of a run"
+        )
     assert calls(made) == [8, 8, 8, 8]
 
 
-async def test_a_cached_beginning_is_not_worth_a_long_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cached_beginning_is_not_worth_a_long_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pool_module, "SPILL", 2)
     made = engines(2)
     pool = EnginePool(made)

@@ -1,7 +1,8 @@
-"""Which experts vLLM's runner for CPUs chose is found again by request, and by slot of its cache, at a cost that grows with the tokens.
+"""Which experts vLLM's runner for CPUs chose is found again by request, and by slot of its cache,
+at a cost that grows with the tokens.
 
-The runner here has the attributes of vLLM's that are read, and plans chunks as its scheduler may; tests/integration/test_vllm_experts.py
-has the real one.
+The runner here has the attributes of vLLM's that are read, and plans chunks as its scheduler may;
+tests/integration/test_vllm_experts.py has the real one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from rft.engine.vllm_routing import Routing
 from rft.types.experts import Sizes
 
-BLOCK, LAYERS, SIZES = 4, 2, Sizes(8, 2)
+BLOCK = 4
+LAYERS = 2
+SIZES = Sizes(8, 2)
 
 
 class FullAttentionSpec:
@@ -25,7 +28,9 @@ class FullAttentionSpec:
 
 def experts(tokens: Sequence[int]) -> np.ndarray:
     """What a token goes through follows from its id: uint8 [T, layers, 2]."""
-    return np.array([[[t % 8, (t + layer + 1) % 8] for layer in range(LAYERS)] for t in tokens], np.uint8).reshape(-1, LAYERS, 2)
+    return np.array(
+        [[[t % 8, (t + layer + 1) % 8] for layer in range(LAYERS)] for t in tokens], np.uint8
+    ).reshape(-1, LAYERS, 2)
 
 
 class Runner:
@@ -36,7 +41,10 @@ class Runner:
         self.input_batch = SimpleNamespace(req_ids=[])
         group = SimpleNamespace(kv_cache_spec=FullAttentionSpec())
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=num_blocks)
-        self.layers = [SimpleNamespace(router=SimpleNamespace(set_capture_fn=self._captured)) for _ in range(LAYERS)]
+        self.layers = [
+            SimpleNamespace(router=SimpleNamespace(set_capture_fn=self._captured))
+            for _ in range(LAYERS)
+        ]
         self._capture: list[Any] = []
         self.tokens: dict[str, list[int]] = {}
 
@@ -49,14 +57,17 @@ class Runner:
 
     def add(self, name: str, tokens: list[int], blocks: list[int], computed: int = 0) -> None:
         """A request whose first `computed` tokens are in the cache."""
-        self.requests[f"{name}-01234567"] = SimpleNamespace(num_computed_tokens=computed, block_ids=[blocks])
+        self.requests[f"{name}-01234567"] = SimpleNamespace(
+            num_computed_tokens=computed, block_ids=[blocks]
+        )
         self.tokens[f"{name}-01234567"] = tokens
         self.input_batch.req_ids.append(f"{name}-01234567")
 
     def execute_model(self, scheduled: Any) -> None:
         counts = scheduled.num_scheduled_tokens
         found = [
-            experts(self.tokens[r][self.requests[r].num_computed_tokens :][: counts.get(r, 0)]) for r in self.input_batch.req_ids
+            experts(self.tokens[r][self.requests[r].num_computed_tokens :][: counts.get(r, 0)])
+            for r in self.input_batch.req_ids
         ]
         for layer, capture in enumerate(self._capture):
             capture(torch.from_numpy(np.concatenate(found)[:, layer].astype(np.int32)))
@@ -79,7 +90,8 @@ class Runner:
 def test_chunks_of_any_size_and_cached_prompts() -> None:
     runner = Runner()
     routing = runner.routing()
-    long, short = list(range(5, 405)), [3, 9, 4]
+    long = list(range(5, 405))
+    short = [3, 9, 4]
     runner.add("long", long, list(range(100)))
     runner.add("short", short, [200])
     runner.step(long=3, short=3)  # the first chunk is what the budget had left

@@ -8,7 +8,9 @@ from rft.engine.sampling import RowState, draw, pick
 from rft.types.task import SamplingArgs
 
 
-def row(seed: int = 0, prompt: tuple[int, ...] = (), written: tuple[int, ...] = (), **sampling: object) -> RowState:
+def row(
+    seed: int = 0, prompt: tuple[int, ...] = (), written: tuple[int, ...] = (), **sampling: object
+) -> RowState:
     return RowState(SamplingArgs(**sampling), seed, prompt, (0,), list(written))  # type: ignore[arg-type]
 
 
@@ -50,7 +52,8 @@ def test_every_token_has_its_own_part_of_the_unit_interval() -> None:
     ends = (sums / sums[:, -1:])[0, 2:4990]
     inside = (ends[:-1] + ends[1:]) / 2
     assert pick(logps.expand(len(inside), -1), inside).tolist() == list(range(3, 4990))
-    extremes = torch.tensor([0.0, 1 - 2.0**-53, 1.0], dtype=torch.float64)  # nor does rounding reach what has no probability
+    # nor does rounding reach what has no probability
+    extremes = torch.tensor([0.0, 1 - 2.0**-53, 1.0], dtype=torch.float64)
     assert pick(logps.expand(3, -1), extremes).tolist() == [3, 4989, 4989]
 
 
@@ -70,7 +73,10 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
     ],
 )
 def test_cuts(sampling: dict[str, object], kept: set[int]) -> None:
-    rows = [row(seed=i, temperature=3.0 if "min_tokens" in sampling else 1.0, **sampling) for i in range(300)]
+    rows = [
+        row(seed=i, temperature=3.0 if "min_tokens" in sampling else 1.0, **sampling)
+        for i in range(300)
+    ]
     tokens, logps = draw(LOGITS.repeat(300, 1), rows)
     assert set(tokens) == kept
     total = sum(np.exp(dict(zip(tokens, logps, strict=True))[t]) for t in kept)
@@ -78,10 +84,20 @@ def test_cuts(sampling: dict[str, object], kept: set[int]) -> None:
 
 
 def test_penalties() -> None:
-    _, logp = draw(LOGITS[None].clone(), [row(prompt=(2,), written=(1, 1), temperature=0.0, repetition_penalty=2.0)])
-    assert logp[0] == pytest.approx(torch.tensor([1.0, 1.0, 1.5, 0.0, -1.0]).log_softmax(-1)[2].item())
-    token, logp = draw(LOGITS[None].clone(), [row(written=(2, 2), temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5)])
-    assert token[0] == 1 and logp[0] == pytest.approx(torch.tensor([1.0, 2.0, 1.0, 0.0, -1.0]).log_softmax(-1)[1].item())
+    _, logp = draw(
+        LOGITS[None].clone(),
+        [row(prompt=(2,), written=(1, 1), temperature=0.0, repetition_penalty=2.0)],
+    )
+    assert logp[0] == pytest.approx(
+        torch.tensor([1.0, 1.0, 1.5, 0.0, -1.0]).log_softmax(-1)[2].item()
+    )
+    token, logp = draw(
+        LOGITS[None].clone(),
+        [row(written=(2, 2), temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5)],
+    )
+    assert token[0] == 1 and logp[0] == pytest.approx(
+        torch.tensor([1.0, 2.0, 1.0, 0.0, -1.0]).log_softmax(-1)[1].item()
+    )
 
 
 def test_choices_are_all_there_is() -> None:

@@ -1,4 +1,6 @@
-"""Every message of a conversation is in what the model sees, once, with the chat templates of many families (finding M2)."""
+"""Every message of a conversation is in what the model sees, once, with the chat templates of many
+families (finding M2).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,30 @@ from tests.helpers.chat_forms import FORMS, Form
 
 ADD = ("add", {"a": 2, "b": 3})
 CITY = ("weather", {"city": "Rome"})
-TOOLS = tuple({"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name, _ in (ADD, CITY))
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+    for name, _ in (ADD, CITY)
+)
 CONVERSATIONS: dict[str, list[tuple[str, Any]]] = {
-    "two turns": [("user", "What is one?"), ("says", "It is 1."), ("user", "And two?"), ("says", "It is 2.")],
-    "system": [("system", "Be short."), ("user", "Who are you?"), ("says", "A model."), ("user", "Whose?"), ("says", "Mine.")],
-    "thought": [("user", "Hard one?"), ("says", "<think>\nLet me see.\n</think>\n\nYes."), ("user", "Why so?"), ("says", "So.")],
+    "two turns": [
+        ("user", "What is one?"),
+        ("says", "It is 1."),
+        ("user", "And two?"),
+        ("says", "It is 2."),
+    ],
+    "system": [
+        ("system", "Be short."),
+        ("user", "Who are you?"),
+        ("says", "A model."),
+        ("user", "Whose?"),
+        ("says", "Mine."),
+    ],
+    "thought": [
+        ("user", "Hard one?"),
+        ("says", "<think>\nLet me see.\n</think>\n\nYes."),
+        ("user", "Why so?"),
+        ("says", "So."),
+    ],
     "tool": [
         ("user", "Two and three?"),
         ("calls", [ADD]),
@@ -33,7 +54,13 @@ CONVERSATIONS: dict[str, list[tuple[str, Any]]] = {
         ("user", "Thanks!"),
         ("says", "Bye."),
     ],
-    "parallel": [("user", "Both?"), ("calls", [ADD, CITY]), ("tool", "FIRST"), ("tool", "SECOND"), ("says", "Done.")],
+    "parallel": [
+        ("user", "Both?"),
+        ("calls", [ADD, CITY]),
+        ("tool", "FIRST"),
+        ("tool", "SECOND"),
+        ("says", "Done."),
+    ],
     "rounds": [
         ("user", "Twice?"),
         ("calls", [ADD]),
@@ -42,7 +69,13 @@ CONVERSATIONS: dict[str, list[tuple[str, Any]]] = {
         ("tool", "ROUND2"),
         ("says", "Done."),
     ],
-    "system later": [("user", "Hello?"), ("says", "Hi."), ("system", "Now rhyme."), ("user", "Go on?"), ("says", "Song, long.")],
+    "system later": [
+        ("user", "Hello?"),
+        ("says", "Hi."),
+        ("system", "Now rhyme."),
+        ("user", "Go on?"),
+        ("says", "Song, long."),
+    ],
     "in a row": [
         ("user", "A tool?"),
         ("calls", [ADD]),
@@ -51,7 +84,12 @@ CONVERSATIONS: dict[str, list[tuple[str, Any]]] = {
         ("user", "Please!"),
         ("says", "Seven."),
     ],
-    "unread call": [("user", "A call?"), ("writes", [ADD]), ("tool", "RESULT43"), ("says", "Read.")],
+    "unread call": [
+        ("user", "A call?"),
+        ("writes", [ADD]),
+        ("tool", "RESULT43"),
+        ("says", "Read."),
+    ],
 }
 LEFT_OUT = r"does not write message 2 \(role system: 'Now rhyme.'\)"
 NO_RESULT = r"does not write message 2 \(role tool: .*result_role: user"
@@ -65,7 +103,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "r1_distill": {"system later": LEFT_OUT},
     "deepseek_v3": {"system later": LEFT_OUT},
     "deepseek_v31": {"system later": LEFT_OUT},
-    "gemma2": {"system": "System role not supported", "system later": ALTERNATE} | dict.fromkeys(TOOL_TALKS, ALTERNATE),
+    "gemma2": {"system": "System role not supported", "system later": ALTERNATE}
+    | dict.fromkeys(TOOL_TALKS, ALTERNATE),
     "gemma3": {"system later": ALTERNATE} | dict.fromkeys(TOOL_TALKS, ALTERNATE),
     "gemma4": {"unread call": f"{NO_RESULT}.*tool_call_parser"},
     "phi3": dict.fromkeys(TOOL_TALKS, NO_RESULT),
@@ -81,7 +120,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "minimax_m2": {"system later": LEFT_OUT, "unread call": NO_CALL},
 }
 THINKS = tuple(CONVERSATIONS)
-OTHERWISE: dict[str, tuple[str, ...]] = {  # the whole chat at once is another text: the template drops or rewrites what was said
+# the whole chat at once is another text: the template drops or rewrites what was said
+OTHERWISE: dict[str, tuple[str, ...]] = {
     "smollm3": ("tool", "parallel", "rounds", "in a row"),  # has no calls
     "qwen3": ("thought",),
     "qwen3_thinking": THINKS,
@@ -93,7 +133,8 @@ OTHERWISE: dict[str, tuple[str, ...]] = {  # the whole chat at once is another t
     "command_r7b": ("tool", "parallel", "rounds", "in a row", "unread call"),  # drops the plan
     "mistral": ("tool", "parallel", "rounds"),  # adds ids, and has the tools once more
     "gpt_oss": ("two turns", "system", "thought", "tool", "parallel"),
-    "glm45": ("thought", "tool", "parallel", "rounds", "system later", "in a row", "unread call"),  # adds empty thoughts
+    # adds empty thoughts
+    "glm45": ("thought", "tool", "parallel", "rounds", "system later", "in a row", "unread call"),
 }
 
 
@@ -108,14 +149,20 @@ class Played:
     answered: int = 0
 
     def request(self, tools: Any) -> GenerateRequest:
-        going_on = {"prefix_tokens": np.array(self.tokens, np.int32), "prefix_messages": self.answered} if self.answered else {}
+        going_on = (
+            {"prefix_tokens": np.array(self.tokens, np.int32), "prefix_messages": self.answered}
+            if self.answered
+            else {}
+        )
         return GenerateRequest(messages=tuple(self.messages), tools=tools, **going_on)  # type: ignore[arg-type]
 
 
 @functools.cache
 def chat(name: str, folder: Path) -> Chat:
     form = FORMS[name]
-    settings = EngineSettings(engine_type="transformers", model_path=name, max_model_len=9000, chat_template=form.template)
+    settings = EngineSettings(
+        engine_type="transformers", model_path=name, max_model_len=9000, chat_template=form.template
+    )
     return Chat(settings, form.tokenizer(folder))
 
 
@@ -127,7 +174,8 @@ def play(form: Form, title: str, folder: Path, *, ended: bool = True) -> Played:
     for number, (role, said) in enumerate(CONVERSATIONS[title]):
         if role in ("system", "user", "tool"):
             done.messages.append(
-                {"role": role, "content": said} | ({"tool_call_id": ids.pop(0)} if ids and role == "tool" else {})
+                {"role": role, "content": said}
+                | ({"tool_call_id": ids.pop(0)} if ids and role == "tool" else {})
             )
             continue
         done.prompt = c.encode(done.request(tools))
@@ -141,7 +189,9 @@ def play(form: Form, title: str, folder: Path, *, ended: bool = True) -> Played:
     return done
 
 
-def _answer(form: Form, role: str, said: Any, number: int, *, ended: bool) -> tuple[dict[str, Any], str]:
+def _answer(
+    form: Form, role: str, said: Any, number: int, *, ended: bool
+) -> tuple[dict[str, Any], str]:
     """The answer as a message, and what the model writes."""
     if role == "says":
         return {"role": "assistant", "content": said}, form.answer.format(said) + form.end
@@ -152,7 +202,11 @@ def _answer(form: Form, role: str, said: Any, number: int, *, ended: bool) -> tu
     if role == "writes" or form.calls is None:  # nobody reads the call
         return {"role": "assistant", "content": text}, text + end
     calls = [
-        {"id": f"call{number:02}{i:03}", "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+        {
+            "id": f"call{number:02}{i:03}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(given)},
+        }
         for i, (name, given) in enumerate(said)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}, text + end
@@ -174,7 +228,8 @@ def test_the_model_sees_every_message_once(name: str, title: str, tiny_model: Pa
     seen = text(form, tiny_model, done.tokens)
     for message in done.messages:
         if message["role"] != "assistant":
-            forms = {message["content"], json.dumps(message["content"], ensure_ascii=False)[1:-1]}  # some write results as JSON
+            # some write results as JSON
+            forms = {message["content"], json.dumps(message["content"], ensure_ascii=False)[1:-1]}
             assert any(seen.count(f) == 1 for f in forms), (message, seen)
     for place, written in done.sampled:
         assert done.tokens[place : place + len(written)] == written
@@ -182,9 +237,13 @@ def test_the_model_sees_every_message_once(name: str, title: str, tiny_model: Pa
     tools = TOOLS if any(role == "calls" for role, _ in CONVERSATIONS[title]) else ()
     at_once = ""
     with contextlib.suppress(MessageLeftOut):  # of calls, which only the tokens have
-        whole = chat(name, tiny_model).encode(GenerateRequest(messages=tuple(done.messages[:-1]), tools=tools))
+        whole = chat(name, tiny_model).encode(
+            GenerateRequest(messages=tuple(done.messages[:-1]), tools=tools)
+        )
         at_once = text(form, tiny_model, whole)
-    assert (at_once == text(form, tiny_model, done.prompt)) is (title not in OTHERWISE.get(name, ()))
+    assert (at_once == text(form, tiny_model, done.prompt)) is (
+        title not in OTHERWISE.get(name, ())
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.calls is not None])
@@ -202,17 +261,28 @@ def test_words_behind_a_call_are_cut_off(tiny_model: Path) -> None:
     c = chat("qwen25", tiny_model)
     user = {"role": "user", "content": "Two and three?"}
     answer, written = _answer(form, "calls", [ADD], 1, ended=False)
-    first = c.encode(GenerateRequest(messages=(user,), tools=TOOLS)) + c.tokenizer(written + " and th")["input_ids"]
+    first = (
+        c.encode(GenerateRequest(messages=(user,), tools=TOOLS))
+        + c.tokenizer(written + " and th")["input_ids"]
+    )
     result = {"role": "tool", "content": "5"}
     request = GenerateRequest(
-        messages=(user, answer, result), tools=TOOLS, prefix_tokens=np.array(first, np.int32), prefix_messages=2
+        messages=(user, answer, result),
+        tools=TOOLS,
+        prefix_tokens=np.array(first, np.int32),
+        prefix_messages=2,
     )
     after = text(form, tiny_model, c.encode(request)[len(first) :])
-    assert after == "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        after
+        == "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_call_that_the_template_drops_is_refused(tiny_model: Path) -> None:
     """gpt-oss's writes the first of several calls."""
     answer, _ = _answer(FORMS["gpt_oss"], "calls", [ADD, CITY], 1, ended=True)
     with pytest.raises(MessageLeftOut, match="does not write message 1"):
-        chat("gpt_oss", tiny_model).encode(GenerateRequest(messages=({"role": "user", "content": "?"}, answer)))
+        chat("gpt_oss", tiny_model).encode(
+            GenerateRequest(messages=({"role": "user", "content": "?"}, answer))
+        )

@@ -28,7 +28,9 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> WorkerLoader:
     worker: Any = SimpleNamespace(
         rank=0,
         model_config=SimpleNamespace(dtype=torch.float32),
-        vllm_config=SimpleNamespace(lora_config=None, parallel_config=SimpleNamespace(pipeline_parallel_size=1)),
+        vllm_config=SimpleNamespace(
+            lora_config=None, parallel_config=SimpleNamespace(pipeline_parallel_size=1)
+        ),
         get_model=Model,
         reload_weights=lambda weights_iterator: seen.append("reload"),
     )
@@ -42,7 +44,9 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> WorkerLoader:
     return made
 
 
-def load(loader: WorkerLoader, error: float, monkeypatch: pytest.MonkeyPatch, *, stale: bool = False) -> list[str]:
+def load(
+    loader: WorkerLoader, error: float, monkeypatch: pytest.MonkeyPatch, *, stale: bool = False
+) -> list[str]:
     seen: list[str] = loader.seen  # type: ignore[attr-defined]
     seen.clear()
     monkeypatch.setattr(vllm_worker, "probe", lambda *args, **named: (1, error, ""))
@@ -59,26 +63,38 @@ def test_only_what_a_probe_has_proven_goes_straight_into_the_layers(
     assert load(loader, 1e-7, monkeypatch) == ["reload", "head"]
     assert load(loader, 1e-7, monkeypatch) == ["direct", "head"]
     assert load(loader, 0.7, monkeypatch, stale=True) == ["direct"]
-    assert load(loader, float("nan"), monkeypatch) == ["reload", "head"], "what was off is done vLLM's way"
+    assert load(loader, float("nan"), monkeypatch) == ["reload", "head"], (
+        "what was off is done vLLM's way"
+    )
     assert load(loader, 1e-7, monkeypatch) == ["reload", "head"]
     assert load(loader, 1e-7, monkeypatch) == ["direct", "head"]
 
 
-def test_other_models_go_through_vllms_reload(loader: WorkerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_go_through_vllms_reload(
+    loader: WorkerLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DirectLoad, "possible", lambda self: False)
     assert load(loader, 1e-7, monkeypatch) == load(loader, 1e-7, monkeypatch) == ["reload", "head"]
 
 
-def test_parts_that_lie_below_each_other_are_packed_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_lie_below_each_other_are_packed_from_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(vllm_direct, "probed_modules", lambda model: [])
     direct = DirectLoad(Model(), torch.float32)
     whole = torch.arange(40.0).view(10, 4)
-    q, k, v = whole[:4], whole[4:6], whole[6:8]
-    assert direct._whole([q, k, v]).data_ptr() == whole.data_ptr() and torch.equal(direct._whole([q, k, v]), whole[:8])
+    q = whole[:4]
+    k = whole[4:6]
+    v = whole[6:8]
+    assert direct._whole([q, k, v]).data_ptr() == whole.data_ptr() and torch.equal(
+        direct._whole([q, k, v]), whole[:8]
+    )
     swapped = direct._whole([k, q])
     assert torch.equal(swapped, torch.cat([k, q]))
     assert torch.equal(direct._whole([q, v]), torch.cat([q, v]))
-    assert direct._whole([q, v]).data_ptr() == swapped.data_ptr() != whole.data_ptr(), "one buffer for all"
+    assert direct._whole([q, v]).data_ptr() == swapped.data_ptr() != whole.data_ptr(), (
+        "one buffer for all"
+    )
     assert torch.equal(direct._whole([q[:, :2]]), q[:, :2]), "a column of a row-parallel layer"
     half = whole.bfloat16()
     assert direct._whole([half[:2], half[2:4]]).dtype == torch.float32

@@ -1,4 +1,6 @@
-"""The child that waits in an engine's process becomes vLLM's core; vLLM itself is not needed for that."""
+"""The child that waits in an engine's process becomes vLLM's core; vLLM itself is not needed for
+that.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,14 @@ def host(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
     file = folder / "script.py"
     file.write_text(script)
     command = [sys.executable, "-P", "-c", HOST, str(file), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "TAKEN": "no"}, check=False)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TAKEN": "no"},
+        check=False,
+    )
 
 
 def test_the_child_has_the_hosts_environment_folder_and_output(tmp_path: Path) -> None:
@@ -47,7 +56,10 @@ def test_the_child_has_the_hosts_environment_folder_and_output(tmp_path: Path) -
 
 
 def test_its_exit_code_is_known(tmp_path: Path) -> None:
-    script = "import sys; from rft.engine.vllm_host import _Context\nc = _Context().Process(target=sys.exit, args=(7,))\n"
+    script = (
+        "import sys; from rft.engine.vllm_host import _Context\nc = "
+        "_Context().Process(target=sys.exit, args=(7,))\n"
+    )
     done = host(script + "c.start(); c.join(60); sys.exit(c.exitcode)", tmp_path)
     assert done.returncode == 7, done.stderr
 
@@ -69,6 +81,9 @@ def test_other_processes_have_no_child() -> None:
 def test_its_interpreter_is_not_taken_down(tmp_path: Path) -> None:
     """vLLM's has objects to free for seconds, and nothing waits for that."""
     script = "import atexit, os, sys; from rft.engine.vllm_host import _Context\n"
-    script += "c = _Context().Process(target=atexit.register, args=(os._exit, 9))\nc.start(); c.join(60); sys.exit(c.exitcode)"
+    script += (
+        "c = _Context().Process(target=atexit.register, args=(os._exit, 9))\nc.start(); "
+        "c.join(60); sys.exit(c.exitcode)"
+    )
     done = host(script, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Published names find their place in a model of vLLM's, also where its own loading renames or merges them."""
+"""Published names find their place in a model of vLLM's, also where its own loading renames or
+merges them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Layer(nn.Module):
 
 
 class Served(nn.Module):
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"]
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,16 +35,25 @@ class Served(nn.Module):
 
 
 def test_names_that_a_model_changes_while_it_loads() -> None:
-    given = {"layers.0.A_log": torch.ones(4), **{f"layers.0.{n}_proj.weight": torch.ones(4, 4) for n in "qkv"}}
+    given = {
+        "layers.0.A_log": torch.ones(4),
+        **{f"layers.0.{n}_proj.weight": torch.ones(4, 4) for n in "qkv"},
+    }
     published, unexpected = place(Served(), given)
-    assert published["layers.0.A"][None] is given["layers.0.A_log"] and set(published["layers.0.qkv_proj.weight"]) == set("qkv")
+    assert published["layers.0.A"][None] is given["layers.0.A_log"] and set(
+        published["layers.0.qkv_proj.weight"]
+    ) == set("qkv")
     assert unexpected == ()
 
 
 class Delta(nn.Module):
-    """As vLLM has a layer of Qwen3.5: four outputs in one, of which the checkpoint has three in one tensor."""
+    """As vLLM has a layer of Qwen3.5: four outputs in one, of which the checkpoint has three in one
+    tensor.
+    """
 
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
+        "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,10 +62,15 @@ class Delta(nn.Module):
 
 
 def test_a_tensor_that_holds_several_outputs() -> None:
-    qkv, z = torch.randn(8, 4), torch.randn(4, 4)
+    qkv = torch.randn(8, 4)
+    z = torch.randn(4, 4)
     published, unexpected = place(Delta(), {"in_proj_z.weight": z, "in_proj_qkv.weight": qkv})
     parts = published["in_proj_qkvz.weight"]
-    assert list(parts) == [0, 1, 2, 3] and [len(p) for p in parts.values()] == [2, 2, 4, 4] and unexpected == ()
+    assert (
+        list(parts) == [0, 1, 2, 3]
+        and [len(p) for p in parts.values()] == [2, 2, 4, 4]
+        and unexpected == ()
+    )
     assert torch.equal(torch.cat([*parts.values()]), torch.cat([qkv, z]))
     alone, _ = place(Delta(), {"in_proj_z.weight": z})
     assert list(alone["in_proj_qkvz.weight"]) == [1], "what is missing is told by `absent`"
@@ -65,12 +83,15 @@ def test_a_name_that_belongs_nowhere_is_told() -> None:
 class Router(nn.Module):
     """As vLLM has those of GLM-4.5 and MiniMax: its weight is float32 in a model of bfloat16."""
 
-    input_size, params_dtype = 4, torch.float32
+    input_size = 4
+    params_dtype = torch.float32
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 4).bfloat16().float())
-        self.quant_method: Any = SimpleNamespace(apply=lambda module, x, bias: nn.functional.linear(x, module.weight, bias))
+        self.quant_method: Any = SimpleNamespace(
+            apply=lambda module, x, bias: nn.functional.linear(x, module.weight, bias)
+        )
 
 
 @pytest.mark.filterwarnings("ignore")  # of what vLLM imports

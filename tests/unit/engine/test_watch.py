@@ -21,13 +21,20 @@ class World:
         self.used: Usage | None = Usage(5.0)
         self.watch = Watch(stall_s, step_s, lambda: self.used, lambda: self.now)
 
-    def passes(self, seconds: float, *, share: float = 0.0, step_every: float = 0.0) -> tuple[float, str]:
+    def passes(
+        self, seconds: float, *, share: float = 0.0, step_every: float = 0.0
+    ) -> tuple[float, str]:
         """Looks as often as it should; when and why it counts as hung, or "" at the end."""
-        began, last_step = self.now, self.now
+        began = self.now
+        last_step = self.now
         while self.now < began + seconds:
             self.now += self.watch.interval_s
             if self.used is not None:
-                self.used = Usage(self.used.cpu_s + share * self.watch.interval_s, self.used.stopped, self.used.on_disk)
+                self.used = Usage(
+                    self.used.cpu_s + share * self.watch.interval_s,
+                    self.used.stopped,
+                    self.used.on_disk,
+                )
             if step_every and self.now - last_step >= step_every:
                 last_step = self.now
                 self.watch.progress()
@@ -96,8 +103,14 @@ def test_time_in_which_the_watcher_slept_does_not_count() -> None:
 
 def test_a_real_process_that_is_stopped_and_goes_on() -> None:
     used = "sum(os.times()[:2]) < 0.05"  # several ticks of the kernel's clock
-    program = f"import os, sys\nwhile {used}: pass\nsys.stdout.write('x'); sys.stdout.flush()\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child, contextlib.ExitStack() as stack:
+    program = (
+        f"import os, sys\nwhile {used}: pass\nsys.stdout.write('x'); "
+        f"sys.stdout.flush()\nwhile True: pass"
+    )
+    with (
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child,
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(child.kill)  # also where an assertion fails
         assert child.stdout is not None
         child.stdout.read(1)

@@ -41,9 +41,16 @@ def test_one_changed_byte_is_named(manifest: WeightManifest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"), [({"shape": (7,)}, "20 bytes for shape"), ({"offset": 1 << 20}, "outside"), ({"dtype": "F8"}, "none of")]
+    ("change", "why"),
+    [
+        ({"shape": (7,)}, "20 bytes for shape"),
+        ({"offset": 1 << 20}, "outside"),
+        ({"dtype": "F8"}, "none of"),
+    ],
 )
-def test_a_manifest_that_does_not_fit_is_bad(manifest: WeightManifest, change: dict[str, object], why: str) -> None:
+def test_a_manifest_that_does_not_fit_is_bad(
+    manifest: WeightManifest, change: dict[str, object], why: str
+) -> None:
     spec: TensorSpec = msgspec.structs.replace(manifest.tensors[1], **change)
     mapped = MappedWeights(msgspec.structs.replace(manifest, tensors=(spec,)))
     assert mapped.bad() == ("b",)
@@ -55,5 +62,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     values = torch.tensor([1.5, -2.25], dtype=torch.bfloat16)
     (tmp_path / "w").write_bytes(values.view(torch.int16).numpy().tobytes())
     spec = TensorSpec("x", "BF16", (2,), 0, 4, "")
-    manifest = WeightManifest(version=Version(1, 0), transport="checkpoint", path=str(tmp_path / "w"), tensors=(spec,))
+    manifest = WeightManifest(
+        version=Version(1, 0), transport="checkpoint", path=str(tmp_path / "w"), tensors=(spec,)
+    )
     assert torch.equal(MappedWeights(manifest).tensor(spec), values)

@@ -1,4 +1,6 @@
-"""What the explorer sees of the others, in memory: a gate a test can close, a buffer that remembers, a sink that keeps."""
+"""What the explorer sees of the others, in memory: a gate a test can close, a buffer that
+remembers, a sink that keeps.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class MemoryBuffer:
     async def room(self, batch: int) -> None:
         await self.full.wait()
 
-    async def close_batch(self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]) -> None:
+    async def close_batch(
+        self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]
+    ) -> None:
         self.closed.append((batch, accepted, wanted, reasons))
 
     async def stored_groups(self, first_batch: int) -> list[StoredGroup]:
@@ -55,7 +59,9 @@ class MemoryBuffer:
             if first_batch <= g[0].id.batch < end_batch
         ]
         return [
-            TaskOutcome(batch, task, x.taskset, x.task_index, sum(rewards) / len(rewards), len(rewards))
+            TaskOutcome(
+                batch, task, x.taskset, x.task_index, sum(rewards) / len(rewards), len(rewards)
+            )
             for batch, task, x, rewards in sorted(scored, key=lambda s: s[:2])
             if rewards
         ]
@@ -69,7 +75,9 @@ class MemoryBuffer:
 
 
 class Gate:
-    """Lets batches below `limit` start; `open(n)` raises it.  Every version counts as served, unless `unproven` holds it back."""
+    """Lets batches below `limit` start; `open(n)` raises it.  Every version counts as served,
+    unless `unproven` holds it back.
+    """
 
     def __init__(self, limit: int = 10**6) -> None:
         self.limit = limit
@@ -82,7 +90,9 @@ class Gate:
         self._changed = asyncio.Condition()
         self.assigner: BatchAssigner
 
-    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
+    async def next_batch(
+        self, *, lag: int | None, fingerprint: str, total: int | None
+    ) -> Assignment | str:
         self.assigner.assignments.total = total
         return await self.assigner.next("explorer", lag)
 
@@ -91,7 +101,8 @@ class Gate:
 
     async def open(self, limit: int, *, finished: bool = False) -> None:
         async with self._changed:
-            self.limit, self.trained_out = limit, finished
+            self.limit = limit
+            self.trained_out = finished
             self._changed.notify_all()
 
     async def prove(self, version: Version) -> None:
@@ -152,9 +163,15 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.engine = ScriptedEngine(answer=lambda messages: messages[-1]["content"][0])
-        self.buffer, self.gate, self.sink = MemoryBuffer(), Gate(), Sink()
+        self.buffer = MemoryBuffer()
+        self.gate = Gate()
+        self.sink = Sink()
         self._file = folder / "sums.jsonl"
-        self._file.write_text("".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(2 * i)}) + "\n" for i in range(8)))
+        self._file.write_text(
+            "".join(
+                json.dumps({"prompt": f"{i}+{i}?", "response": str(2 * i)}) + "\n" for i in range(8)
+            )
+        )
 
     def taskset(self, name: str = "sums", **changes: Any) -> TasksetSettings:
         return TasksetSettings(
@@ -169,11 +186,25 @@ class World:
         )
 
     def explorer(
-        self, *, lineage: int = 1, cursor: int = 0, evaluates: bool = False, models: Any = None, **changes: Any
+        self,
+        *,
+        lineage: int = 1,
+        cursor: int = 0,
+        evaluates: bool = False,
+        models: Any = None,
+        **changes: Any,
     ) -> Explorer:
         assignments = Assignments(cursor, None, changes.get("max_inflight"))
-        self.gate.assigner = BatchAssigner(assignments, self.buffer.room, self.gate.may_explore, Waits(60.0))
-        changes = {"tasksets": (self.taskset(),), "batch_size": 2, "total_batches": 3, "max_retry_times": 0, **changes}
+        self.gate.assigner = BatchAssigner(
+            assignments, self.buffer.room, self.gate.may_explore, Waits(60.0)
+        )
+        changes = {
+            "tasksets": (self.taskset(),),
+            "batch_size": 2,
+            "total_batches": 3,
+            "max_retry_times": 0,
+            **changes,
+        }
         return Explorer(
             ExplorerSettings(**changes),
             model=self.engine,

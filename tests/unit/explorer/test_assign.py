@@ -1,4 +1,6 @@
-"""Batches assigned to several explorers: each to one at a time, the lowest first, again after its explorer has gone."""
+"""Batches assigned to several explorers: each to one at a time, the lowest first, again after its
+explorer has gone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from rft.explorer.assign import Assignments
 
 def test_the_lowest_free_batch_is_assigned_first():
     assignments = Assignments(3, 7)
-    assert [assignments.take(owner) for owner in "abab"] == [(3, False), (4, False), (5, False), (6, False)]
+    assert [assignments.take(owner) for owner in "abab"] == [
+        (3, False),
+        (4, False),
+        (5, False),
+        (6, False),
+    ]
     assert assignments.candidate is None and not assignments.over and not assignments.ready(None)
     for batch in (6, 3, 5, 4):
         assignments.close(batch)
@@ -41,7 +48,8 @@ def test_max_inflight_counts_over_all_explorers():
 
 
 @pytest.mark.parametrize(
-    ("lag", "closed", "ready"), [(0, (0, 1), True), (0, (1,), False), (1, (0,), True), (2, (), True), (1, (1,), False)]
+    ("lag", "closed", "ready"),
+    [(0, (0, 1), True), (0, (1,), False), (1, (0,), True), (2, (), True), (1, (1,), False)],
 )
 def test_a_choice_that_looks_back_waits_for_what_it_looks_at(lag, closed, ready):
     assignments = Assignments(0, 9)
@@ -53,7 +61,8 @@ def test_a_choice_that_looks_back_waits_for_what_it_looks_at(lag, closed, ready)
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_batch_is_closed_once_whoever_dies(seed):
-    draw, assignments = random.Random(seed), Assignments(0, 30)
+    draw = random.Random(seed)
+    assignments = Assignments(0, 30)
     out: dict[str, list[int]] = {name: [] for name in "abc"}
     closed = []
     while not assignments.over:

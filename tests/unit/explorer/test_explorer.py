@@ -7,7 +7,14 @@ import pytest
 
 from rft.buffer.settings import PipelineSettings
 from rft.engine.scripted import ScriptedEngine
-from rft.errors import ConfigError, EngineFailed, FrameRejected, RunFailed, ShortBatch, WeightSyncFailed
+from rft.errors import (
+    ConfigError,
+    EngineFailed,
+    FrameRejected,
+    RunFailed,
+    ShortBatch,
+    WeightSyncFailed,
+)
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch
 from rft.reward.base import reward
@@ -32,24 +39,34 @@ async def deadline():
 
 async def test_batches_are_played_appended_closed_and_reported(world):
     await world.explorer().run()
-    assert [(r.id.batch, r.id.task, r.id.run) for r in sorted(world.buffer.rows, key=lambda r: r.id)] == [
-        (b, t, r) for b in range(3) for t in range(2) for r in range(2)
-    ]
+    assert [
+        (r.id.batch, r.id.task, r.id.run) for r in sorted(world.buffer.rows, key=lambda r: r.id)
+    ] == [(b, t, r) for b in range(3) for t in range(2) for r in range(2)]
     assert world.buffer.closed == [(b, 2, 2, {}) for b in range(3)]
     assert world.gate.explored_batches == [0, 1, 2]
     assert world.buffer.finished == "all 3 explore batches are in the buffer"
     metrics = world.sink.of("explorer")
     assert list(metrics) == [1, 2, 3]
-    assert metrics[1]["rollout/reward/mean"] == 0.5  # "0+0?" is answered "0", "1+1?" is answered "1"
-    assert metrics[1]["rollout/sums/reward/mean"] == 0.5 and metrics[1]["rollout/groups/accepted"] == 2
-    assert metrics[1]["rollout/response_length/mean"] == 2 and metrics[1]["rollout/truncated_ratio"] == 0
+    # "0+0?" is answered "0", "1+1?" is answered "1"
+    assert metrics[1]["rollout/reward/mean"] == 0.5
+    assert (
+        metrics[1]["rollout/sums/reward/mean"] == 0.5 and metrics[1]["rollout/groups/accepted"] == 2
+    )
+    assert (
+        metrics[1]["rollout/response_length/mean"] == 2
+        and metrics[1]["rollout/truncated_ratio"] == 0
+    )
     assert metrics[1]["frac_reward_zero_std"] == 1.0 and metrics[1]["rollout/failed"] == 0
 
 
 async def test_detailed_stats_are_percentiles(world):
     await world.explorer(percentiles=True).run()
     metrics = world.sink.of("explorer")[1]
-    assert (metrics["rollout/reward/p10"], metrics["rollout/reward/p50"], metrics["rollout/reward/p90"]) == (0.0, 0.5, 1.0)
+    assert (
+        metrics["rollout/reward/p10"],
+        metrics["rollout/reward/p50"],
+        metrics["rollout/reward/p90"],
+    ) == (0.0, 0.5, 1.0)
     assert metrics["rollout/response_length/p50"] == 2 and "rollout/prompt_length/p90" in metrics
     assert metrics["rollout/time/run/p10"] <= metrics["rollout/time/run/p90"]
 
@@ -113,8 +130,11 @@ async def test_rows_wait_until_their_version_is_proven(world):
 
 
 async def test_rows_of_weights_that_failed_their_canary_never_train_and_are_replaced(world):
-    """The rows are kept as failed runs with the reason; the batch goes on with other tasks under the next attempt."""
-    failed, good = Version(1, 0), Version(1, 0, 1)
+    """The rows are kept as failed runs with the reason; the batch goes on with other tasks under
+    the next attempt.
+    """
+    failed = Version(1, 0)
+    good = Version(1, 0, 1)
     world.gate.rejected = {failed}
     world.engine.version = failed
     world.gate.unproven = {failed}
@@ -123,7 +143,10 @@ async def test_rows_of_weights_that_failed_their_canary_never_train_and_are_repl
     world.engine.version = good
     await world.gate.prove(failed)
     await job
-    kept = {accepted: [rows for rows, a, _ in world.buffer.groups if a is accepted] for accepted in (True, False)}
+    kept = {
+        accepted: [rows for rows, a, _ in world.buffer.groups if a is accepted]
+        for accepted in (True, False)
+    }
     assert [len(groups) for groups in kept.values()] == [2, 2]
     assert {s.version for rows in kept[True] for r in rows for s in r.version_spans} == {good}
     assert {(r.status, r.reward) for rows in kept[False] for r in rows} == {("failed", None)}
@@ -149,10 +172,17 @@ async def test_rejected_groups_are_replaced(world):
     def unscored_zero(task, transcript):
         return Score(value=None if task.index == 0 else 1.0)
 
-    await world.explorer(tasksets=(world.taskset(reward="test_unscored_zero"),), total_batches=1).run()
-    rejected = [(rows[0].id.task, reason) for rows, accepted, reason in world.buffer.groups if not accepted]
+    await world.explorer(
+        tasksets=(world.taskset(reward="test_unscored_zero"),), total_batches=1
+    ).run()
+    rejected = [
+        (rows[0].id.task, reason) for rows, accepted, reason in world.buffer.groups if not accepted
+    ]
     assert rejected == [(0, "unscored")]
-    assert sorted(rows[0].id.task for rows, accepted, _ in world.buffer.groups if accepted) == [1, 2]
+    assert sorted(rows[0].id.task for rows, accepted, _ in world.buffer.groups if accepted) == [
+        1,
+        2,
+    ]
     assert world.buffer.closed == [(0, 2, 2, {"unscored": 1})]
     assert world.sink.of("explorer")[1]["rollout/groups/rejected"] == 1
     assert next(r for r in world.buffer.rows if r.id.task == 2).task_index not in (0, 1)
@@ -165,20 +195,28 @@ async def test_a_short_batch_stops_the_run_or_not(world):
 
     tasksets = (world.taskset(reward="test_never"),)
     with pytest.raises(
-        ShortBatch, match=r"batch 0: only 0 of 2 groups can be trained \(6 unscored\), and all 4 refills are used up"
+        ShortBatch,
+        match=r"batch 0: only 0 of 2 groups can be trained \(6 unscored\), and all 4 refills are "
+        r"used up",
     ):
         await world.explorer(tasksets=tasksets, max_refill=4, breaker=50).run()
     assert world.buffer.closed == [(0, 0, 2, {"unscored": 6})]
     world.buffer.closed.clear()
-    await world.explorer(tasksets=tasksets, max_refill=0, on_short_batch="carry", total_batches=2, breaker=50).run()
+    await world.explorer(
+        tasksets=tasksets, max_refill=0, on_short_batch="carry", total_batches=2, breaker=50
+    ).run()
     assert world.buffer.closed == [(0, 0, 2, {"unscored": 2}), (1, 0, 2, {"unscored": 2})]
 
 
 async def test_a_short_batch_goes_on_with_more_refills(world):
-    """What it has rejected is held when the run goes on, and counts as refills, so a correction alone changes nothing."""
+    """What it has rejected is held when the run goes on, and counts as refills, so a correction
+    alone changes nothing.
+    """
     world.buffer._held = [StoredGroup(0, task, False) for task in range(5)]
     with pytest.raises(
-        ShortBatch, match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill, as groups with a"
+        ShortBatch,
+        match=r"\(4 held\), and all 2 refills are used up.*raise buffer\.max_refill, as groups "
+        r"with a",
     ):
         await world.explorer(max_refill=2).run()
     assert world.buffer.groups == []
@@ -219,7 +257,9 @@ async def test_resume_skips_what_the_buffer_holds(world):
         StoredGroup(2, 1, True),
     ]
     await world.explorer(cursor=1, lineage=2).run()
-    assert [str(rows[0].id.group) for rows, *_ in world.buffer.groups] == ["0002.00.00000001.000005"]
+    assert [str(rows[0].id.group) for rows, *_ in world.buffer.groups] == [
+        "0002.00.00000001.000005"
+    ]
     assert [(b, n) for b, n, *_ in world.buffer.closed] == [(1, 2), (2, 2)]
 
 
@@ -252,7 +292,11 @@ async def test_stop_gives_up_what_is_in_flight(world):
     await world.engine.waiting(4)
     await explorer.stop()
     await job
-    assert world.buffer.groups == [] and world.buffer.finished is None and world.gate.explored_batches == []
+    assert (
+        world.buffer.groups == []
+        and world.buffer.finished is None
+        and world.gate.explored_batches == []
+    )
     late = world.explorer()
     await late.stop()
     await late.run()
@@ -272,7 +316,9 @@ async def test_cancelling_run_cancels_everything(world):
 
 
 async def test_one_stuck_run_holds_up_nobody_else(world):
-    """31 of 32 runs answer; the last blocks a thread for ever.  It ends as a failed record at its deadline."""
+    """31 of 32 runs answer; the last blocks a thread for ever.  It ends as a failed record at its
+    deadline.
+    """
     free = threading.Event()
     played: list[int] = []
 
@@ -302,17 +348,36 @@ async def test_evaluation_before_during_and_after(world):
         world.taskset("greedy", num_runs=1, max_rows=2, sampling=SamplingArgs(temperature=0)),
     )
     await world.explorer(eval_tasksets=evals, eval_interval=2, total_batches=3).run()
-    held = [(r.step, r.values) for r in world.sink.records if r.role == "eval" and "eval/held/mean@2" in r.values]
+    held = [
+        (r.step, r.values)
+        for r in world.sink.records
+        if r.role == "eval" and "eval/held/mean@2" in r.values
+    ]
     assert [s for s, _ in held] == [0, 2, 99]
     values = held[0][1]
     assert (
-        values["eval/held/mean@2"] == values["eval/held/best@2"] == values["eval/held/pass@2"] == 0.25
+        values["eval/held/mean@2"]
+        == values["eval/held/best@2"]
+        == values["eval/held/pass@2"]
+        == 0.25
     )  # only 0+0 is answered right
-    assert values["eval/held/failed"] == 0 and values["eval/held/runs"] == 8 and values["eval/held/std@2"] == 0
+    assert (
+        values["eval/held/failed"] == 0
+        and values["eval/held/runs"] == 8
+        and values["eval/held/std@2"] == 0
+    )
     assert any(r.values.get("eval/greedy/greedy") == 0.5 for r in world.sink.records)
     name, step, table = world.sink.tables[0]
     assert (name, step, len(table)) == ("eval/held", 0, 8)
-    assert table[1] == {"task": 1, "run": 0, "prompt": "1+1?", "answer": "1", "truth": "2", "reward": 0.0, "status": "complete"}
+    assert table[1] == {
+        "task": 1,
+        "run": 0,
+        "prompt": "1+1?",
+        "answer": "1",
+        "truth": "2",
+        "reward": 0.0,
+        "status": "complete",
+    }
     assert len(world.buffer.rows) == 12  # evaluation is never stored
     assert not {c.request_id for c in world.engine.calls if c.request_id.startswith("eval")} & {
         f"{r.id}-0" for r in world.buffer.rows
@@ -338,9 +403,13 @@ async def test_failed_evaluation_runs_have_no_score(world):
     values = world.sink.of("eval")[0]
     assert values["eval/held/mean@2"] == 1.0 and values["eval/held/failed"] == 6
     with pytest.raises(
-        RunFailed, match=r"evaluation on 'held': all 6 runs ended without a score; the first one: ConnectionError: judge is gone"
+        RunFailed,
+        match=r"evaluation on 'held': all 6 runs ended without a score; the first one: "
+        r"ConnectionError: judge is gone",
     ):
-        await world.explorer(eval_tasksets=(world.taskset("held", max_rows=3, reward="test_some_fail"),)).run()
+        await world.explorer(
+            eval_tasksets=(world.taskset("held", max_rows=3, reward="test_some_fail"),)
+        ).run()
 
 
 async def test_rows_the_buffer_refuses_become_failed_records(world):
@@ -355,7 +424,9 @@ async def test_rows_the_buffer_refuses_become_failed_records(world):
     await world.explorer(total_batches=1).run()
     assert world.buffer.closed == [(0, 2, 2, {"rejected": 1})]
     refused = [r for r in world.buffer.rows if r.id.task == 1]
-    assert [(r.status, r.reason) for r in refused] == [("failed", "rejected by the buffer: too_large: 40 MB")] * 2
+    assert [(r.status, r.reason) for r in refused] == [
+        ("failed", "rejected by the buffer: too_large: 40 MB")
+    ] * 2
     assert sorted({r.id.task for r in world.buffer.rows}) == [0, 1, 3]
 
 
@@ -365,23 +436,40 @@ async def test_values_that_cannot_be_stored_become_failed_records(world, tmp_pat
     @workflow("test_unstorable")
     class Unstorable:
         async def run(self, task, ctx):
-            await ctx.chat([{"role": "user", "content": "?", **({"meta": value} if task.index == 1 else {})}])
+            await ctx.chat(
+                [{"role": "user", "content": "?", **({"meta": value} if task.index == 1 else {})}]
+            )
             return ctx.transcript(score=Score(value=1.0))
 
     copy = PipelineSettings(input_path=tmp_path / "copy.jsonl" if copied else None)
-    await world.explorer(tasksets=(world.taskset(workflow="test_unstorable", reward=None),), total_batches=1, pipeline=copy).run()
+    await world.explorer(
+        tasksets=(world.taskset(workflow="test_unstorable", reward=None),),
+        total_batches=1,
+        pipeline=copy,
+    ).run()
     assert world.buffer.closed == [(0, 2, 2, {"rejected": 1})]
     refused = [r for r in world.buffer.rows if r.id.task == 1]
-    assert {r.status for r in refused} == {"failed"} and all("not_storable: " in r.reason for r in refused)
+    assert {r.status for r in refused} == {"failed"} and all(
+        "not_storable: " in r.reason for r in refused
+    )
 
 
 def test_a_refused_group_can_be_stored():
     header = failed(
-        GroupId(1, 0, 0, 0).run(0), taskset="t", task_index=0, workflow="w", reason="\udc80", info={"traceback": "\udc80", "n": 1}
+        GroupId(1, 0, 0, 0).run(0),
+        taskset="t",
+        task_index=0,
+        workflow="w",
+        reason="\udc80",
+        info={"traceback": "\udc80", "n": 1},
     )
     runs = (PlayedRun((header,), None, 0.0, 0.0, 1),)
     group = PlayedGroup(
-        GroupId(1, 0, 0, 0), Task(taskset="t", index=0, prompt="?", workflow="w"), runs, accepted=False, reason="failed"
+        GroupId(1, 0, 0, 0),
+        Task(taskset="t", index=0, prompt="?", workflow="w"),
+        runs,
+        accepted=False,
+        reason="failed",
     )
     (row,) = decode(encode(group.refused("why").rows))
     assert row.reason == "\\udc80" and row.info == {"traceback": "\\udc80", "n": 1}

@@ -14,7 +14,9 @@ class Counting:
     """A buffer writer that tells when `count` groups are stored."""
 
     def __init__(self, writer, count):
-        self._writer, self._left, self.reached = writer, count, asyncio.Event()
+        self._writer = writer
+        self._left = count
+        self.reached = asyncio.Event()
 
     def __getattr__(self, name):
         return getattr(self._writer, name)
@@ -43,7 +45,11 @@ async def test_a_restarted_explorer_goes_on_where_the_buffer_stands(world, tmp_p
     try:
         lineage = (await buffer.start_lineage(None, None)).lineage
         world.buffer = writer = Counting(buffer.writer(lineage), 6)
-        settings = {"total_batches": 3, "batch_size": 4, "tasksets": (world.taskset(workflow="test_last_two_wait"),)}
+        settings = {
+            "total_batches": 3,
+            "batch_size": 4,
+            "tasksets": (world.taskset(workflow="test_last_two_wait"),),
+        }
         async with asyncio.timeout(120):
             world.gate.limit = 2
             first = world.explorer(lineage=lineage, **settings)
@@ -51,15 +57,29 @@ async def test_a_restarted_explorer_goes_on_where_the_buffer_stands(world, tmp_p
             await writer.reached.wait()  # batch 0 and half of batch 1
             await first.stop()
             await job
-            assert {(h.batch, h.task) for h in await writer.stored_groups(0)} == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)}
+            assert {(h.batch, h.task) for h in await writer.stored_groups(0)} == {
+                (0, 0),
+                (0, 1),
+                (0, 2),
+                (0, 3),
+                (1, 0),
+                (1, 1),
+            }
             world.engine.calls.clear()
             free.set()
             await world.gate.open(3)
             await world.explorer(lineage=lineage, **settings).run()
             assert len(world.engine.calls) == 2 * 6
-            reader, rows = buffer.reader(lineage), []
+            reader = buffer.reader(lineage)
+            rows = []
             for step in (1, 2, 3):
-                rows += decode((await reader.lease(step, groups=4, rows=None, deadline_s=10, max_staleness=None)).frame)
+                rows += decode(
+                    (
+                        await reader.lease(
+                            step, groups=4, rows=None, deadline_s=10, max_staleness=None
+                        )
+                    ).frame
+                )
                 await reader.use(step)
         assert [(r.id.batch, r.id.task, r.id.run) for r in rows] == [
             (b, t, r) for b in range(3) for t in range(4) for r in range(2)

@@ -1,4 +1,6 @@
-"""A thousand runs in flight: nobody waits for anything but answers, and a run costs a bounded number of calls, however many there are."""
+"""A thousand runs in flight: nobody waits for anything but answers, and a run costs a bounded
+number of calls, however many there are.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,14 @@ CALLS_PER_RUN = 1250  # of functions, built-in ones too; about 1,130 on Python 3
 
 @pytest.mark.e2e
 def test_a_thousand_runs_in_flight_cost_little() -> None:
-    runs, writer, profile = 3000, bench_explorer.Writer(), cProfile.Profile()
-    taken = profile.runcall(bench_explorer.play, runs, seed=0, writer=writer, loop=bench_explorer.NoTimeForWork)
-    assert writer.runs == runs and taken == pytest.approx(bench_explorer.ideal(runs, seed=0), rel=1e-3)
+    runs = 3000
+    writer = bench_explorer.Writer()
+    profile = cProfile.Profile()
+    taken = profile.runcall(
+        bench_explorer.play, runs, seed=0, writer=writer, loop=bench_explorer.NoTimeForWork
+    )
+    assert writer.runs == runs and taken == pytest.approx(
+        bench_explorer.ideal(runs, seed=0), rel=1e-3
+    )
     assert pstats.Stats(profile).total_calls / runs <= CALLS_PER_RUN
     assert bench_explorer._growth(writer.rss) < 1.0  # MB per 1,000 runs

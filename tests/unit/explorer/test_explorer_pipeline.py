@@ -1,4 +1,6 @@
-"""Operators between explorer and buffer: what they reject is replaced, everything is stored and accounted for, faults end by a rule."""
+"""Operators between explorer and buffer: what they reject is replaced, everything is stored and
+accounted for, faults end by a rule.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,17 @@ def plugin():
 def pipeline(*operators, **more):
     named = [(o, {}) if isinstance(o, str) else o for o in operators]
     return PipelineSettings(
-        operators=tuple(OperatorSettings(name=n, args=a, key=f"o[{i}]") for i, (n, a) in enumerate(named)), **more
+        operators=tuple(
+            OperatorSettings(name=n, args=a, key=f"o[{i}]") for i, (n, a) in enumerate(named)
+        ),
+        **more,
     )
 
 
 def mixed(world, right=(), wrong=()):
-    """Runs of a task are right and wrong in turn; those of the rows in `right` and `wrong` are all the same."""
+    """Runs of a task are right and wrong in turn; those of the rows in `right` and `wrong` are all
+    the same.
+    """
     asked = Counter()
 
     def answer(messages):
@@ -72,24 +79,41 @@ def mixed(world, right=(), wrong=()):
     world.engine.answer = answer
 
 
-async def test_what_dapo_rejects_is_replaced_and_all_of_it_is_accounted_for(world, buffer, tmp_path):
+async def test_what_dapo_rejects_is_replaced_and_all_of_it_is_accounted_for(
+    world, buffer, tmp_path
+):
     mixed(world, right={0, 3}, wrong={1})
     lineage = (await buffer.start_lineage(None, None)).lineage
     world.buffer = buffer.writer(lineage)
     copy = tmp_path / "copy.jsonl"
-    settings = {"tasksets": (world.taskset(num_runs=4),), "batch_size": 2, "total_batches": 2, "max_refill": 8}
+    settings = {
+        "tasksets": (world.taskset(num_runs=4),),
+        "batch_size": 2,
+        "total_batches": 2,
+        "max_refill": 8,
+    }
     await world.explorer(
-        lineage=lineage, pipeline=pipeline("pass_rate_calculator", "dapo_dynamic_sampling", input_path=copy), **settings
+        lineage=lineage,
+        pipeline=pipeline("pass_rate_calculator", "dapo_dynamic_sampling", input_path=copy),
+        **settings,
     ).run()
     started = len(world.engine.calls)
     metrics = world.sink.of("explorer")
-    groups = sum(m["rollout/groups/accepted"] + m["rollout/groups/rejected"] for m in metrics.values())
+    groups = sum(
+        m["rollout/groups/accepted"] + m["rollout/groups/rejected"] for m in metrics.values()
+    )
     rejected = int(sum(m["rollout/groups/rejected"] for m in metrics.values()))
     assert rejected >= 3 and started == 4 * groups
     assert [m["rollout/groups/accepted"] for m in metrics.values()] == [2, 2]
     for m in metrics.values():
-        p = {k.removeprefix("experience_pipeline/"): v for k, v in m.items() if k.startswith("experience_pipeline/")}
-        assert p["experience_count"] == 8 and p["filtered_count"] == 4 * m["rollout/groups/rejected"]
+        p = {
+            k.removeprefix("experience_pipeline/"): v
+            for k, v in m.items()
+            if k.startswith("experience_pipeline/")
+        }
+        assert (
+            p["experience_count"] == 8 and p["filtered_count"] == 4 * m["rollout/groups/rejected"]
+        )
         assert p["filtered_count"] == p["dropped_all_correct"] + p["dropped_all_wrong"]
         assert p["selection/valid_ratio"] == 2 / (2 + m["rollout/groups/rejected"])
         assert {
@@ -107,11 +131,16 @@ async def test_what_dapo_rejects_is_replaced_and_all_of_it_is_accounted_for(worl
     audit = await buffer.audit()
     assert audit.ok and (audit.used, audit.leased, audit.available) == (8, 4, 4)
     assert audit.discarded == {"filtered": 4 * rejected}
-    assert audit.acked == started == audit.used + audit.leased + audit.available + sum(audit.discarded.values())
+    assert (
+        audit.acked
+        == started
+        == audit.used + audit.leased + audit.available + sum(audit.discarded.values())
+    )
     assert len(copy.read_text().splitlines()) == started
     with sqlite3.connect(next((tmp_path / "buffer").glob("*.db"))) as db:
         found = db.execute(
-            "SELECT explained, reason, status, count(*) FROM experiences WHERE dropped IS NOT NULL GROUP BY 1, 2, 3"
+            "SELECT explained, reason, status, count(*) FROM experiences WHERE dropped IS NOT NULL "
+            "GROUP BY 1, 2, 3"
         )
         assert found.fetchall() == [("filtered", "dapo_dynamic_sampling", "complete", 4 * rejected)]
         (reasons,) = db.execute("SELECT reasons FROM batches ORDER BY batch LIMIT 1").fetchone()
@@ -120,7 +149,9 @@ async def test_what_dapo_rejects_is_replaced_and_all_of_it_is_accounted_for(worl
 
 
 async def test_what_was_filtered_is_not_played_again(world, buffer):
-    """A restarted explorer knows rejected groups from the buffer, and goes on with the next candidate of their place."""
+    """A restarted explorer knows rejected groups from the buffer, and goes on with the next
+    candidate of their place.
+    """
     mixed(world, right={0, 2, 4})
     lineage = (await buffer.start_lineage(None, None)).lineage
     world.buffer = buffer.writer(lineage)
@@ -142,7 +173,9 @@ async def test_rows_that_are_dropped_count_in_the_leased_statistics(world, buffe
         tasksets=(world.taskset(num_runs=4),),
         pipeline=pipeline(("reward_filter", {"threshold": 0.5})),
     ).run()
-    lease = await buffer.reader(lineage).lease(1, groups=2, rows=None, deadline_s=10, max_staleness=None)
+    lease = await buffer.reader(lineage).lease(
+        1, groups=2, rows=None, deadline_s=10, max_staleness=None
+    )
     assert [r.reward for r in decode(lease.frame)] == [1.0] * 4
     assert [(g.mean, len(g.rewards)) for g in lease.groups] == [(0.5, 4)] * 2
     assert (await buffer.audit()).discarded == {"filtered": 4}
@@ -169,13 +202,17 @@ async def test_a_row_without_a_trained_token_is_explained(world, buffer):
 async def test_refills_end_by_the_rule_and_name_the_operator(world):
     mixed(world, right=set(range(8)))
     with pytest.raises(
-        ShortBatch, match=r"only 0 of 2 groups can be trained \(5 filtered by dapo_dynamic_sampling\), and all 3 refills"
+        ShortBatch,
+        match=r"only 0 of 2 groups can be trained \(5 filtered by dapo_dynamic_sampling\), and all "
+        r"3 refills",
     ):
         await world.explorer(max_refill=3, pipeline=pipeline("dapo_dynamic_sampling")).run()
     assert all(reason == "filtered" and not accepted for _, accepted, reason in world.buffer.groups)
 
 
-async def test_a_group_that_breaks_an_operator_fails_with_the_traceback_and_is_replaced(world, plugin):
+async def test_a_group_that_breaks_an_operator_fails_with_the_traceback_and_is_replaced(
+    world, plugin
+):
     class Picky(Operator):
         stage = "drop"
 
@@ -204,15 +241,21 @@ async def test_a_group_that_breaks_an_operator_fails_with_the_traceback_and_is_r
 
 
 async def test_an_operator_that_always_breaks_stops_the_run(world):
-    shaping = ("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "qualty", "op_type": "ADD"}]})
+    shaping = (
+        "reward_shaping_mapper",
+        {"reward_shaping_configs": [{"stats_key": "qualty", "op_type": "ADD"}]},
+    )
     with pytest.raises(
         RunFailed,
-        match=r"\d groups in a row failed completely[\s\S]*has no 'qualty' to shape its reward by[\s\S]*built_in_operators.py",
+        match=r"\d groups in a row failed completely[\s\S]*has no 'qualty' to shape its reward "
+        r"by[\s\S]*built_in_operators.py",
     ):
         await world.explorer(breaker=4, max_refill=20, pipeline=pipeline(shaping)).run()
 
 
-async def test_an_operator_that_breaks_its_contract_stops_the_run_at_once_and_is_closed(world, plugin):
+async def test_an_operator_that_breaks_its_contract_stops_the_run_at_once_and_is_closed(
+    world, plugin
+):
     closed = []
 
     class Copies(Operator):
@@ -224,7 +267,9 @@ async def test_an_operator_that_breaks_its_contract_stops_the_run_at_once_and_is
         async def close(self):
             closed.append(True)
 
-    with pytest.raises(RunFailed, match=r"operator test_copies returned .* twice; rows are never copied"):
+    with pytest.raises(
+        RunFailed, match=r"operator test_copies returned .* twice; rows are never copied"
+    ):
         await world.explorer(pipeline=pipeline(plugin(Copies))).run()
     assert closed == [True] and not world.buffer.groups
 
@@ -241,7 +286,9 @@ async def test_an_operator_may_ask_the_policy_or_another_model_to_judge(world, p
             async def judged(row):
                 question = {"role": "user", "content": f"judge {row.response_text}"}
                 (verdict,) = await self.model.generate(GenerateRequest(messages=(question,)))
-                return msgspec.structs.replace(row, reward=float(verdict.text == "good"), info={"verdict": verdict.text})
+                return msgspec.structs.replace(
+                    row, reward=float(verdict.text == "good"), info={"verdict": verdict.text}
+                )
 
             judged_rows = await asyncio.gather(*map(judged, rows))
             return Result(judged_rows, [Metric("judged", len(rows), "sum")])
@@ -253,7 +300,8 @@ async def test_an_operator_may_ask_the_policy_or_another_model_to_judge(world, p
     assert sorted(r.reward for r in world.buffer.rows) == [0.0, 0.0, 1.0, 1.0]
     assert {r.info["verdict"] for r in world.buffer.rows} == {"good", "bad"}
     m = world.sink.of("explorer")[1]
-    assert m["experience_pipeline/judged"] == 4 and m["rollout/reward/mean"] in (0.25, 0.5)  # as played: 0+0 is 0, 1+1 is not
+    # as played: 0+0 is 0, 1+1 is not
+    assert m["experience_pipeline/judged"] == 4 and m["rollout/reward/mean"] in (0.25, 0.5)
 
 
 async def test_without_operators_nothing_is_reported(world):
@@ -277,11 +325,20 @@ class OneBreaks(Workflow):
 
 @pytest.mark.parametrize("operators", [(), ("pass_rate_calculator",)])
 @pytest.mark.parametrize(
-    ("more", "greedy", "reason"), [({"whole_groups": True}, False, "too_few"), ({"baseline": True}, True, "no_baseline")]
+    ("more", "greedy", "reason"),
+    [({"whole_groups": True}, False, "too_few"), ({"baseline": True}, True, "no_baseline")],
 )
-async def test_operators_do_not_make_a_rejected_group_trainable(world, operators, more, greedy, reason):
-    tasksets = (world.taskset(num_runs=4, workflow="test_pipeline_one_breaks", workflow_args={"greedy": greedy}),)
-    await world.explorer(total_batches=1, tasksets=tasksets, pipeline=pipeline(*operators), **more).run()
+async def test_operators_do_not_make_a_rejected_group_trainable(
+    world, operators, more, greedy, reason
+):
+    tasksets = (
+        world.taskset(
+            num_runs=4, workflow="test_pipeline_one_breaks", workflow_args={"greedy": greedy}
+        ),
+    )
+    await world.explorer(
+        total_batches=1, tasksets=tasksets, pipeline=pipeline(*operators), **more
+    ).run()
     assert world.buffer.closed == [(0, 2, 2, {reason: 1})]
     (rejected,) = [(rows, why) for rows, accepted, why in world.buffer.groups if not accepted]
     assert rejected[1] == reason and rejected[0][0].task_index == 0
@@ -293,7 +350,9 @@ async def says_nothing(task, transcript):
 
 
 async def test_a_reward_of_an_operator_makes_a_group_trainable(world, plugin):
-    """Runs without a score are not lost: the others of their group go on, and an operator scores them."""
+    """Runs without a score are not lost: the others of their group go on, and an operator scores
+    them.
+    """
 
     class Scores(Operator):
         stage = "reward"
@@ -301,8 +360,17 @@ async def test_a_reward_of_an_operator_makes_a_group_trainable(world, plugin):
         async def process(self, rows, group):
             return Result([msgspec.structs.replace(r, reward=1.0) for r in rows])
 
-    tasksets = (world.taskset(num_runs=4, reward="test_pipeline_says_nothing", workflow="test_pipeline_one_breaks"),)
-    settings = {"total_batches": 1, "tasksets": tasksets, "stop_hopeless": True, "max_concurrent_runs": 1}
+    tasksets = (
+        world.taskset(
+            num_runs=4, reward="test_pipeline_says_nothing", workflow="test_pipeline_one_breaks"
+        ),
+    )
+    settings = {
+        "total_batches": 1,
+        "tasksets": tasksets,
+        "stop_hopeless": True,
+        "max_concurrent_runs": 1,
+    }
     await world.explorer(pipeline=pipeline(plugin(Scores)), **settings).run()
     assert world.buffer.closed == [(0, 2, 2, {})], "3 of 4 runs are enough"
     assert sum(r.trainable for r in world.buffer.rows) == 7

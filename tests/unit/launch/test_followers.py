@@ -1,4 +1,6 @@
-"""Who follows a run gets each record once, in order, and the coordinator keeps only the last of them."""
+"""Who follows a run gets each record once, in order, and the coordinator keeps only the last of
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ async def part(tmp_path: Path):
 async def test_each_record_comes_once_however_many_there_were(part: MonitorPart) -> None:
     early: list[MetricRecord] = []
     late: list[MetricRecord] = []
-    follower, joins_late = _Follower(part, early.append), _Follower(part, late.append)
+    follower = _Follower(part, early.append)
+    joins_late = _Follower(part, late.append)
     for n in range(3 * KEPT):
         await part._tell(noted(str(n)))
         if n % 100 == 99:

@@ -24,7 +24,11 @@ SLEEPER = "import sys; print('up', flush=True); sys.stdin.read()"
 def started(code: str = SLEEPER, **env: str) -> subprocess.Popen[str]:
     """A process that has said it is up and lives until its stdin is closed."""
     made = subprocess.Popen(
-        [sys.executable, "-I", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}
+        [sys.executable, "-I", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
     )
     assert made.stdout is not None
     made.stdout.readline()
@@ -39,7 +43,8 @@ def ended(process: subprocess.Popen[str]) -> None:
 @pytest.fixture(autouse=True)
 def own_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A mark, a /dev/shm and a temporary folder of this test's own."""
-    shm, temp = tmp_path / "shm", tmp_path / "temp"
+    shm = tmp_path / "shm"
+    temp = tmp_path / "temp"
     shm.mkdir()
     temp.mkdir()
     monkeypatch.setenv(leftovers.MARK, uuid.uuid4().hex)
@@ -68,8 +73,12 @@ def test_a_living_child_is_reported_and_an_ending_one_is_waited_for() -> None:
 
 def test_an_orphan_with_our_mark_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     before = leftovers.snapshot()
-    others = {p.pid for p in leftovers._our_processes()}  # below this process, e.g. a test's database
-    code = f"import subprocess,sys; p=subprocess.Popen([sys.executable,'-I','-c',{SLEEPER!r}],stdin=subprocess.PIPE); "
+    # below this process, e.g. a test's database
+    others = {p.pid for p in leftovers._our_processes()}
+    code = (
+        f"import subprocess,sys; "
+        f"p=subprocess.Popen([sys.executable,'-I','-c',{SLEEPER!r}],stdin=subprocess.PIPE); "
+    )
     child = started(code + "print(p.pid, flush=True); sys.stdin.read()")
     try:
         marked = [p.pid for p in leftovers._our_processes() if p.pid not in others]
@@ -98,11 +107,15 @@ def test_what_somebody_uses_is_not_left_over(monkeypatch: pytest.MonkeyPatch) ->
     before = leftovers.snapshot()
     folder = Path(tempfile.gettempdir()) / "rft-used"
     folder.mkdir()
-    monkeypatch.setattr(leftovers, "_open_paths", lambda pid: [f"{folder}/socket"] if pid == os.getpid() else [])
+    monkeypatch.setattr(
+        leftovers, "_open_paths", lambda pid: [f"{folder}/socket"] if pid == os.getpid() else []
+    )
     assert leftovers.compare(before, grace_s=0) == []
 
 
-@pytest.mark.parametrize(("command", "uses"), [("python -m somebody", True), ("ssh-agent -s", False)])
+@pytest.mark.parametrize(
+    ("command", "uses"), [("python -m somebody", True), ("ssh-agent -s", False)]
+)
 def test_a_python_of_this_account_that_cannot_be_looked_into_uses_what_bears_no_owners_name(
     monkeypatch: pytest.MonkeyPatch, command: str, uses: bool
 ) -> None:
@@ -113,13 +126,16 @@ def test_a_python_of_this_account_that_cannot_be_looked_into_uses_what_bears_no_
 
     real = leftovers._command
     monkeypatch.setattr(leftovers, "_open_paths", open_paths)
-    monkeypatch.setattr(leftovers, "_command", lambda p: command if p.pid == os.getppid() else real(p))
+    monkeypatch.setattr(
+        leftovers, "_command", lambda p: command if p.pid == os.getppid() else real(p)
+    )
     monkeypatch.setattr(leftovers, "_name", lambda p: "")
     file = leftovers.SHM / "psm_abc"
     file.write_bytes(b"x")
     os.utime(file, (1, 1))
     assert leftovers.unused_shm() == ([] if uses else ["psm_abc"])
-    of_dead = leftovers.SHM / "rft-weights-4194304_1", Path(tempfile.gettempdir(), "rft-dead")  # no process has that number
+    # no process has that number
+    of_dead = leftovers.SHM / "rft-weights-4194304_1", Path(tempfile.gettempdir(), "rft-dead")
     of_dead[0].write_bytes(b"x")
     (of_dead[1] / "ray" / "session_1").mkdir(parents=True)
     leftovers.clean("no such run")
@@ -140,12 +156,21 @@ def test_listeners_beyond_loopback() -> None:
 
 def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
     run_id = uuid.uuid4().hex
-    temp, dead = Path(tempfile.gettempdir()), started()
+    temp = Path(tempfile.gettempdir())
+    dead = started()
     ended(dead)
-    ours, other = started(RFT_RUN_ID=run_id), started(RFT_RUN_ID="another")
+    ours = started(RFT_RUN_ID=run_id)
+    other = started(RFT_RUN_ID="another")
     try:
-        gone = [leftovers.SHM / f"rft-weights-{dead.pid}-1-0.bin", leftovers.SHM / f"__KMP_REGISTERED_LIB_{dead.pid}_0"]
-        kept = [leftovers.SHM / f"rft-weights-{os.getpid()}-1-0.bin", leftovers.SHM / "psm_new", leftovers.SHM / "unknown"]
+        gone = [
+            leftovers.SHM / f"rft-weights-{dead.pid}-1-0.bin",
+            leftovers.SHM / f"__KMP_REGISTERED_LIB_{dead.pid}_0",
+        ]
+        kept = [
+            leftovers.SHM / f"rft-weights-{os.getpid()}-1-0.bin",
+            leftovers.SHM / "psm_new",
+            leftovers.SHM / "unknown",
+        ]
         for file in (*gone, *kept):
             file.write_bytes(b"x")
         gone.append(leftovers.SHM / "psm_older")
@@ -159,7 +184,10 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
         assert len(done) == 6 and done[0].startswith(f"ended process {ours.pid} ")
         assert not any(f.exists() for f in gone) and all(f.exists() for f in kept)
         assert not (temp / "rft-ray").exists() and (temp / "rft-just-made").exists()
-        assert not (temp / f"rft-vllm-{dead.pid}-a").exists() and (temp / f"rft-vllm-{os.getpid()}-a").exists()
+        assert (
+            not (temp / f"rft-vllm-{dead.pid}-a").exists()
+            and (temp / f"rft-vllm-{os.getpid()}-a").exists()
+        )
         assert other.poll() is None
         assert leftovers.clean(run_id) == []
     finally:
@@ -168,21 +196,35 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
 
 
 def test_agents_of_a_ray_that_is_gone_end(tmp_path: Path) -> None:
-    """They live for minutes and use its folder; their titles take the place of the environments that tell whose they are."""
-    name, until = "ray::RuntimeEnvAgent", time.monotonic() + 60
+    """They live for minutes and use its folder; their titles take the place of the environments
+    that tell whose they are.
+    """
+    name = "ray::RuntimeEnvAgent"
+    until = time.monotonic() + 60
     (raylet := tmp_path / "raylet").symlink_to("/bin/bash")
     (tmp_path / name).symlink_to("/bin/cat")
     (folder := Path(tempfile.gettempdir(), "rft-1", "ray", "session_1")).mkdir(parents=True)
     agent = f"exec -a {name} {tmp_path / name}"
-    left, other = (subprocess.Popen(["/bin/bash", "-c", agent + log], stdin=subprocess.PIPE) for log in (f" 3>{folder}/log", ""))
-    living = subprocess.Popen([raylet, "-c", f"({agent} 3>{folder}/log) <&0 & wait"], stdin=subprocess.PIPE)
+    left, other = (
+        subprocess.Popen(["/bin/bash", "-c", agent + log], stdin=subprocess.PIPE)
+        for log in (f" 3>{folder}/log", "")
+    )
+    living = subprocess.Popen(
+        [raylet, "-c", f"({agent} 3>{folder}/log) <&0 & wait"], stdin=subprocess.PIPE
+    )
     try:
         agents: list[int] = []
         while len(agents) < 3:
-            agents = [p.pid for p in psutil.Process().children(recursive=True) if leftovers._command(p) == name]
+            agents = [
+                p.pid
+                for p in psutil.Process().children(recursive=True)
+                if leftovers._command(p) == name
+            ]
             assert time.monotonic() < until
         assert [line.split()[2] for line in leftovers.clean("no such run")] == [str(left.pid)]
-        assert [pid for pid in agents if psutil.pid_exists(pid)] == [pid for pid in agents if pid != left.pid]
+        assert [pid for pid in agents if psutil.pid_exists(pid)] == [
+            pid for pid in agents if pid != left.pid
+        ]
     finally:
         for process in (left, other, living):
             process.communicate()  # the end of its stdin is the end of an agent
@@ -207,13 +249,19 @@ def test_memory_of_a_process_that_the_end_of_a_run_ends() -> None:
         file = leftovers.SHM / f"__KMP_REGISTERED_LIB_{child.pid}_0"
         file.write_bytes(b"x")
     ended(child)
-    assert done[0].startswith(f"ended process {child.pid} ") and done[1:] == [f"removed shared memory {file}"]
+    assert done[0].startswith(f"ended process {child.pid} ") and done[1:] == [
+        f"removed shared memory {file}"
+    ]
 
 
 def test_a_part_ends_what_it_was_before_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     run_id = uuid.uuid4().hex
     ours = started(RFT_RUN_ID=run_id, RFT_PART="engine-0")
-    others = [started(RFT_RUN_ID=run_id, RFT_PART="engine-1"), started(RFT_RUN_ID="x", RFT_PART="engine-0"), started()]
+    others = [
+        started(RFT_RUN_ID=run_id, RFT_PART="engine-1"),
+        started(RFT_RUN_ID="x", RFT_PART="engine-0"),
+        started(),
+    ]
     try:
         assert leftovers.end_former() == []  # this process is no part
         monkeypatch.setenv(leftovers.RUN_ID, run_id)
@@ -237,7 +285,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "left over: shared memory" in capsys.readouterr().out
 
 
-def test_what_others_make_or_remove_while_they_are_looked_at_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_make_or_remove_while_they_are_looked_at_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     before = leftovers.snapshot()
     gone = tmp_path / "sem.mp-gone"
@@ -253,11 +303,17 @@ def test_what_others_make_or_remove_while_they_are_looked_at_is_not_left(tmp_pat
     assert leftovers.compare(before, grace_s=0) == []
 
 
-def test_what_a_process_maps_is_found_although_it_closes_a_file_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_maps_is_found_although_it_closes_a_file_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     used = leftovers.SHM / "sem.mp-used"
     used.write_bytes(b"x" * 64)
-    code = f"import mmap; file = open({str(used)!r}, 'r+b'); kept = mmap.mmap(file.fileno(), 64); {SLEEPER}"
-    child, asked = started(code), []
+    code = (
+        f"import mmap; file = open({str(used)!r}, 'r+b'); kept = mmap.mmap(file.fileno(), 64); "
+        f"{SLEEPER}"
+    )
+    child = started(code)
+    asked = []
 
     def closed(link: Path) -> Path:
         asked.append(link)
@@ -271,12 +327,16 @@ def test_what_a_process_maps_is_found_although_it_closes_a_file_meanwhile(monkey
         ended(child)
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="semaphores have names in /dev/shm on Linux")
+@pytest.mark.skipif(
+    not Path("/dev/shm").is_dir(), reason="semaphores have names in /dev/shm on Linux"
+)
 def test_a_semaphore_of_a_living_process_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The C library makes it under another name, which is the one that the process seems to map."""
     monkeypatch.setattr(leftovers, "SHM", Path("/dev/shm"))
     made = "import multiprocessing; made = multiprocessing.get_context('spawn').Lock(); "
-    child = started(f"{made} import sys; print('up'); print(made._semlock.name, flush=True); sys.stdin.read()")
+    child = started(
+        f"{made} import sys; print('up'); print(made._semlock.name, flush=True); sys.stdin.read()"
+    )
     try:
         assert child.stdout is not None
         name = f"sem.{child.stdout.readline().strip().removeprefix('/')}"

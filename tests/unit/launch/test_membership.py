@@ -25,7 +25,8 @@ class Process:
 
 async def test_one_whose_death_is_found_twice_is_let_go_once() -> None:
     gone: list[str] = []
-    finding, go_on = asyncio.Event(), asyncio.Event()
+    finding = asyncio.Event()
+    go_on = asyncio.Event()
 
     async def on_gone(member: Member, why: str) -> None:
         gone.append(member.name)
@@ -42,7 +43,8 @@ async def test_one_whose_death_is_found_twice_is_let_go_once() -> None:
     first = await members.add("a", process)
     process.dies.set()
     await finding.wait()
-    coming_back = asyncio.ensure_future(members.check_name("a"))  # the explorer was started again meanwhile
+    # the explorer was started again meanwhile
+    coming_back = asyncio.ensure_future(members.check_name("a"))
     for _ in range(20):  # it finds out, too
         await asyncio.sleep(0)
     go_on.set()

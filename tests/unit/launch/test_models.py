@@ -1,4 +1,6 @@
-"""Auxiliary models as the explorer gets them: every name, each model once, clients of servers closed again; the policy's vocabulary."""
+"""Auxiliary models as the explorer gets them: every name, each model once, clients of servers
+closed again; the policy's vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,40 @@ async def test_names_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     external = {"base_url_env": "URL", "max_retries": 0}
     config: dict[str, Any] = {
         "model": {"model_path": "m", "max_prompt_tokens": 9, "max_response_tokens": 9},
-        "buffer": {"total_steps": 1, "explorer_input": {"default_workflow_type": "w", "taskset": {"path": "x.jsonl"}}},
+        "buffer": {
+            "total_steps": 1,
+            "explorer_input": {"default_workflow_type": "w", "taskset": {"path": "x.jsonl"}},
+        },
         "explorer": {
             "auxiliary_models": [
-                {"name": "a", "model_path": "J", "engine_type": "scripted", "engine_num": 2, "max_concurrent": 3},
-                {"name": "b", "model_path": "J", "engine_type": "scripted", "engine_num": 2, "max_concurrent": 3},
-                {"name": "api", "model_path": "gpt", "engine_type": "external", "external_model_config": external},
+                {
+                    "name": "a",
+                    "model_path": "J",
+                    "engine_type": "scripted",
+                    "engine_num": 2,
+                    "max_concurrent": 3,
+                },
+                {
+                    "name": "b",
+                    "model_path": "J",
+                    "engine_type": "scripted",
+                    "engine_num": 2,
+                    "max_concurrent": 3,
+                },
+                {
+                    "name": "api",
+                    "model_path": "gpt",
+                    "engine_type": "external",
+                    "external_model_config": external,
+                },
             ]
         },
     }
     plan = resolve(from_dict(config), Facts(cpus=2, gpus=0))
     async with AsyncExitStack() as clients:
-        models: dict[str, Any] = await _models(plan, [[ScriptedEngine("one"), ScriptedEngine("two")], []], clients)
+        models: dict[str, Any] = await _models(
+            plan, [[ScriptedEngine("one"), ScriptedEngine("two")], []], clients
+        )
         assert list(models) == ["a", "b", "api"] and models["a"] is models["b"]
         assert (await models["a"].generate(ask()))[0].text in ("one", "two")
         (client,) = models["api"].engines
@@ -52,8 +76,13 @@ async def test_names_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_many_tokens_a_model_knows(tmp_path: Path) -> None:
-    """Configurations of models that also take images leave out what is their family's default, as Gemma 3's."""
-    save_file({"language_model.model.embed_tokens.weight": np.zeros((12, 4), np.float32)}, tmp_path / "model.safetensors")
+    """Configurations of models that also take images leave out what is their family's default, as
+    Gemma 3's.
+    """
+    save_file(
+        {"language_model.model.embed_tokens.weight": np.zeros((12, 4), np.float32)},
+        tmp_path / "model.safetensors",
+    )
     for config, size in (
         ({"vocab_size": 9}, 9),
         ({"text_config": {"vocab_size": 7}}, 7),

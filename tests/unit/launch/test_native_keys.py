@@ -1,6 +1,8 @@
-"""A key of a file, another value, and what the trainer then does: from the written configuration to the tiny model's steps.
+"""A key of a file, another value, and what the trainer then does: from the written configuration to
+the tiny model's steps.
 
-Each case names what has to differ; what is behind a key that only several ranks, GPUs or an engine show is tested beside those.
+Each case names what has to differ; what is behind a key that only several ranks, GPUs or an engine
+show is tested beside those.
 """
 
 from __future__ import annotations
@@ -29,11 +31,18 @@ from rft.trainer.ranks import Ranks
 from rft.trainer.settings import LearnerSettings
 
 BASE: dict[str, Any] = {
-    "model.model_path": "m", "model.max_prompt_tokens": 20, "model.max_response_tokens": 20, "algorithm.repeat_times": 4,
-    "algorithm.optimizer.lr": 1e-3, "buffer.batch_size": 3, "buffer.total_steps": 8, "trainer.cpu_threads": 1,
-    "buffer.explorer_input.default_workflow_type": "simple_workflow", "buffer.explorer_input.default_reward_fn_type": "exact_answer",
+    "model.model_path": "m",
+    "model.max_prompt_tokens": 20,
+    "model.max_response_tokens": 20,
+    "algorithm.repeat_times": 4,
+    "algorithm.optimizer.lr": 1e-3,
+    "buffer.batch_size": 3,
+    "buffer.total_steps": 8,
+    "trainer.cpu_threads": 1,
+    "buffer.explorer_input.default_workflow_type": "simple_workflow",
+    "buffer.explorer_input.default_reward_fn_type": "exact_answer",
     "buffer.explorer_input.taskset.path": "rft.testing.tiny:copy_tasks",
-}  # fmt: skip
+}
 STEPS = 3
 
 
@@ -50,8 +59,11 @@ def plan(gpus: int = 0, **values: Any) -> Plan:
 
 
 def rows() -> list[TrainRow]:
-    """3 groups of 4 rows, answers of 2 to 14 tokens; the sampler was somebody else, so that ratios are clipped on every side."""
-    rng, made = np.random.default_rng(3), []
+    """3 groups of 4 rows, answers of 2 to 14 tokens; the sampler was somebody else, so that ratios
+    are clipped on every side.
+    """
+    rng = np.random.default_rng(3)
+    made = []
     for group in range(3):
         prompt = rng.integers(3, 250, 10)
         for run in range(4):
@@ -62,7 +74,12 @@ def rows() -> list[TrainRow]:
             advantages = np.full(length, (-1.0) ** run * (0.5 + rng.random()), np.float32)
             made.append(
                 TrainRow(
-                    tokens=tokens, loss_mask=mask, logprobs=sampled, temperatures=1.0, advantages=advantages, group=str(group)
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=sampled,
+                    temperatures=1.0,
+                    advantages=advantages,
+                    group=str(group),
                 )
             )
     return made
@@ -81,24 +98,35 @@ class Watched(Learner):
 
 
 def digest(names: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(b"".join(p.detach().numpy().tobytes() for _, p in sorted(names.items())))
+    return xxhash.xxh3_128_hexdigest(
+        b"".join(p.detach().numpy().tobytes() for _, p in sorted(names.items()))
+    )
 
 
 @functools.cache
 def learnt(model: Path, given: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     """What three train steps come to."""
-    learner = Watched(plan(**{"model.model_path": str(model)}, **{k: msgspec.json.decode(v) for k, v in given}).learner)
+    learner = Watched(
+        plan(
+            **{"model.model_path": str(model)}, **{k: msgspec.json.decode(v) for k, v in given}
+        ).learner
+    )
     layers = {"policy": 0}
-    learner.policy.lm.model.layers[0].mlp.register_forward_pre_hook(lambda *_: layers.update(policy=layers["policy"] + 1))
+    learner.policy.lm.model.layers[0].mlp.register_forward_pre_hook(
+        lambda *_: layers.update(policy=layers["policy"] + 1)
+    )
     if learner.critic is not None:
         layers["critic"] = 0
         learner.critic.model.lm.model.layers[0].mlp.register_forward_pre_hook(
             lambda *_: layers.update(critic=layers["critic"] + 1)
         )
-    ranks, all_rows = Ranks(learner), rows()
+    ranks = Ranks(learner)
+    all_rows = rows()
     found: dict[str, Any] = {"lr": [], "norms": [], "sums": [], "critic_lr": [], "critic_sums": []}
     for step in range(1, STEPS + 1):
-        asked = sorted({*ranks.before, "old"} | ({"values"} if learner.critic is not None else set()))
+        asked = sorted(
+            {*ranks.before, "old"} | ({"values"} if learner.critic is not None else set())
+        )
         scores = asyncio.run(ranks.compute(all_rows, asked))
         counts = [int(r.loss_mask.sum()) for r in all_rows]
         made = [
@@ -107,7 +135,9 @@ def learnt(model: Path, given: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
                 old=s["old"] if "old" in ranks.before else None,
                 ref=s.get("ref"),
                 values=s.get("values"),
-                returns=np.linspace(-2, 2, n, dtype=np.float32) if learner.critic is not None else None,
+                returns=np.linspace(-2, 2, n, dtype=np.float32)
+                if learner.critic is not None
+                else None,
             )
             for r, s, n in zip(all_rows, scores, counts, strict=True)
         ]
@@ -123,24 +153,44 @@ def learnt(model: Path, given: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     if learner.critic is not None:
         found["critic_weights"] = digest(learner.critic.model.names())
     seen = learner.__dict__["seen"]
-    found |= {"order": seen["policy"], "shapes": [s[:2] for s in seen["policy"]], "layers": layers["policy"]}
-    found |= {"critic_shapes": [s[:2] for s in seen.get("critic", [])], "critic_layers": layers.get("critic")}
+    found |= {
+        "order": seen["policy"],
+        "shapes": [s[:2] for s in seen["policy"]],
+        "layers": layers["policy"],
+    }
+    found |= {
+        "critic_shapes": [s[:2] for s in seen.get("critic", [])],
+        "critic_layers": layers.get("critic"),
+    }
     return found
 
 
 def dealt(given: list[TrainRow], budget: Budget, step: int) -> RankBatch:
     (mine,) = cut(given, 1, budget)
     micro = tuple(tuple(given[i] for i in m) for m in mine)
-    return RankBatch(step=step, micro_batches=micro, tokens=float(sum(r.counted for r in given)), rows=float(len(given)))
+    return RankBatch(
+        step=step,
+        micro_batches=micro,
+        tokens=float(sum(r.counted for r in given)),
+        rows=float(len(given)),
+    )
 
 
 PPO = {"algorithm.algorithm_type": "ppo"}
 FIXED = {"trainer.use_dynamic_bsz": False, "trainer.micro_batch_size_per_gpu": 6}
 KL = {"algorithm.kl_loss_fn": "k2", "algorithm.kl_loss_fn_args": {"kl_coef": 0.1}}
-ENTROPY = {"algorithm.entropy_loss_fn": "default", "algorithm.entropy_loss_fn_args": {"entropy_coef": 0.1}}
-A, OPT, T, C, R = "algorithm", "algorithm.optimizer", "trainer", "trainer.critic", "trainer.ref"
+ENTROPY = {
+    "algorithm.entropy_loss_fn": "default",
+    "algorithm.entropy_loss_fn_args": {"entropy_coef": 0.1},
+}
+A = "algorithm"
+OPT = "algorithm.optimizer"
+T = "trainer"
+C = "trainer.critic"
+R = "trainer.ref"
 CLIP = f"{A}.policy_loss_fn_args"
-CASES: list[tuple[str, Any, str, dict[str, Any]]] = [  # key, another value, what differs, what is written beside both
+# key, another value, what differs, what is written beside both
+CASES: list[tuple[str, Any, str, dict[str, Any]]] = [
     (f"{CLIP}.clip_range", 0.5, "weights", {}),
     (f"{CLIP}.clip_range_low", 0.5, "weights", {}),
     (f"{CLIP}.clip_range_high", 0.9, "weights", {}),
@@ -164,7 +214,12 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [  # key, another value, wha
     (f"{T}.micro_batch_size_per_gpu", 3, "shapes", FIXED),
     (f"{T}.max_token_len_per_gpu", 60, "shapes", {}),
     (f"{T}.shuffle_minibatches", True, "order", {f"{T}.max_token_len_per_gpu": 60}),
-    (f"{T}.data_seed", 7, "order", {f"{T}.max_token_len_per_gpu": 60, f"{T}.shuffle_minibatches": True}),
+    (
+        f"{T}.data_seed",
+        7,
+        "order",
+        {f"{T}.max_token_len_per_gpu": 60, f"{T}.shuffle_minibatches": True},
+    ),
     (f"{T}.use_remove_padding", False, "shapes", {}),
     (f"{T}.enable_gradient_checkpointing", True, "layers", {}),
     (f"{T}.log_prob_micro_batch_size_per_gpu", 3, "shapes", FIXED),
@@ -190,15 +245,20 @@ CASES: list[tuple[str, Any, str, dict[str, Any]]] = [  # key, another value, wha
 
 
 @pytest.mark.parametrize(("key", "value", "differs", "beside"), CASES, ids=[c[0] for c in CASES])
-def test_it_changes_what_is_learnt(key: str, value: Any, differs: str, beside: dict[str, Any], tiny_model: Path) -> None:
+def test_it_changes_what_is_learnt(
+    key: str, value: Any, differs: str, beside: dict[str, Any], tiny_model: Path
+) -> None:
     def run(**more: Any) -> dict[str, Any]:
         given = {**beside, **more}
         for name in [n for n in given if "_args." in n]:  # an argument stands in its mapping
             above, _, argument = name.rpartition(".")
             given[above] = {**given.get(above, {}), argument: given.pop(name)}
-        return learnt(tiny_model, tuple((k, msgspec.json.encode(v)) for k, v in sorted(given.items())))
+        return learnt(
+            tiny_model, tuple((k, msgspec.json.encode(v)) for k, v in sorted(given.items()))
+        )
 
-    before, after = run(), run(**{key: value})
+    before = run()
+    after = run(**{key: value})
     assert before[differs] != after[differs], f"{key} {value!r} changes no {differs}"
 
 
@@ -206,18 +266,25 @@ def test_it_changes_what_is_learnt(key: str, value: Any, differs: str, beside: d
 
 
 def test_balance_batch_deals_by_tokens_or_in_order() -> None:
-    """A long row among short ones: by tokens it is alone on its rank, else both ranks have as many rows."""
+    """A long row among short ones: by tokens it is alone on its rank, else both ranks have as many
+    rows.
+    """
     rng = np.random.default_rng(0)
 
     def row(length: int, group: int) -> TrainRow:
         tokens = rng.integers(3, 250, length + 2).astype(np.int32)
         mask = np.arange(length + 2) >= 2
-        return TrainRow(tokens=tokens, loss_mask=mask, logprobs=tokens * 0.0, temperatures=1.0, group=str(group))
+        return TrainRow(
+            tokens=tokens, loss_mask=mask, logprobs=tokens * 0.0, temperatures=1.0, group=str(group)
+        )
 
     given = [row(30, 0), *(row(4, i) for i in range(1, 6))]
     counts = {}
     for balance in (True, False):
-        made = Ranks(_learner(plan(**{"trainer.balance_batch": balance, "trainer.world_size": 2})), [_other()])
+        made = Ranks(
+            _learner(plan(**{"trainer.balance_batch": balance, "trainer.world_size": 2})),
+            [_other()],
+        )
         shares = cut(given, 2, made.budget)
         counts[balance] = [sorted(i for micro in mine for i in micro) for mine in shares]
     assert counts == {True: [[0], [1, 2, 3, 4, 5]], False: [[0, 1, 2], [3, 4, 5]]}
@@ -238,13 +305,17 @@ def _other() -> Any:
 
 
 def test_entropy_tiles() -> None:
-    """entropy_chunking: how many tiles are computed; entropy_checkpointing: how many logits the backward pass finds kept."""
+    """entropy_chunking: how many tiles are computed; entropy_checkpointing: how many logits the
+    backward pass finds kept.
+    """
     import torch
 
     from rft.trainer import logprobs
 
-    hidden, weight = torch.randn(40, 8, requires_grad=True), torch.randn(3000, 8)
-    targets, ones = torch.arange(40), torch.ones(40)
+    hidden = torch.randn(40, 8, requires_grad=True)
+    weight = torch.randn(3000, 8)
+    targets = torch.arange(40)
+    ones = torch.ones(40)
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logprobs, "CPU_TILE", 1 << 12)
@@ -252,12 +323,24 @@ def test_entropy_tiles() -> None:
         seen: list[tuple[int, ...]] = []
         see = logprobs._see
         patch.setattr(
-            logprobs, "_see", lambda tile, *more: (seen.append((len(tile.hidden), len(tile.weight))), see(tile, *more))[1]
+            logprobs,
+            "_see",
+            lambda tile, *more: (
+                seen.append((len(tile.hidden), len(tile.weight))),
+                see(tile, *more),
+            )[1],
         )
         for whole, keep_all in ((False, False), (True, False), (False, True)):
             seen.clear()
             made, entropies = logprobs.token_logprobs(
-                hidden, weight, targets, ones, chunk_tokens=16, entropy=True, whole=whole, keep_all=keep_all
+                hidden,
+                weight,
+                targets,
+                ones,
+                chunk_tokens=16,
+                entropy=True,
+                whole=whole,
+                keep_all=keep_all,
             )
             assert entropies is not None and made.grad_fn is not None
             kept = made.grad_fn.saved_tensors[-1]  # type: ignore[attr-defined]
@@ -275,7 +358,9 @@ def test_entropy_tiles() -> None:
 @pytest.mark.parametrize("key", ["entropy_chunking", "entropy_checkpointing"])
 def test_entropy_keys_reach_the_model(key: str, tiny_model: Path) -> None:
     for value in (True, False):
-        learner = Learner(replace(plan(**{f"trainer.{key}": value}).learner, model_path=str(tiny_model)))
+        learner = Learner(
+            replace(plan(**{f"trainer.{key}": value}).learner, model_path=str(tiny_model))
+        )
         assert getattr(learner.policy, key) is value
 
 
@@ -285,35 +370,67 @@ def _critics(made: LearnerSettings) -> LearnerSettings:
 
 DTYPE, STORED = (lambda m: (m.dtype, m.sharded)), sharding.storage_device
 GPU_CASES: dict[str, tuple[Any, Callable[[LearnerSettings], Any], Any, Any, dict[str, Any]]] = {
-    # key on GPUs: (another value, what is looked at, what it was, what it becomes, what is written beside both)
-    "trainer.param_dtype": ("float32", DTYPE, ("bfloat16", True), ("float32", False), {"trainer.world_size": 1}),
+    # key on GPUs: (another value, what is looked at, what it was, what it becomes, what is written
+    # beside both)
+    "trainer.param_dtype": (
+        "float32",
+        DTYPE,
+        ("bfloat16", True),
+        ("float32", False),
+        {"trainer.world_size": 1},
+    ),
     "trainer.param_offload": (True, STORED, "cuda", "cpu", {}),
     "trainer.optimizer_offload": (True, STORED, "cuda", "cpu", {}),
     "trainer.offload_policy": (True, STORED, "cuda", "cpu", {}),
     "trainer.ref.param_offload": (True, lambda m: m.ref_offload, False, True, {}),
-    "trainer.ref.reshard_after_forward": (False, lambda m: m.ref_reshard_after_forward, True, False, {}),
+    "trainer.ref.reshard_after_forward": (
+        False,
+        lambda m: m.ref_reshard_after_forward,
+        True,
+        False,
+        {},
+    ),
     "trainer.reshard_after_forward": (False, lambda m: m.reshard_after_forward, True, False, {}),
     "trainer.critic.param_offload": (True, lambda m: STORED(_critics(m)), "cuda", "cpu", {}),
     "trainer.critic.optimizer_offload": (True, lambda m: STORED(_critics(m)), "cuda", "cpu", {}),
-    "trainer.use_fused_kernels": (True, lambda m: m.fused_logprobs, False, True, {"trainer.fused_kernel_backend": "triton"}),
-    "trainer.fused_kernel_backend": ("triton", lambda m: m.fused_logprobs, False, True, {"trainer.use_fused_kernels": True}),
+    "trainer.use_fused_kernels": (
+        True,
+        lambda m: m.fused_logprobs,
+        False,
+        True,
+        {"trainer.fused_kernel_backend": "triton"},
+    ),
+    "trainer.fused_kernel_backend": (
+        "triton",
+        lambda m: m.fused_logprobs,
+        False,
+        True,
+        {"trainer.use_fused_kernels": True},
+    ),
 }
 
 
 @pytest.mark.parametrize("key", GPU_CASES)
 def test_on_gpus(key: str) -> None:
-    """Where parameters live and how they are computed with; what the model and FSDP2 make of it is tested beside them."""
+    """Where parameters live and how they are computed with; what the model and FSDP2 make of it is
+    tested beside them.
+    """
     value, look, before, after, beside = GPU_CASES[key]
     given = {"cluster.gpu_per_node": 4, **beside}
     assert look(plan(4, **given).learner) == before
     assert look(plan(4, **given, **{key: value}).learner) == after
 
 
-def test_reshard_after_forward_reaches_fsdp(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """trainer.reshard_after_forward of the policy, trainer.ref.reshard_after_forward of the reference model."""
+def test_reshard_after_forward_reaches_fsdp(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """trainer.reshard_after_forward of the policy, trainer.ref.reshard_after_forward of the
+    reference model.
+    """
     import torch.distributed.fsdp as fsdp
 
-    whole, seen = fsdp.fully_shard, list[Any]()
+    whole = fsdp.fully_shard
+    seen = list[Any]()
 
     def watched(module: Any, **how: Any) -> Any:
         if "reshard_after_forward" in how:
@@ -322,8 +439,11 @@ def test_reshard_after_forward_reaches_fsdp(tiny_model: Path, monkeypatch: pytes
 
     monkeypatch.setattr(fsdp, "fully_shard", watched)
     kl = {"algorithm.kl_loss_fn": "k2", "algorithm.kl_loss_fn_args": {"kl_coef": 0.1}}
-    made = plan(**kl, **{"trainer.reshard_after_forward": False, "trainer.ref.reshard_after_forward": True}).learner
-    learner = Learner(replace(made, model_path=str(tiny_model), offload_policy=True))  # which needs FSDP2 on one rank, too
+    made = plan(
+        **kl, **{"trainer.reshard_after_forward": False, "trainer.ref.reshard_after_forward": True}
+    ).learner
+    # which needs FSDP2 on one rank, too
+    learner = Learner(replace(made, model_path=str(tiny_model), offload_policy=True))
     learner.close()
     assert seen == [False, False, True, True], "two layers each"
 
@@ -333,7 +453,8 @@ def test_activations_live_on_the_host(tiny_model: Path, monkeypatch: pytest.Monk
     from transformers import PreTrainedModel
 
     beside = {"trainer.enable_gradient_checkpointing": True, "cluster.gpu_per_node": 4}
-    enable, found = PreTrainedModel.gradient_checkpointing_enable, list[bool]()
+    enable = PreTrainedModel.gradient_checkpointing_enable
+    found = list[bool]()
 
     def watched(model: PreTrainedModel, offload: bool = False, **how: Any) -> None:
         found.append(offload)
@@ -342,7 +463,9 @@ def test_activations_live_on_the_host(tiny_model: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", watched)
     for value in (False, True):
         made = plan(4, **beside, **{"trainer.enable_activation_offload": value}).learner
-        Learner(replace(made, model_path=str(tiny_model), device="cpu", dtype="float32", world_size=1))
+        Learner(
+            replace(made, model_path=str(tiny_model), device="cpu", dtype="float32", world_size=1)
+        )
     assert found == [False, True]
 
 
@@ -354,7 +477,11 @@ def test_where_a_run_lives(tmp_path: Path) -> None:
     from rft.launch.rundir import RunDir
 
     root = {"checkpoint_root_dir": str(tmp_path)}
-    for more, folder in (({}, "rft/run"), ({"project": "p", "name": "n"}, "p/n"), ({"name": "other"}, "rft/other")):
+    for more, folder in (
+        ({}, "rft/run"),
+        ({"project": "p", "name": "n"}, "p/n"),
+        ({"name": "other"}, "rft/other"),
+    ):
         made = RunDir.claim(plan(**root, **more).run_dir)
         made.release()
         assert (tmp_path / folder).is_dir() and made.path == tmp_path / folder
@@ -370,7 +497,11 @@ async def test_a_part_that_does_not_start_in_time_is_named() -> None:
         asyncio.get_running_loop().call_later(0.2, built.set_result, "up")
         return str(
             await guarded(
-                built, "engine-0", timeout_s=plan(**{"cluster.actor_start_timeout": value}).cluster.actor_start_timeout_s
+                built,
+                "engine-0",
+                timeout_s=plan(
+                    **{"cluster.actor_start_timeout": value}
+                ).cluster.actor_start_timeout_s,
             )
         )
 
@@ -381,13 +512,24 @@ async def test_a_part_that_does_not_start_in_time_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("written", "ranks"),
-    [({}, [0]), ({"trainer.profiler.ranks": [1]}, [1]), ({"trainer.profiler.all_ranks": True}, [0, 1])],
+    [
+        ({}, [0]),
+        ({"trainer.profiler.ranks": [1]}, [1]),
+        ({"trainer.profiler.all_ranks": True}, [0, 1]),
+    ],
     ids=["rank 0", "ranks", "all_ranks"],
 )
 def test_who_is_traced(written: dict[str, Any], ranks: list[int], tmp_path: Path) -> None:
     from rft.trainer.profiling import traced
 
-    made = plan(**{"trainer.world_size": 2, "trainer.profiler.steps": [1], "checkpoint_root_dir": str(tmp_path)}, **written)
+    made = plan(
+        **{
+            "trainer.world_size": 2,
+            "trainer.profiler.steps": [1],
+            "checkpoint_root_dir": str(tmp_path),
+        },
+        **written,
+    )
     for rank in (0, 1):
         with traced(made.learner.profiler, rank, 1):
             np.zeros(3).sum()
@@ -401,5 +543,8 @@ def test_log_files_of_a_machine_have_a_folder(tmp_path: Path) -> None:
 
     from rft.secrets import node_folder
 
-    found = [node_folder(tmp_path, plan(**{"log.group_by_node": value}).log_by_node) for value in (False, True)]
+    found = [
+        node_folder(tmp_path, plan(**{"log.group_by_node": value}).log_by_node)
+        for value in (False, True)
+    ]
     assert found == [tmp_path, tmp_path / os.uname().nodename]

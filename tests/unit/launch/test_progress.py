@@ -33,7 +33,10 @@ def record(step: int, role: str = "trainer", **values: float) -> MetricRecord:
 def shown(terminal: bool, total: int | None, *records: MetricRecord) -> str:
     out = io.StringIO()
     with Progress(
-        Path("/runs/a"), total_steps=total, notes=("device cpu",), console=Console(file=out, force_terminal=terminal, width=160)
+        Path("/runs/a"),
+        total_steps=total,
+        notes=("device cpu",),
+        console=Console(file=out, force_terminal=terminal, width=160),
     ) as p:
         for r in records:
             p.update(r)
@@ -41,7 +44,12 @@ def shown(terminal: bool, total: int | None, *records: MetricRecord) -> str:
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
-    text = shown(False, 15, record(0, "explorer", **{"eval/sums/mean@8": 0.28, "eval/sums/failed": 0.0}), record(3, **VALUES))
+    text = shown(
+        False,
+        15,
+        record(0, "explorer", **{"eval/sums/mean@8": 0.28, "eval/sums/failed": 0.0}),
+        record(3, **VALUES),
+    )
     assert text.splitlines() == [
         "run   /runs/a  (15 steps)",
         "watch rft status /runs/a, or rft view /runs/a",
@@ -53,10 +61,18 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_an_alarm_of_the_trainer_is_no_step() -> None:
     """It was shown as a step of 0 seconds, which halved the time that was left."""
-    alarm = MetricRecord(role="trainer", step=3, time=0.0, values={"alarm/kl_jump": 1.0}, notes=("alarm kl_jump: too large",))
+    alarm = MetricRecord(
+        role="trainer",
+        step=3,
+        time=0.0,
+        values={"alarm/kl_jump": 1.0},
+        notes=("alarm kl_jump: too large",),
+    )
     steps = shown(False, 15, record(3, **VALUES), alarm, record(4, **VALUES)).splitlines()[3:]
     assert (
-        steps[1] == "note  trainer 3: alarm kl_jump: too large" and steps[2].endswith("s/step 8.0  ETA 1m28s") and len(steps) == 3
+        steps[1] == "note  trainer 3: alarm kl_jump: too large"
+        and steps[2].endswith("s/step 8.0  ETA 1m28s")
+        and len(steps) == 3
     )
 
 
@@ -68,12 +84,21 @@ class Timed(io.StringIO):
         self.lines: list[tuple[float, str]] = []
 
     def write(self, text: str) -> int:
-        self.lines += [(simulated.now(), line) for line in text.splitlines() if line.startswith("wait")]
+        self.lines += [
+            (simulated.now(), line) for line in text.splitlines() if line.startswith("wait")
+        ]
         return super().write(text)
 
 
-def waited(seconds: float, *records: tuple[float, MetricRecord], served: bool = False, terminal: bool = False) -> Timed:
-    """What is printed in so many seconds of a virtual clock in which 32 questions wait for a judge; `records` come at their time."""
+def waited(
+    seconds: float,
+    *records: tuple[float, MetricRecord],
+    served: bool = False,
+    terminal: bool = False,
+) -> Timed:
+    """What is printed in so many seconds of a virtual clock in which 32 questions wait for a judge;
+    `records` come at their time.
+    """
     out = Timed()
 
     async def look() -> list[Activity]:
@@ -94,21 +119,38 @@ def waited(seconds: float, *records: tuple[float, MetricRecord], served: bool = 
 
 
 def test_a_wait_is_said_every_fifteen_seconds() -> None:
-    """N2: it was said only after a group was stored, so that nothing was said of a judge that did not answer."""
+    """N2: it was said only after a group was stored, so that nothing was said of a judge that did
+    not answer.
+    """
     found = waited(110.0).lines
     assert [at for at, _ in found] == [15.0, 30.0, 45.0, 60.0, 75.0, 90.0, 105.0]
     assert found[1] == (30.0, "wait  32 questions wait for judge [/bold], 30 s")
 
 
 def test_a_wait_is_not_said_while_steps_are() -> None:
-    found = waited(60.0, (14.0, record(1, **VALUES)), (25.0, record(2, **VALUES)), (53.0, record(3, **VALUES)))
+    found = waited(
+        60.0, (14.0, record(1, **VALUES)), (25.0, record(2, **VALUES)), (53.0, record(3, **VALUES))
+    )
     assert [at for at, _ in found.lines] == [40.0]
 
 
 def test_a_service_says_a_long_wait_ever_later() -> None:
     found = waited(1000.0, (500.0, record(1, **VALUES)), served=True)
-    assert [at for at, _ in found.lines] == [15.0, 45.0, 105.0, 225.0, 465.0, 515.0, 545.0, 605.0, 725.0, 965.0]
-    assert "step 1/15  reward" in found.getvalue() and "ETA" not in found.getvalue(), "N21: of clients who are not there"
+    assert [at for at, _ in found.lines] == [
+        15.0,
+        45.0,
+        105.0,
+        225.0,
+        465.0,
+        515.0,
+        545.0,
+        605.0,
+        725.0,
+        965.0,
+    ]
+    assert "step 1/15  reward" in found.getvalue() and "ETA" not in found.getvalue(), (
+        "N21: of clients who are not there"
+    )
 
 
 def test_a_wait_is_in_the_bar_on_a_terminal() -> None:
@@ -117,7 +159,8 @@ def test_a_wait_is_in_the_bar_on_a_terminal() -> None:
 
 
 def test_what_is_there_is_told_while_the_run_starts() -> None:
-    out, log = io.StringIO(), logging.getLogger("rft.launch.ray_runtime")
+    out = io.StringIO()
+    log = logging.getLogger("rft.launch.ray_runtime")
     log.setLevel("INFO")
     with Progress(Path("/runs/a"), total_steps=2, console=Console(file=out, width=160)) as p:
         log.info("%s is up (pid %d)", "engine-0", 7, extra=STARTING)
@@ -133,7 +176,9 @@ def test_a_bar_on_a_terminal() -> None:
 
 
 def test_without_a_number_of_steps_there_is_no_eta() -> None:
-    assert "ETA" not in shown(False, None, record(3, **VALUES)) and "step 3  reward" in shown(False, None, record(3, **VALUES))
+    assert "ETA" not in shown(False, None, record(3, **VALUES)) and "step 3  reward" in shown(
+        False, None, record(3, **VALUES)
+    )
 
 
 def test_a_skipped_step_is_named() -> None:
@@ -144,12 +189,17 @@ def test_markup_and_secrets_in_names_do_no_harm(capsys: pytest.CaptureFixture[st
     assert "[red]x" in shown(False, 1, record(0, "eval", **{"eval/[red]x/mean@1": 1.0}))
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")],
+)
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_commands_can_be_pasted_where_a_folder_has_a_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_can_be_pasted_where_a_folder_has_a_space(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary(tmp_path / "a b", Version(1, 2), 3.0, None)
     assert f"next  rft status '{tmp_path}/a b'\n" in capsys.readouterr().out
 

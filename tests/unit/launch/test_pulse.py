@@ -27,7 +27,9 @@ class Answering:
     """The process behind a pulse; `gone` makes its beats wait for ever."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.gone, self.beats = pid, False, 0
+        self.pid = pid
+        self.gone = False
+        self.beats = 0
 
     async def beat(self) -> tuple[str, int]:
         self.beats += 1
@@ -99,9 +101,13 @@ async def test_errors_of_a_call_are_its_own(child: int) -> None:
         raise EngineFailed("engine-0 died")
 
     pulse = Pulse("engine-0", dead, 0.1, None)
-    assert await pulse.during(asyncio.sleep(0.3, 1)) == 1, "the calls of a dead process say themselves that it died"
+    assert await pulse.during(asyncio.sleep(0.3, 1)) == 1, (
+        "the calls of a dead process say themselves that it died"
+    )
 
 
 def test_a_proxy_takes_its_limits_with_it() -> None:
-    proxy = Proxy.__reduce__(Proxy("handle", "engine-0", EngineFailed, limits=(None, None), start_s=5.0))
+    proxy = Proxy.__reduce__(
+        Proxy("handle", "engine-0", EngineFailed, limits=(None, None), start_s=5.0)
+    )
     assert proxy[1] == ("handle", "engine-0", EngineFailed, (None, None), 5.0)

@@ -23,7 +23,9 @@ def raylet(tmp_path: Path) -> Iterator[psutil.Process]:
     """A process that waits, under the raylet's name."""
     program = tmp_path / "raylet"
     program.symlink_to(sys.executable)
-    with subprocess.Popen([str(program), "-c", "print(flush=True); input()"], stdin=-1, stdout=-1) as process:
+    with subprocess.Popen(
+        [str(program), "-c", "print(flush=True); input()"], stdin=-1, stdout=-1
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()  # it has its name by now
         yield psutil.Process(process.pid)
@@ -42,7 +44,9 @@ def test_a_stopped_raylet_is_named_and_fails_later(raylet: psutil.Process) -> No
     named = f"raylet (pid {raylet.pid}) is stopped"
     assert watched.trouble() == named and watched.stopped() == [raylet]
     assert [watched.failed(3 * LOOK_S) for _ in range(3)] == ["", "", named]
-    assert [watched.failed(None) for _ in range(9)] == [""] * 9, "cluster.stall_timeout: null waits for ever"
+    assert [watched.failed(None) for _ in range(9)] == [""] * 9, (
+        "cluster.stall_timeout: null waits for ever"
+    )
     raylet.send_signal(signal.SIGCONT)
     os.waitid(os.P_PID, raylet.pid, os.WCONTINUED)
     assert watched.failed(3 * LOOK_S) == "" == watched.trouble(), "looks count in a row"
@@ -51,7 +55,8 @@ def test_a_stopped_raylet_is_named_and_fails_later(raylet: psutil.Process) -> No
 def test_a_raylet_that_ended_fails_at_once(raylet: psutil.Process) -> None:
     watched = RayProcesses([raylet])
     raylet.kill()
-    os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)  # as long as nobody collects it, it is a zombie
+    # as long as nobody collects it, it is a zombie
+    os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
     assert watched.failed(None) == watched.trouble() == f"raylet (pid {raylet.pid}) has ended"
 
 

@@ -1,4 +1,6 @@
-"""Ray waits a fixed 30 s for its own processes: a run on a busy machine starts it again instead of ending."""
+"""Ray waits a fixed 30 s for its own processes: a run on a busy machine starts it again instead of
+ending.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ import pytest
 from rft.errors import SetupError
 from rft.launch.cluster import Cluster
 
-LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+LATE = (
+    "The current node timed out during startup. This could happen because some of the raylet "
+    "failed to startup"
+)
 
 
 @pytest.fixture
@@ -36,7 +41,9 @@ def test_a_late_start_is_tried_again(starts, caplog):
     assert sum("starting it again" in record.message for record in caplog.records) == 2
 
 
-@pytest.mark.parametrize("errors", [[Exception(LATE)] * 3, [RuntimeError("no space")]], ids=["late", "other"])
+@pytest.mark.parametrize(
+    "errors", [[Exception(LATE)] * 3, [RuntimeError("no space")]], ids=["late", "other"]
+)
 def test_what_does_not_help_is_a_setup_error(errors, starts):
     starts += errors
     with pytest.raises(SetupError, match="could not be started"):
@@ -74,13 +81,17 @@ def test_where_nothing_listens_ray_is_not_asked(starts, host):
     starts += [None]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
-        with pytest.raises(SetupError, match=r"no Ray answers there .* Start it \(ray start --head\)"):
+        with pytest.raises(
+            SetupError, match=r"no Ray answers there .* Start it \(ray start --head\)"
+        ):
             Cluster.connect(f"{host}:{free.getsockname()[1]}")
     assert starts == [None]
 
 
 def test_a_ray_in_the_environment_is_not_joined(monkeypatch):
-    """Clusters set RAY_ADDRESS in every shell; without cluster.ray_address the run has a Ray of its own."""
+    """Clusters set RAY_ADDRESS in every shell; without cluster.ray_address the run has a Ray of its
+    own.
+    """
     ray = pytest.importorskip("ray")
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -88,4 +99,6 @@ def test_a_ray_in_the_environment_is_not_joined(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **how: given.update(how))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6399")
     Cluster.connect(None).close()
-    assert canonicalize_bootstrap_address(given.get("address"), given["_temp_dir"]) is None, "it would join that one"
+    assert canonicalize_bootstrap_address(given.get("address"), given["_temp_dir"]) is None, (
+        "it would join that one"
+    )

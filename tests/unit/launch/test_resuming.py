@@ -36,20 +36,30 @@ async def test_a_second_start_without_a_checkpoint_says_that_it_begins_again(
             start = await begin(buffer, None)
         finally:
             await buffer.close()
-        said.append((start.lineage, [r.getMessage() for r in caplog.records if "starting" in vars(r)]))
-    assert said == [(1, []), (2, ["no checkpoint was saved before the stop; starting again at step 0"])]
+        said.append(
+            (start.lineage, [r.getMessage() for r in caplog.records if "starting" in vars(r)])
+        )
+    assert said == [
+        (1, []),
+        (2, ["no checkpoint was saved before the stop; starting again at step 0"]),
+    ]
 
 
 @pytest.mark.parametrize(("kept", "rows"), [("keep", True), ("keep", False), ("orphan", True)])
-async def test_rows_that_are_kept_are_of_the_same_run(tmp_path: Path, kept: str, rows: bool) -> None:
+async def test_rows_that_are_kept_are_of_the_same_run(
+    tmp_path: Path, kept: str, rows: bool
+) -> None:
     """Also without a checkpoint: they would be trained with the rewards of another configuration."""
     file = tmp_path / "c.yaml"
     file.write_text(
-        f"model: {{model_path: m}}\nbuffer: {{resume_rows: {kept}, batch_size: 4, explorer_input: {{taskset: {{path: x}}}}}}"
+        f"model: {{model_path: m}}\nbuffer: {{resume_rows: {kept}, batch_size: 4, explorer_input: "
+        f"{{taskset: {{path: x}}}}}}"
     )
     run = RunDir(tmp_path / "run")
     save(load(file), run.path)
-    plan: Any = SimpleNamespace(resume_mode="auto", buffer=BufferSettings(folder=run.path / "buffer", resume_rows=kept))  # type: ignore[arg-type]
+    plan: Any = SimpleNamespace(
+        resume_mode="auto", buffer=BufferSettings(folder=run.path / "buffer", resume_rows=kept)
+    )  # type: ignore[arg-type]
     assert _changes(load(file), plan, run) == []
     buffer = Buffer(plan.buffer)
     await buffer.open()
@@ -66,7 +76,9 @@ async def test_rows_that_are_kept_are_of_the_same_run(tmp_path: Path, kept: str,
 
 
 def test_a_run_that_would_end_where_another_one_ended_is_refused(tmp_path: Path) -> None:
-    """Steps count on from the checkpoint that resume_from_path names: a run of fewer would train nothing, and say that it is done."""
+    """Steps count on from the checkpoint that resume_from_path names: a run of fewer would train
+    nothing, and say that it is done.
+    """
     folder = tmp_path / "other" / "checkpoints" / "global_step_7"
     folder.mkdir(parents=True)
     used = Consumption(num_uses=3, digest="ab" * 16, cursor=4)
@@ -75,11 +87,16 @@ def test_a_run_that_would_end_where_another_one_ended_is_refused(tmp_path: Path)
 
     def begun(total: int) -> TrainOffline:
         plan: Any = SimpleNamespace(
-            continue_from_checkpoint=True, resume_from_path=folder, trainer=SimpleNamespace(total_steps=total), run_dir=run.path
+            continue_from_checkpoint=True,
+            resume_from_path=folder,
+            trainer=SimpleNamespace(total_steps=total),
+            run_dir=run.path,
         )
         return TrainOffline(plan)
 
     assert begun(8).done(run) is None
     for total in (5, 7):
-        with pytest.raises(ConfigError, match=rf"trainer.total_steps: is {total}, and .*global_step_7.*more than 7"):
+        with pytest.raises(
+            ConfigError, match=rf"trainer.total_steps: is {total}, and .*global_step_7.*more than 7"
+        ):
             begun(total).done(run)

@@ -17,8 +17,13 @@ from rft.secrets import learn_secrets
 def test_second_owner_is_refused_with_the_holder(tmp_path):
     run = RunDir.claim(tmp_path / "run")
     try:
-        code = f"from rft.launch.rundir import RunDir; from pathlib import Path; RunDir.claim(Path({str(tmp_path / 'run')!r}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        code = (
+            f"from rft.launch.rundir import RunDir; from pathlib import Path; "
+            f"RunDir.claim(Path({str(tmp_path / 'run')!r}))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode != 0
         assert f"in use by process {os.getpid()}" in done.stderr
     finally:
@@ -60,7 +65,9 @@ def test_json_is_never_half_written(tmp_path):
 
 
 def test_a_run_of_another_machine_lives_as_long_as_its_lock(tmp_path):
-    """Its processes cannot be asked from here, where folders are shared: another one may have the number of its process."""
+    """Its processes cannot be asked from here, where folders are shared: another one may have the
+    number of its process.
+    """
     run = RunDir.claim(tmp_path)
     run.state("running")
     state = json.loads((tmp_path / "state.json").read_text()) | {"node": "elsewhere"}
@@ -71,7 +78,9 @@ def test_a_run_of_another_machine_lives_as_long_as_its_lock(tmp_path):
 
 
 def test_a_copy_of_a_run_that_lives_leaves_its_processes_alone(tmp_path):
-    """What a killed run has left is ended by the next start in its folder; this one's launcher is there."""
+    """What a killed run has left is ended by the next start in its folder; this one's launcher is
+    there.
+    """
     with ExitStack() as started:
 
         def sleeper(**environment: str) -> subprocess.Popen[bytes]:
@@ -80,12 +89,14 @@ def test_a_copy_of_a_run_that_lives_leaves_its_processes_alone(tmp_path):
             started.callback(process.kill)
             return process
 
-        launcher, part = sleeper(), sleeper(RFT_RUN_ID="0123456789ab")
+        launcher = sleeper()
+        part = sleeper(RFT_RUN_ID="0123456789ab")
         run = RunDir(tmp_path)
         run.run_id = "0123456789ab"
         run.state("running")
         own = json.loads((tmp_path / "state.json").read_text())
-        state = own | {"pid": launcher.pid, "began": began(launcher.pid), "time": 0.0}  # the clock was put forward since
+        # the clock was put forward since
+        state = own | {"pid": launcher.pid, "began": began(launcher.pid), "time": 0.0}
 
         def cleaned(**facts: object) -> bool:
             write_json(tmp_path / "state.json", state | facts)
@@ -93,7 +104,9 @@ def test_a_copy_of_a_run_that_lives_leaves_its_processes_alone(tmp_path):
             return part.poll() is not None
 
         assert not cleaned()
-        assert not cleaned(node="elsewhere", folder=0), "whether its launcher lives cannot be asked from here"
+        assert not cleaned(node="elsewhere", folder=0), (
+            "whether its launcher lives cannot be asked from here"
+        )
         launcher.kill()
         launcher.wait()
         assert cleaned()

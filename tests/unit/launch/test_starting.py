@@ -1,4 +1,6 @@
-"""Ctrl-C while Ray starts: it is let up and then closed, because killing its processes under it would hold this process for a minute."""
+"""Ctrl-C while Ray starts: it is let up and then closed, because killing its processes under it
+would hold this process for a minute.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,17 @@ class Starting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
-        self.began, self.up = threading.Event(), threading.Event()
+        self.began = threading.Event()
+        self.up = threading.Event()
         monkeypatch.setattr(ray_runtime.Cluster, "connect", self.connect)
-        monkeypatch.setattr(ray_runtime, "_clean", lambda run_id: self.events.append("killed what is left"))
+        monkeypatch.setattr(
+            ray_runtime, "_clean", lambda run_id: self.events.append("killed what is left")
+        )
         monkeypatch.setenv(ray_runtime.leftovers.RUN_ID, "0")  # what is not cleaned stays
 
-    def connect(self, address: str | None, *, num_cpus: int | None = None, timeline: bool = False) -> Any:
+    def connect(
+        self, address: str | None, *, num_cpus: int | None = None, timeline: bool = False
+    ) -> Any:
         self.began.set()
         assert self.up.wait(60)
         self.events.append("up")
@@ -32,7 +39,9 @@ class Starting:
 
     async def play(self, *when: str) -> None:
         """Signals arrive at once, or "up" lets it up."""
-        plan: Any = SimpleNamespace(cluster=SimpleNamespace(ray_address=None, num_cpus=None, timeline=False))
+        plan: Any = SimpleNamespace(
+            cluster=SimpleNamespace(ray_address=None, num_cpus=None, timeline=False)
+        )
         rundir: Any = SimpleNamespace(run_id="0")
         with Signals() as signals:
 
@@ -58,7 +67,9 @@ async def test_ctrl_c_waits_until_ray_is_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert ray.events == ["up", "closed", "killed what is left"]
 
 
-async def test_ctrl_c_twice_waits_for_nothing_and_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ctrl_c_twice_waits_for_nothing_and_kills_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ray = Starting(monkeypatch)
     await ray.play("ctrl-c", "ctrl-c")
     assert ray.events == []

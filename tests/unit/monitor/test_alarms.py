@@ -1,4 +1,6 @@
-"""Alarms: planted faults are found within a stated number of steps, clean runs are silent, and each is raised once."""
+"""Alarms: planted faults are found within a stated number of steps, clean runs are silent, and each
+is raised once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ SMALL = Policy(seed=1, steps=66, tasks=8, runs=4, length=40.0, begins=40)
 
 
 def record(role: Role, step: int, **values: float) -> MetricRecord:
-    return MetricRecord(role=role, step=step, time=float(step), values={k.replace("__", "/"): v for k, v in values.items()})
+    return MetricRecord(
+        role=role,
+        step=step,
+        time=float(step),
+        values={k.replace("__", "/"): v for k, v in values.items()},
+    )
 
 
 def alarms(found: list[MetricRecord], **levels: str) -> list[AlarmFinding]:
@@ -42,7 +49,12 @@ def test_a_planted_fault_is_found_in_time(fault: str) -> None:
     assert not [f for f in found if f.step < 40]
     mine = [f for f in found if f.name == alarm]
     assert mine and mine[0].step - 39 <= allowed, found
-    assert mine[0].step >= mine[0].since and mine[0].saw and mine[0].hint and (alarm == "starving" or mine[0].rows)
+    assert (
+        mine[0].step >= mine[0].since
+        and mine[0].saw
+        and mine[0].hint
+        and (alarm == "starving" or mine[0].rows)
+    )
 
 
 @pytest.mark.parametrize("number", [0, 3, 11])
@@ -66,29 +78,49 @@ def test_entropy_that_collapses_before_the_tasks_are_solved() -> None:
         return alarms([explored(s, reward, rollout__entropy=e) for s, e in enumerate(entropies, 1)])
 
     (found,) = run(0.4)
-    assert (found.name, found.step) == ("entropy_collapse", 24) and found.rows == "batch BETWEEN 23 AND 23"
+    assert (found.name, found.step) == (
+        "entropy_collapse",
+        24,
+    ) and found.rows == "batch BETWEEN 23 AND 23"
     assert run(0.95) == [], "a policy that has solved its tasks is sure of itself"
 
 
 def test_jumps_of_kl_and_mismatch() -> None:
     calm = [
-        record("trainer", s, actor__kl_loss=0.01 * s, mismatch__abs_diff_mean=0.004, mismatch__ess=0.99) for s in range(1, 21)
+        record(
+            "trainer", s, actor__kl_loss=0.01 * s, mismatch__abs_diff_mean=0.004, mismatch__ess=0.99
+        )
+        for s in range(1, 21)
     ]
     assert alarms(calm) == []
-    once = [*calm, record("trainer", 21, actor__kl_loss=9.0), record("trainer", 22, actor__kl_loss=0.2)]
+    once = [
+        *calm,
+        record("trainer", 21, actor__kl_loss=9.0),
+        record("trainer", 22, actor__kl_loss=0.2),
+    ]
     assert alarms(once) == [], "one step is no jump"
     (kl,) = alarms([*calm, *(record("trainer", s, actor__kl_loss=9.0) for s in (21, 22, 23))])
-    assert (kl.name, kl.step, kl.since, kl.rows) == ("kl_jump", 22, 21, "used_step BETWEEN 21 AND 22")
+    assert (kl.name, kl.step, kl.since, kl.rows) == (
+        "kl_jump",
+        22,
+        21,
+        "used_step BETWEEN 21 AND 22",
+    )
     (ess,) = alarms([*calm, *(record("trainer", s, mismatch__ess=0.3) for s in (21, 22))])
     assert (ess.name, ess.subject) == ("mismatch_jump", "mismatch/ess")
 
 
 def test_groups_without_spread_are_those_of_the_explorer() -> None:
-    """The trainer's share, of the groups that operators leave, has the same name and took its place."""
+    """The trainer's share, of the groups that operators leave, has the same name and took its
+    place.
+    """
     told = [
         r
         for s in range(1, 12)
-        for r in (record("explorer", s, frac_reward_zero_std=0.99), record("trainer", s, frac_reward_zero_std=0.0))
+        for r in (
+            record("explorer", s, frac_reward_zero_std=0.99),
+            record("trainer", s, frac_reward_zero_std=0.0),
+        )
     ]
     assert [(f.name, f.step) for f in alarms(told)] == [("no_spread", 10)]
 
@@ -101,7 +133,10 @@ def test_who_starves() -> None:
     idle = [
         r
         for s in range(1, 12)
-        for r in (record("trainer", s, perf__step_s=20.0), record("synchronizer", s, explorer__idle_ratio=0.99))
+        for r in (
+            record("trainer", s, perf__step_s=20.0),
+            record("synchronizer", s, explorer__idle_ratio=0.99),
+        )
     ]
     assert [(f.subject, f.step) for f in alarms(idle)] == [("explorer", 10)]
 
@@ -109,7 +144,13 @@ def test_who_starves() -> None:
 def test_a_judge_that_gives_everything_the_same() -> None:
     found = alarms(
         [
-            explored(s, 0.5, judge__q__calls=64.0 * s, rollout__q__std=0.3 if s < 20 else 0.001, rollout__q__mean=0.9)
+            explored(
+                s,
+                0.5,
+                judge__q__calls=64.0 * s,
+                rollout__q__std=0.3 if s < 20 else 0.001,
+                rollout__q__mean=0.9,
+            )
             for s in range(1, 31)
         ]
     )
@@ -142,13 +183,21 @@ def test_a_record_of_a_resumed_run_costs_the_same_however_many_there_are() -> No
 
     def lines(steps: int) -> float:
         told = [
-            record("explorer", s, rollout__reward__mean=s % 7, rollout__x__mean=s % 5, rollout__x__std=1.0) for s in range(steps)
+            record(
+                "explorer",
+                s,
+                rollout__reward__mean=s % 7,
+                rollout__x__mean=s % 5,
+                rollout__x__std=1.0,
+            )
+            for s in range(steps)
         ]
         with Counted() as counted:
             Alarms(dict(LEVELS), RULES).resume(told)
         return counted.lines / steps
 
-    few, many = lines(100), lines(600)
+    few = lines(100)
+    many = lines(600)
     assert many < 1.25 * few, (few, many)
 
 
@@ -163,7 +212,10 @@ def test_a_series_of_a_run_that_goes_back_or_reports_late() -> None:
     assert history.of("rollout/entropy")[-1] == (20, 7.0), "it went on from a checkpoint"
     for step in range(21, 2000):
         history.add(record("explorer", step, rollout__entropy=1.0))
-    assert len(history.of("rollout/entropy")) <= 550 and history.of("rollout/entropy")[0] == (1, 1.0)
+    assert len(history.of("rollout/entropy")) <= 550 and history.of("rollout/entropy")[0] == (
+        1,
+        1.0,
+    )
     assert history.since("rollout/entropy", lambda v: v < 2) > 20 - WINDOW
 
 
@@ -173,11 +225,18 @@ async def test_stop_ends_the_run_after_it_was_told(tmp_path: Path) -> None:
     part = MonitorPart(plan)  # type: ignore[arg-type]
     for step in range(1, 22):
         await part.log(record("trainer", step, actor__kl_loss=0.01 if step < 21 else 9.0))
-    with pytest.raises(RunFailed, match=r"actor/kl_loss jumped from 0.01 to 9 .*monitor.alarms.kl_jump is stop.*resumes it"):
+    with pytest.raises(
+        RunFailed,
+        match=r"actor/kl_loss jumped from 0.01 to 9 .*monitor.alarms.kl_jump is stop.*resumes it",
+    ):
         await part.log(record("trainer", 22, actor__kl_loss=9.0))
     await part.close()
     last = read(tmp_path / "metrics.jsonl")[-1]
-    assert last.values == {"alarm/kl_jump": 1.0} and last.role == "trainer" and last.notes[0].startswith("alarm kl_jump: ")
+    assert (
+        last.values == {"alarm/kl_jump": 1.0}
+        and last.role == "trainer"
+        and last.notes[0].startswith("alarm kl_jump: ")
+    )
     assert (await part.records(22, wait=False))[1][-1] == last, "the screen shows it too"
     resumed = MonitorPart(plan)  # type: ignore[arg-type]
     await resumed.log(record("trainer", 23, actor__kl_loss=9.0))
@@ -203,6 +262,7 @@ def test_levels_in_a_file(tmp_path: Path) -> None:
 def test_the_text_names_rows_that_can_be_asked_for() -> None:
     found = AlarmFinding("kl_jump", "", "trainer", 22, 21, "it jumped", "Lower the rate.")
     assert found.text() == (
-        "alarm kl_jump: it jumped (since step 21).  Look: rft buffer sample RUN --where 'used_step BETWEEN 21 AND 22'.  Lower the rate."
+        "alarm kl_jump: it jumped (since step 21).  Look: rft buffer sample RUN --where 'used_step "
+        "BETWEEN 21 AND 22'.  Lower the rate."
     )
     assert json.dumps(found.text()) and alarm_rates.EVERY > 0

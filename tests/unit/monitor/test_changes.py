@@ -1,4 +1,6 @@
-"""Watching folders: what cannot be watched leaves nothing open, and a folder that goes away ends no watch."""
+"""Watching folders: what cannot be watched leaves nothing open, and a folder that goes away ends no
+watch.
+"""
 
 from __future__ import annotations
 

@@ -22,17 +22,23 @@ def test_a_line_of_blocks() -> None:
     assert len(sparkline(range(41), width=40)) <= 40
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.9), (0, 1e-9), (1e6, 1e6 + 1), (0.1, 0.2), (-5, -4), (0, 80)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3.2, 7.9), (0, 1e-9), (1e6, 1e6 + 1), (0.1, 0.2), (-5, -4), (0, 80)]
+)
 def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
     found = ticks(low, high)
     assert 2 <= len(found) <= 6 and all(low - 1e-9 <= t <= high + 1e-9 for t in found)
-    sizes = {round((b - a) / 10 ** math.floor(math.log10(b - a) + 1e-6), 3) for a, b in pairwise(found)}
+    sizes = {
+        round((b - a) / 10 ** math.floor(math.log10(b - a) + 1e-6), 3) for a, b in pairwise(found)
+    }
     assert sizes <= {1.0, 2.0, 5.0}
 
 
 def test_a_picture_is_well_formed_whatever_its_names_say() -> None:
     evil = '"><script>alert(1)</script>&'
-    tree = ElementTree.fromstring(svg({evil: [(1, 0.5), (2, math.inf), (3, 0.7)], "b": [(1, 1.0)]}, title=evil))
+    tree = ElementTree.fromstring(
+        svg({evil: [(1, 0.5), (2, math.inf), (3, 0.7)], "b": [(1, 1.0)]}, title=evil)
+    )
     assert not list(tree.iter("{http://www.w3.org/2000/svg}script"))
     assert evil in [t.text for t in tree.iter("{http://www.w3.org/2000/svg}text")]
     lines = [p.get("points", "") for p in tree.iter("{http://www.w3.org/2000/svg}polyline")]
@@ -50,20 +56,28 @@ def record(role: str, step: int, **values: float) -> MetricRecord:
 
 
 def test_what_is_drawn_first() -> None:
-    reward, loss = {"rollout/reward/mean": 0.5}, {"actor/loss": 2.0}
+    reward = {"rollout/reward/mean": 0.5}
+    loss = {"actor/loss": 2.0}
     found = [
         record("eval", 0, **{"eval/a/mean@4": 0.1, "eval/a/best@4": 0.2}),
         record("explorer", 1, **reward),
         record("trainer", 1, **loss),
     ]
-    assert main_curves(AllSeries(is_main, found)) == {"rollout/reward/mean": [(1, 0.5)], "eval/a/mean@4": [(0, 0.1)]}
-    assert main_curves(AllSeries(is_main, [record("trainer", 1, **loss)])) == {"actor/loss": [(1, 2.0)]}
+    assert main_curves(AllSeries(is_main, found)) == {
+        "rollout/reward/mean": [(1, 0.5)],
+        "eval/a/mean@4": [(0, 0.1)],
+    }
+    assert main_curves(AllSeries(is_main, [record("trainer", 1, **loss)])) == {
+        "actor/loss": [(1, 2.0)]
+    }
     assert evaluations(["eval/x/loss", "eval/x/accuracy"]) == ["eval/x/loss"]
 
 
 def test_tens_of_curves_leave_room_for_the_axes() -> None:
     """From 15 names on the axes stood upside down, and with more of them outside of the picture."""
-    drawn = ElementTree.fromstring(svg({f"eval/{i}/mean@1": [(0, 0.0), (1, float(i))] for i in range(40)}))
+    drawn = ElementTree.fromstring(
+        svg({f"eval/{i}/mean@1": [(0, 0.0), (1, float(i))] for i in range(40)})
+    )
     height = float(drawn.attrib["height"])
     lines = [e.attrib["points"].split() for e in drawn if e.tag.endswith("polyline")]
     ends = [[float(place.partition(",")[2]) for place in line] for line in lines]

@@ -81,7 +81,9 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "opened", [])
     for cls in (Recorder, Failing, NeverOpens, Stuck):
         name = cls.__name__.lower()
-        monkeypatch.setitem(REGISTRY._found, ("monitor", name), Plugin("monitor", name, cls, "test", cls.Args))
+        monkeypatch.setitem(
+            REGISTRY._found, ("monitor", name), Plugin("monitor", name, cls, "test", cls.Args)
+        )
 
 
 # ---------------------------------------------------------------- metrics.jsonl
@@ -110,12 +112,14 @@ async def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:
 def test_a_killed_writer_loses_nothing(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, signal, sys\nfrom pathlib import Path\n"
-        "from rft.monitor.monitor import Monitor\nfrom rft.monitor.settings import MonitorSettings\n"
+        "from rft.monitor.monitor import Monitor\nfrom rft.monitor.settings import "
+        "MonitorSettings\n"
         "from rft.types.metrics import MetricRecord\n"
         "async def main():\n"
         "    m = Monitor(MonitorSettings(folder=Path(sys.argv[1])))\n"
         "    for step in range(50):\n"
-        "        await m.log(MetricRecord(role='trainer', step=step, time=0.0, values={'loss': 1.0}))\n"
+        "        await m.log(MetricRecord(role='trainer', step=step, time=0.0, values={'loss': "
+        "1.0}))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())"
     )
@@ -169,7 +173,10 @@ async def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
     m = monitor(tmp_path)
     m._file.close()
     m._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
-    with pytest.raises(DiskFull, match=r"metrics\.jsonl cannot be written: No space left.*the same command then goes on"):
+    with pytest.raises(
+        DiskFull,
+        match=r"metrics\.jsonl cannot be written: No space left.*the same command then goes on",
+    ):
         await m.log(record(1, loss=1.0))
     with pytest.raises(OSError, match="No space left"):
         m._file.close()
@@ -184,27 +191,54 @@ def test_series_leaves_out_what_lay_beyond_the_begin_of_a_later_process() -> Non
     def made(role: Any, step: int, **values: float) -> MetricRecord:
         return MetricRecord(role=role, step=step, time=0.0, values=values)
 
-    attempt = [made("trainer", s, a=1.0) for s in (1, 2, 3)] + [made("explorer", s, b=1.0) for s in (1, 2, 3, 4)]
+    attempt = [made("trainer", s, a=1.0) for s in (1, 2, 3)] + [
+        made("explorer", s, b=1.0) for s in (1, 2, 3, 4)
+    ]
     resumed = [*attempt, made("synchronizer", 2, version=2.0)]
     assert series(resumed, "a") == [(1, 1.0), (2, 1.0)]
-    assert series(resumed, "b") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)], "explored ahead of the checkpoint, and not again"
-    anew = [*attempt, made("synchronizer", 0, version=0.0), made("trainer", 1, a=5.0), made("explorer", 1, b=5.0)]
-    assert series(anew, "a") == [(1, 5.0)] == series(anew, "b"), "nothing was saved, so all steps are done again, or never"
+    assert series(resumed, "b") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)], (
+        "explored ahead of the checkpoint, and not again"
+    )
+    anew = [
+        *attempt,
+        made("synchronizer", 0, version=0.0),
+        made("trainer", 1, a=5.0),
+        made("explorer", 1, b=5.0),
+    ]
+    assert series(anew, "a") == [(1, 5.0)] == series(anew, "b"), (
+        "nothing was saved, so all steps are done again, or never"
+    )
 
 
 # ---------------------------------------------------------------- samples and secrets
 
 
-async def test_samples_are_whole_files_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_samples_are_whole_files_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs, "_values", set())
     logs.learn_secrets(['hunter"2\\three'])
     m = monitor(tmp_path)
-    await m.samples("my/set", 3, [{"prompt": 'say hunter"2\\three', "nested": {"k": ['hunter"2\\three']}, "reward": math.nan}])
+    await m.samples(
+        "my/set",
+        3,
+        [
+            {
+                "prompt": 'say hunter"2\\three',
+                "nested": {"k": ['hunter"2\\three']},
+                "reward": math.nan,
+            }
+        ],
+    )
     await m.log(record(1, **{'hunter"2\\three': 1.0}))
     await m.close()
     (path,) = (tmp_path / "samples").iterdir()
     assert path.name == "my_set_3.jsonl"
-    assert json.loads(path.read_text()) == {"prompt": "say ***", "nested": {"k": ["***"]}, "reward": None}
+    assert json.loads(path.read_text()) == {
+        "prompt": "say ***",
+        "nested": {"k": ["***"]},
+        "reward": None,
+    }
     assert "hunter" not in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -225,11 +259,15 @@ async def test_samples_hold_whatever_a_taskset_made(tmp_path: Path) -> None:
     await m.samples("sums", 0, [{"truth": truth}])
     await m.close()
     (path,) = (tmp_path / "samples").iterdir()
-    assert json.loads(path.read_text()) == {"truth": [3, 0.5, None, True, [0, 1], "{1}", "2026-01-02", "\\ud83d", 2**70]}
+    assert json.loads(path.read_text()) == {
+        "truth": [3, 0.5, None, True, [0, 1], "{1}", "2026-01-02", "\\ud83d", 2**70]
+    }
 
 
 async def test_first_samples_are_shown_and_all_are_dumped(tmp_path: Path) -> None:
-    m = Monitor(MonitorSettings(folder=tmp_path / "run", num_samples=2, dump_dir=tmp_path / "dumps"))
+    m = Monitor(
+        MonitorSettings(folder=tmp_path / "run", num_samples=2, dump_dir=tmp_path / "dumps")
+    )
     await m.samples("eval/sums", 7, [{"task": i} for i in range(5)])
     await m.close()
 
@@ -247,13 +285,23 @@ async def test_first_samples_are_shown_and_all_are_dumped(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- failing trackers
 
 
-@pytest.mark.parametrize(("kind", "what"), [("failing", "no route to host"), ("neveropens", "login needed")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("failing", "no route to host"), ("neveropens", "login needed")]
+)
 async def test_a_failing_tracker_is_switched_off_once_and_loudly(
     tmp_path: Path, kind: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     m = monitor(tmp_path, kind, "recorder")
     for step in range(3):
-        await m.log(MetricRecord(role="trainer", step=step, time=0.0, values={"loss": 1.0}, notes=("a group was rejected",)))
+        await m.log(
+            MetricRecord(
+                role="trainer",
+                step=step,
+                time=0.0,
+                values={"loss": 1.0},
+                notes=("a group was rejected",),
+            )
+        )
     await m.close()
     errors = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1
@@ -261,7 +309,9 @@ async def test_a_failing_tracker_is_switched_off_once_and_loudly(
     found = read(tmp_path / "metrics.jsonl")
     assert [r.step for r in found if "loss" in r.values] == [0, 1, 2]
     (alarm,) = [r for r in found if ALARM in r.values]
-    assert alarm.notes == (errors[0].getMessage().partition(";")[0],), "what happened, not what the record before had to say"
+    assert alarm.notes == (errors[0].getMessage().partition(";")[0],), (
+        "what happened, not what the record before had to say"
+    )
     (other,) = [t for t in Recorder.opened if type(t) is Recorder]
     assert other.closed
     assert [r.step for r in other.records if "loss" in r.values] == [0, 1, 2]
@@ -305,7 +355,9 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_tracker_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)unknown monitor 'tensorbord'.*Did you mean tensorboard"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)unknown monitor 'tensorbord'.*Did you mean tensorboard"
+    ):
         check_available(["tensorbord"])
 
 
@@ -323,7 +375,8 @@ def test_wrong_arguments_are_found_before_the_run(args: dict[str, Any], expected
 
 def test_watching_loads_no_torch_and_no_tracker() -> None:
     code = (
-        "import sys; from rft.monitor.monitor import Monitor, check_available; check_available(['tensorboard', 'wandb'])\n"
+        "import sys; from rft.monitor.monitor import Monitor, check_available; "
+        "check_available(['tensorboard', 'wandb'])\n"
         "sys.exit(bool({'torch', 'wandb', 'tensorboard', 'matplotlib'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -338,13 +391,19 @@ class Names(OneRun):
     def close(self) -> None: ...
 
 
-async def test_a_name_of_two_roles_is_the_first_ones_also_when_the_run_resumes(tmp_path: Path) -> None:
-    """Where rows wait in the buffer the trainer is the first to report then; the two curves changed places in the tracker."""
+async def test_a_name_of_two_roles_is_the_first_ones_also_when_the_run_resumes(
+    tmp_path: Path,
+) -> None:
+    """Where rows wait in the buffer the trainer is the first to report then; the two curves changed
+    places in the tracker.
+    """
     m = monitor(tmp_path)
     for role, value in (("explorer", 1.0), ("trainer", 0.5)):
         await m.log(record(1, role, spread=value))
     await m.close()
-    assert Names(MonitorSettings(folder=tmp_path), None).name("trainer", "spread") == "trainer/spread"
+    assert (
+        Names(MonitorSettings(folder=tmp_path), None).name("trainer", "spread") == "trainer/spread"
+    )
     assert series(read(tmp_path / "metrics.jsonl"), "spread") == [(1, 1.0)]
 
 
@@ -388,7 +447,9 @@ def test_a_full_disk_leaves_no_empty_id(tmp_path: Path) -> None:
 
 
 def test_the_copy_of_a_run_is_a_run_of_its_own_in_trackers(tmp_path: Path) -> None:
-    """A folder that was moved goes on in the same one; two that are there would write into each other."""
+    """A folder that was moved goes on in the same one; two that are there would write into each
+    other.
+    """
     first = remembered_id(tmp_path / "first" / "wandb" / "rft_run_id")
     shutil.copytree(tmp_path / "first", tmp_path / "branch")
     branch = tmp_path / "branch" / "wandb" / "rft_run_id"

@@ -36,17 +36,27 @@ async def reward_of(truth: Any, answer: str, **args: Any) -> float | None:
         (r"\frac{1}{2}", ["1/2", ".5"], ["2", "1"]),
         ("2^5", ["32", "2^5", "2**5"], ["5", "2", "25"]),
         (r"1.5 \times 10^{3}", ["1500", "1.5e3", "1,500", "1.5×10³"], ["3", "10", "1.5"]),
-        ("2024-05-17", ["17 May 2024", "May 17, 2024", "2024年5月17日", "on 2024-05-17."], ["on the 17", "2002", "2024", "17"]),
+        (
+            "2024-05-17",
+            ["17 May 2024", "May 17, 2024", "2024年5月17日", "on 2024-05-17."],
+            ["on the 17", "2002", "2024", "17"],
+        ),
         ("1,00,000", ["100000", "1,00,000", "100 000"], ["I think 0", "1"]),
         ("1.234,56", ["1234.56", "x = 1 234,56"], ["x = 56", "1.23456"]),
         ("100000", ["1,00,000", "100,000"], ["0", "1"]),
-        ("1234", ["1{,}234", r"$1\,234$", "1 234", "1\u202f234", "1'234", "1,234.0"], ["234", "1.234", "1,234,000"]),
+        (
+            "1234",
+            ["1{,}234", r"$1\,234$", "1 234", "1\u202f234", "1'234", "1,234.0"],
+            ["234", "1.234", "1,234,000"],
+        ),
         ("12345", ["12 345"], ["345", "12"]),
         ("-5", ["–5", "−5", "-5", r"$-5$", "x = - 5"], ["5", "10-5"]),
         (42.0, ["42", "42."], ["0", "42.5"]),
     ],
 )
-async def test_a_truth_is_compared_as_a_whole(truth: Any, right: list[str], wrong: list[str]) -> None:
+async def test_a_truth_is_compared_as_a_whole(
+    truth: Any, right: list[str], wrong: list[str]
+) -> None:
     """G1."""
     assert {text: await reward_of(truth, text) for text in right} == dict.fromkeys(right, 1.0)
     assert {text: await reward_of(truth, text) for text in wrong} == dict.fromkeys(wrong, 0.0)
@@ -74,7 +84,9 @@ async def test_a_truth_is_compared_as_a_whole(truth: Any, right: list[str], wron
 )
 async def test_a_truth_that_is_no_single_value_is_refused(truth: Any) -> None:
     """G1."""
-    with pytest.raises(UnreadableTruth, match=r"the truth of task t\[0\] is .*; it must be one number"):
+    with pytest.raises(
+        UnreadableTruth, match=r"the truth of task t\[0\] is .*; it must be one number"
+    ):
         await reward_of(truth, "4")
 
 
@@ -143,7 +155,9 @@ def test_the_last_value_of_a_text(text: str, value: str | None) -> None:
     assert (None if found is None else str(found)) == value
 
 
-@pytest.mark.parametrize(("text", "value"), [("72 eggs, 3 a day", "72"), ("5 or 6", None), ("-$5", "-5 $"), ("", None)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("72 eggs, 3 a day", "72"), ("5 or 6", None), ("-$5", "-5 $"), ("", None)]
+)
 def test_the_first_value_of_a_text(text: str, value: str | None) -> None:
     found = first_value(text)
     assert (None if found is None else str(found)) == value
@@ -169,7 +183,8 @@ def test_the_first_value_of_a_text(text: str, value: str | None) -> None:
     ],
 )
 def test_values_with_units(one: str, other: str, same: bool) -> None:
-    first, second = whole_value(one), whole_value(other)
+    first = whole_value(one)
+    second = whole_value(other)
     assert first is not None and second is not None
     assert first.same(second) is second.same(first) is same
 

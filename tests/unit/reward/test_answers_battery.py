@@ -1,4 +1,6 @@
-"""Every shipped reward gives each answer of tests/data/answers.jsonl its right value.  To add one, add a line there."""
+"""Every shipped reward gives each answer of tests/data/answers.jsonl its right value.  To add one,
+add a line there.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def wrong(name: str) -> list[str]:
         mine = [line for line in lines() if line.reward == name]
         given = await asyncio.gather(*map(value_of, mine))
         return [
-            f"{line.answer!r} with the truth {line.truth!r} is {line.value}, not {value} ({line.source})"
+            f"{line.answer!r} with the truth {line.truth!r} is {line.value}, not {value} "
+            f"({line.source})"
             for line, value in zip(mine, given, strict=True)
             if value != pytest.approx(line.value)
         ]

@@ -1,4 +1,6 @@
-"""Rewards whose answer is read: arithmetic with given numbers, tool calls by BFCL's data, boxed answers with a thought."""
+"""Rewards whose answer is read: arithmetic with given numbers, tool calls by BFCL's data, boxed
+answers with a thought.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,28 @@ def test_countdown(answer: str, reward: float) -> None:
         workflow="countdown_workflow",
         sampling=LONG,
     )
-    assert run_workflow("countdown_workflow", task, ScriptedModel(answer), reward="countdown_reward").runs[0].reward == reward
+    assert (
+        run_workflow("countdown_workflow", task, ScriptedModel(answer), reward="countdown_reward")
+        .runs[0]
+        .reward
+        == reward
+    )
 
 
 def test_rows_with_bare_numbers_are_asked_in_words() -> None:
     model = ScriptedModel("<answer>1+2</answer>")
-    task = Task(taskset="c", index=0, prompt="x", row={"nums": [1, 2], "target": 3}, workflow="countdown_workflow", sampling=LONG)
-    assert run_workflow("countdown_workflow", task, model, reward="countdown_reward").runs[0].reward == 1.0
+    task = Task(
+        taskset="c",
+        index=0,
+        prompt="x",
+        row={"nums": [1, 2], "target": 3},
+        workflow="countdown_workflow",
+        sampling=LONG,
+    )
+    assert (
+        run_workflow("countdown_workflow", task, model, reward="countdown_reward").runs[0].reward
+        == 1.0
+    )
     assert "1, 2" in model.calls[0].messages[0]["content"]
 
 
@@ -60,7 +77,8 @@ def test_expressions_are_exact() -> None:
 
 
 def test_countdown_rows_have_solutions_and_splits_share_no_numbers() -> None:
-    train, test = countdown(split="train", count=200), countdown(split="test", count=60)
+    train = countdown(split="train", count=200)
+    test = countdown(split="test", count=60)
     numbers = [{tuple(sorted(r["response"]["numbers"])) for r in rows} for rows in (train, test)]
     assert not numbers[0] & numbers[1] and train == countdown(split="train", count=200)
 
@@ -99,16 +117,26 @@ def test_equal_calls_are_matched_in_any_order(values: tuple[int, int], why: str)
 
 
 @given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5), st.data())
-def test_calls_match_wherever_some_assignment_does(allowed: list[set[int]], data: st.DataObject) -> None:
+def test_calls_match_wherever_some_assignment_does(
+    allowed: list[set[int]], data: st.DataObject
+) -> None:
     """R13, against all orders."""
     values = data.draw(st.lists(st.integers(0, 3), min_size=len(allowed), max_size=len(allowed)))
-    possible = any(all(v in a for v, a in zip(order, allowed, strict=True)) for order in permutations(values))
+    possible = any(
+        all(v in a for v, a in zip(order, allowed, strict=True)) for order in permutations(values)
+    )
     gold = wanted([{"f": {"x": sorted(each)}} for each in allowed])
     assert (matches([("f", {"x": v}) for v in values], gold) == "") is possible
 
 
 @pytest.mark.parametrize(
-    ("made", "gold"), [("Hawai’i", "Hawai'i"), ("cafe\u0301", "café"), ("1914–1918", "1914-1918"), (" NEW\u00a0York", "New York")]
+    ("made", "gold"),
+    [
+        ("Hawai’i", "Hawai'i"),
+        ("cafe\u0301", "café"),
+        ("1914–1918", "1914-1918"),
+        (" NEW\u00a0York", "New York"),
+    ],
 )
 def test_texts_of_arguments_are_read_in_one_spelling(made: str, gold: str) -> None:
     """G10."""
@@ -117,15 +145,24 @@ def test_texts_of_arguments_are_read_in_one_spelling(made: str, gold: str) -> No
 
 def test_gold_calls_in_several_shapes() -> None:
     assert wanted('{"name": "f", "arguments": {"a": [1]}}') == [("f", {"a": [[1]]})]
-    assert matches([("b", {}), ("a", {"x": [1, 2]})], wanted([{"a": {"x": [[1, 2]]}}, {"b": {}}])) == ""
-    assert wanted([{"a": {"x": [1], "y": None}, "b": None}]) == [("a", {"x": [1]})], "as a table holds it"
+    assert (
+        matches([("b", {}), ("a", {"x": [1, 2]})], wanted([{"a": {"x": [[1, 2]]}}, {"b": {}}]))
+        == ""
+    )
+    assert wanted([{"a": {"x": [1], "y": None}, "b": None}]) == [("a", {"x": [1]})], (
+        "as a table holds it"
+    )
     only = wanted([{"name": "f", "arguments": {"x": {"tags": ["a"], "of": {"n": [1, 2]}}}}])
     assert matches([("f", {"x": {"tags": ["a"], "of": {"n": [1, 2]}}})], only) == ""
-    assert matches([("f", {"x": {"tags": "a", "of": {"n": [1, 2]}}})], only) and matches([("f", {"x": {"tags": ["a"]}})], only)
+    assert matches([("f", {"x": {"tags": "a", "of": {"n": [1, 2]}}})], only) and matches(
+        [("f", {"x": {"tags": ["a"]}})], only
+    )
     several = wanted([{"f": {"x": [{"city": ["NYC", "New York"], "days": [1, ""]}]}}])
     for right in ({"city": "new york"}, {"city": "NYC", "days": 1}):
         assert matches([("f", {"x": right})], several) == ""
-    assert matches([("f", {"x": {"city": "Oslo"}})], several) and matches([("f", {"x": {"days": 1}})], several)
+    assert matches([("f", {"x": {"city": "Oslo"}})], several) and matches(
+        [("f", {"x": {"days": 1}})], several
+    )
     for bad in (
         3,
         ["x"],
@@ -142,8 +179,16 @@ def test_gold_calls_in_several_shapes() -> None:
     "call",
     [
         {"name": "weather", "arguments": '{"city": "Oslo"}'},
-        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
-        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}, "id": None},
+        {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+        },
+        {
+            "type": "function",
+            "function": {"name": "weather", "arguments": {"city": "Oslo"}},
+            "id": None,
+        },
     ],
 )
 def test_gold_calls_in_openais_form(call: dict[str, object]) -> None:
@@ -160,7 +205,11 @@ def test_gold_calls_without_arguments(arguments: object) -> None:
 ROW = {
     "question": [[{"role": "user", "content": "Weather in Oslo?"}]],
     "function": [
-        {"name": "weather", "description": "d", "parameters": {"type": "dict", "properties": {"city": {"type": "string"}}}}
+        {
+            "name": "weather",
+            "description": "d",
+            "parameters": {"type": "dict", "properties": {"city": {"type": "string"}}},
+        }
     ],
     "ground_truth": GOLD,
 }
@@ -176,8 +225,17 @@ ROME = OSLO.replace("Oslo", "Rome")
         ('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {}, 1.0),
         ('{"name": "weather", "arguments": {"city": "Bergen"}}', {}, 0.0),
         ("Oslo is cold", {}, 0.0),
-        ('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {"with_think": True}, 0.0),
-        ('<think>hm</think><tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {"with_think": True}, 1.0),
+        (
+            '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>',
+            {"with_think": True},
+            0.0,
+        ),
+        (
+            '<think>hm</think><tool_call>{"name": "weather", "arguments": {"city": '
+            '"Oslo"}}</tool_call>',
+            {"with_think": True},
+            1.0,
+        ),
         (f"<think>{ROME}?</think>{OSLO}", {}, 1.0),  # G2
         (f"<think>{OSLO}?</think>It is cold.", {}, 0.0),
         (f"<think>{OSLO}?</think>{ROME}", {}, 0.0),
@@ -186,25 +244,69 @@ ROME = OSLO.replace("Oslo", "Rome")
     ],
 )
 def test_a_row_of_bfcl(answer: str, args: dict[str, object], reward: float) -> None:
-    task = Task(taskset="b", index=0, prompt="x", row=json.loads(json.dumps(ROW)), workflow="tool_call_workflow", sampling=LONG)
+    task = Task(
+        taskset="b",
+        index=0,
+        prompt="x",
+        row=json.loads(json.dumps(ROW)),
+        workflow="tool_call_workflow",
+        sampling=LONG,
+    )
     model = ScriptedModel(answer)
-    assert run_workflow("tool_call_workflow", task, model, workflow_args=args).runs[0].reward == reward
+    assert (
+        run_workflow("tool_call_workflow", task, model, workflow_args=args).runs[0].reward == reward
+    )
     told, asked = model.calls[0].messages
     assert '"type":"object"' in told["content"] and asked["content"] == "Weather in Oslo?"
 
 
-@pytest.mark.parametrize(("answer", "reward"), [("<think>a</think> \\boxed{4}", 1.0), ("\\boxed{4}", 0.8), ("4", -0.2)])
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("<think>a</think> \\boxed{4}", 1.0), ("\\boxed{4}", 0.8), ("4", -0.2)]
+)
 def test_boxed_answers_with_a_thought(answer: str, reward: float) -> None:
-    task = Task(taskset="m", index=0, prompt="2+2?", truth="4", workflow="math_boxed_workflow", sampling=LONG)
+    task = Task(
+        taskset="m",
+        index=0,
+        prompt="2+2?",
+        truth="4",
+        workflow="math_boxed_workflow",
+        sampling=LONG,
+    )
     args = {"with_think": True, "format_score_coef": 0.2}
     model = ScriptedModel(answer)
-    result = run_workflow(None, task, model, reward="math_boxed_reward", reward_args=args, workflow_args={"with_think": True})
-    assert result.runs[0].reward == pytest.approx(reward) and "<think>" in model.calls[0].messages[0]["content"]
+    result = run_workflow(
+        None,
+        task,
+        model,
+        reward="math_boxed_reward",
+        reward_args=args,
+        workflow_args={"with_think": True},
+    )
+    assert (
+        result.runs[0].reward == pytest.approx(reward)
+        and "<think>" in model.calls[0].messages[0]["content"]
+    )
 
 
 def test_the_base_models_prompt_and_the_evaluations() -> None:
-    task = Task(taskset="m", index=0, prompt="2+2?", truth="4", workflow="math_boxed_workflow", sampling=LONG)
-    bare, asked = ScriptedModel("\\boxed{4}"), ScriptedModel("\\boxed{4}")
-    run_workflow("math_boxed_workflow", task, bare, reward="math_boxed_reward", workflow_args={"use_base": True})
+    task = Task(
+        taskset="m",
+        index=0,
+        prompt="2+2?",
+        truth="4",
+        workflow="math_boxed_workflow",
+        sampling=LONG,
+    )
+    bare = ScriptedModel("\\boxed{4}")
+    asked = ScriptedModel("\\boxed{4}")
+    run_workflow(
+        "math_boxed_workflow",
+        task,
+        bare,
+        reward="math_boxed_reward",
+        workflow_args={"use_base": True},
+    )
     run_workflow("math_eval_workflow", task, asked, reward="math_boxed_reward")
-    assert [m["role"] for m in bare.calls[0].messages] == ["user"] and "\\boxed{}" in asked.calls[0].messages[0]["content"]
+    assert [m["role"] for m in bare.calls[0].messages] == ["user"] and "\\boxed{}" in asked.calls[
+        0
+    ].messages[0]["content"]

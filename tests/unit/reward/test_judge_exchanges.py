@@ -25,7 +25,11 @@ class Clarity(Judge):
 
 def kept(judge: FakeJudge, **args: Any) -> list[dict[str, Any]]:
     result = run_workflow(
-        "simple_workflow", ROW, ScriptedModel("Light is scattered."), reward=Clarity(cache="off", **args), models={"judge": judge}
+        "simple_workflow",
+        ROW,
+        ScriptedModel("Light is scattered."),
+        reward=Clarity(cache="off", **args),
+        models={"judge": judge},
     )
     (row,) = result.experiences
     found: list[dict[str, Any]] = row.info.get(exchanges.KEY, [])

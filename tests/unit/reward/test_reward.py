@@ -49,7 +49,9 @@ async def test_exact_answer():
     assert (await score(fn, task("7"), make_transcript(""))).value == 0.0
     assert (
         await score(
-            build("exact_answer", {"compare": "text", "ignore_case": True, "wrong": -1}), task("Yes"), make_transcript(" yes ")
+            build("exact_answer", {"compare": "text", "ignore_case": True, "wrong": -1}),
+            task("Yes"),
+            make_transcript(" yes "),
         )
     ).value == 1.0
     with pytest.raises(ValueError, match="has no truth"):
@@ -61,7 +63,9 @@ async def test_exact_answer():
 def test_arguments_are_checked():
     with pytest.raises(ConfigError, match="Did you mean compare"):
         build("exact_answer", {"compere": "text"})
-    with pytest.raises(ConfigError, match=r"args: arguments of reward 'exact_answer': compare: .*given 'txt'"):
+    with pytest.raises(
+        ConfigError, match=r"args: arguments of reward 'exact_answer': compare: .*given 'txt'"
+    ):
         build("exact_answer", {"compare": "txt"}, key="args")
     with pytest.raises(PluginError, match="Did you mean exact_answer"):
         build("exact_answr", {})
@@ -72,18 +76,25 @@ def test_arguments_are_checked():
 async def test_a_reward_is_called_with_what_it_takes(tmp_path):
     file = tmp_path / "takes.py"
     file.write_text(
-        "class Wants:\n    def __init__(self, scale): self.scale = scale\n    def __call__(self, task, transcript): return self.scale\n"
+        "class Wants:\n    def __init__(self, scale): self.scale = scale\n    def __call__(self, "
+        "task, transcript): return self.scale\n"
         "def wants(task, transcript, *, scale): return scale\n"
         "def has(task, transcript, scale=1.0): return scale\n"
         "def other(answer): return 1.0\n"
     )
     for name in ("Wants", "wants"):
         with pytest.raises(
-            ConfigError, match=rf"args: reward .*:{name}' cannot be called .*missing a required argument: 'scale'"
+            ConfigError,
+            match=rf"args: reward .*:{name}' cannot be called .*missing a required argument: "
+            rf"'scale'",
         ):
             build(f"{file}:{name}", {}, key="args")
-        assert (await score(build(f"{file}:{name}", {"scale": 2}), task("1"), make_transcript("1"))).value == 2.0
-    assert (await score(build(f"{file}:has", {"scale": 0.5}), task("1"), make_transcript("1"))).value == 0.5
+        assert (
+            await score(build(f"{file}:{name}", {"scale": 2}), task("1"), make_transcript("1"))
+        ).value == 2.0
+    assert (
+        await score(build(f"{file}:has", {"scale": 0.5}), task("1"), make_transcript("1"))
+    ).value == 0.5
     with pytest.raises(ConfigError, match="too many positional arguments"):
         build(f"{file}:other", {})
 
@@ -111,14 +122,21 @@ async def test_a_reward_must_be_a_finite_number(bad):
 async def test_parts_are_summed_and_unscored_stays_unscored():
     got = await score(lambda t, x: {"a": 1, "b": -0.25}, task("1"), make_transcript("1"))
     assert got.value == 0.75 and got.parts == {"a": 1.0, "b": -0.25}
-    assert (await score(lambda t, x: Score(value=None), task("1"), make_transcript("1"))).value is None
+    assert (
+        await score(lambda t, x: Score(value=None), task("1"), make_transcript("1"))
+    ).value is None
 
 
 async def test_format_reward():
     good = "<think>\nhm\n</think>\n<answer>7</answer>"
     fn = build("format_reward", {})
     assert (await score(fn, task("7"), make_transcript(good))).value == 0.1
-    for bad in ("7", "<answer>7</answer>", good + "x", "<think>a</think><think>b</think><answer>7</answer>"):
+    for bad in (
+        "7",
+        "<answer>7</answer>",
+        good + "x",
+        "<think>a</think><think>b</think><answer>7</answer>",
+    ):
         assert (await score(fn, task("7"), make_transcript(bad))).value == -0.1
 
 
@@ -138,17 +156,28 @@ def test_last_boxed(text, inner):
 
 async def test_math_rewards(math_pool):
     fn = build("math_reward", {})
-    assert (await score(fn, task("0.5"), make_transcript("<think>half</think><answer>\\frac{1}{2}</answer>"))).parts == {
+    assert (
+        await score(
+            fn, task("0.5"), make_transcript("<think>half</think><answer>\\frac{1}{2}</answer>")
+        )
+    ).parts == {
         "accuracy": 1.0,
         "format": 0.1,
     }
-    assert (await score(fn, task("0.5"), make_transcript("It is 1/3."))).parts == {"accuracy": 0.0, "format": -0.1}
+    assert (await score(fn, task("0.5"), make_transcript("It is 1/3."))).parts == {
+        "accuracy": 0.0,
+        "format": -0.1,
+    }
     boxed = build("math_boxed_reward", {})
     assert (await score(boxed, task(r"\frac{1}{2}"), make_transcript(r"\boxed{0.5}"))).value == 1.0
     assert (await score(boxed, task("2"), make_transcript("2"))).value == 0.0
     hits = math_pool.memo_hits
-    assert (await score(build("accuracy_reward", {}), task("17x+3"), make_transcript("$3+17x$"))).value == 1.0
-    assert (await score(build("accuracy_reward", {}), task("17x+3"), make_transcript("$3+17x$"))).value == 1.0
+    assert (
+        await score(build("accuracy_reward", {}), task("17x+3"), make_transcript("$3+17x$"))
+    ).value == 1.0
+    assert (
+        await score(build("accuracy_reward", {}), task("17x+3"), make_transcript("$3+17x$"))
+    ).value == 1.0
     assert math_pool.memo_hits == hits + 1 and counts()["math_verify/memo_hits"] == hits + 1
 
 
@@ -219,13 +248,19 @@ async def test_worker_that_dies_on_a_request_raises(worker):
         await worker(TOY).call({"do": "exit"}, 30)
 
 
-@pytest.mark.parametrize(("what", "error"), [("sys.exit", "SystemExit: 0"), ("unsendable", "not JSON serializable")])
+@pytest.mark.parametrize(
+    ("what", "error"), [("sys.exit", "SystemExit: 0"), ("unsendable", "not JSON serializable")]
+)
 async def test_what_a_worker_raises_is_named_and_it_goes_on(worker, what, error):
     pool = worker(TOY)
     with pytest.raises(WorkerError, match=error):
         await pool.call({"do": what}, 30)
     before = pool.pids()
-    assert await pool.call({"do": "again"}, 30) == "again" and pool.pids() == before and not pool.restarts
+    assert (
+        await pool.call({"do": "again"}, 30) == "again"
+        and pool.pids() == before
+        and not pool.restarts
+    )
 
 
 async def test_a_worker_has_a_memory_limit(worker, math_pool):
@@ -258,7 +293,9 @@ async def test_worker_that_does_not_start_raises(worker):
 
 async def test_the_deadline_is_that_of_both_attempts(worker, monkeypatch):
     """A worker that dies just before its deadline does not get it a second time."""
-    pool, asked, clock = worker(TOY), [], iter([0.0, 4.0, 100.0, 100.0])
+    pool = worker(TOY)
+    asked = []
+    clock = iter([0.0, 4.0, 100.0, 100.0])
 
     def dies(self, frame, timeout_s):
         asked.append(timeout_s)
@@ -272,13 +309,17 @@ async def test_the_deadline_is_that_of_both_attempts(worker, monkeypatch):
 
 
 async def test_a_late_answer_does_not_wait_for_its_worker_to_be_gone(worker, monkeypatch):
-    pool, waited = worker(TOY), []
+    pool = worker(TOY)
+    waited = []
     kill = WorkerProcess.kill
-    monkeypatch.setattr("rft.worker.process.WorkerProcess.kill", lambda self: (waited.append(self.pid), kill(self)))
+    monkeypatch.setattr(
+        "rft.worker.process.WorkerProcess.kill", lambda self: (waited.append(self.pid), kill(self))
+    )
     with pytest.raises(TimeoutError):
         await pool.call({"do": "spin"}, 0.2)
     assert not waited and pool.restarts == 1
-    assert await pool.call({"do": "x"}, 60) == "x"  # the next one does, so there are never more than `size`
+    # the next one does, so there are never more than `size`
+    assert await pool.call({"do": "x"}, 60) == "x"
     assert len(waited) == 1 and len(pool.pids()) == 1 and waited != pool.pids()
 
 
@@ -293,7 +334,9 @@ async def test_close_while_computing_ends_the_call(worker):
 
 
 def test_workers_die_with_a_killed_parent(tmp_path):
-    """kill -9 of the parent while its worker computes for ever: the pipe it inherited closes, so the reader sees the end."""
+    """kill -9 of the parent while its worker computes for ever: the pipe it inherited closes, so
+    the reader sees the end.
+    """
     (tmp_path / "toy_worker.py").write_text(
         TOY.replace("serve(load)", "os.set_inheritable(int(os.environ['MARK']), True); serve(load)")
     )
@@ -304,12 +347,19 @@ def test_workers_die_with_a_killed_parent(tmp_path):
         f"process.subprocess.Popen = lambda *a, **k: real(*a, pass_fds=({write},), **k)\n"
         "p = job_pool.WorkerPool('toy', 'toy_worker', size=1)\n"
         "async def main():\n"
-        "    await p.call({'do': 'warm'}, 60); job = asyncio.ensure_future(p.call({'do': 'spin'}, 60))\n"
+        "    await p.call({'do': 'warm'}, 60); job = asyncio.ensure_future(p.call({'do': 'spin'}, "
+        "60))\n"
         "    print('up', flush=True); await job\n"
         "asyncio.run(main())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "MARK": str(write)}
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment, pass_fds=(write,)) as process:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "MARK": str(write),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment, pass_fds=(write,)
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         os.close(write)
@@ -321,19 +371,31 @@ def test_workers_die_with_a_killed_parent(tmp_path):
 async def test_a_function_may_score_the_whole_group(tmp_path):
     file = tmp_path / "ranks.py"
     places = "[scale * i for i, _ in enumerate(transcripts)]"
-    file.write_text(f"def ranks(task, transcripts, *, scale=1.0):\n    return {places}\n\nranks.whole_group = True\n")
+    file.write_text(
+        f"def ranks(task, transcripts, *, scale=1.0):\n    return {places}\n\nranks.whole_group = "
+        f"True\n"
+    )
     made = build(f"{file}:ranks", {"scale": 2.0})
     assert made.whole_group
-    assert [s.value for s in await score_group(made, task("1"), [make_transcript("a"), make_transcript("b")])] == [0.0, 2.0]
+    assert [
+        s.value
+        for s in await score_group(made, task("1"), [make_transcript("a"), make_transcript("b")])
+    ] == [0.0, 2.0]
 
 
 async def test_reasoning_gym_scores_its_own_rows():
-    made = open_taskset(TasksetSettings(name="g", path="reasoning_gym://chain_sum", workflow="w", args={"size": 3, "seed": 5}))
+    made = open_taskset(
+        TasksetSettings(
+            name="g", path="reasoning_gym://chain_sum", workflow="w", args={"size": 3, "seed": 5}
+        )
+    )
     first = made.task(0)
     assert first.reward == "reasoning_gym"
     fn = build("reasoning_gym", {})
     assert (await score(fn, first, make_transcript(first.truth))).value == 1.0
-    assert (await score(fn, first, make_transcript(f"<think>x</think><answer>{first.truth}</answer>"))).value == 1.0
+    assert (
+        await score(fn, first, make_transcript(f"<think>x</think><answer>{first.truth}</answer>"))
+    ).value == 1.0
     assert (await score(fn, first, make_transcript("no"))).value < 0.5
 
 
@@ -369,11 +431,20 @@ async def test_what_a_rewards_own_code_raises_is_told_as_its_own(tmp_path):
         build(f"{file}:Made", {}, key="taskset t.reward_fn_args")
     assert told.value.key == "taskset t.reward_fn_args"
     assert f'File "{file}", line 3' in str(told.value) and "build_reward.py" not in str(told.value)
-    for name, part in (("weighted_reward", {"rewards": {"a": {"reward": f"{file}:Plain"}}}), (f"{file}:Plain", {})):
-        made, client = build(name, part), {"open": 1}
-        with pytest.raises(RunFailed, match=r"Plain.prepare of a reward failed:\nTraceback[\s\S]*KeyError: 'judge'"):
+    for name, part in (
+        ("weighted_reward", {"rewards": {"a": {"reward": f"{file}:Plain"}}}),
+        (f"{file}:Plain", {}),
+    ):
+        made = build(name, part)
+        client = {"open": 1}
+        with pytest.raises(
+            RunFailed, match=r"Plain.prepare of a reward failed:\nTraceback[\s\S]*KeyError: 'judge'"
+        ):
             await hook(made.prepare, {})
-        with pytest.raises(RunFailed, match=r"Plain.close of a reward failed:\nTraceback[\s\S]*no attribute 'client'"):
+        with pytest.raises(
+            RunFailed,
+            match=r"Plain.close of a reward failed:\nTraceback[\s\S]*no attribute 'client'",
+        ):
             await hook(made.close)
         await hook(made.prepare, {"judge": client})
         await hook(made.close)

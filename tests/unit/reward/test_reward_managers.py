@@ -78,20 +78,37 @@ async def test_naive_and_dapo(file: Path) -> None:
     assert await score(naive, task("yes"), make_transcript("yes")) == Score(value=1.5)
     dapo = build(
         f"{file}:compute_score",
-        {"reward_manager": "dapo", "enable_overlong_penalty": True, "cache_length": 20, "penalty_factor": 1.0},
+        {
+            "reward_manager": "dapo",
+            "enable_overlong_penalty": True,
+            "cache_length": 20,
+            "penalty_factor": 1.0,
+        },
     )
-    assert await score(dapo, task("yes"), make_transcript("yes", 80)) == Score(value=1.0, parts={"acc": 1.0, "overlong": 0.0})
-    assert await score(dapo, task("yes"), make_transcript("yes", 90)) == Score(value=0.5, parts={"acc": 1.0, "overlong": -0.5})
+    assert await score(dapo, task("yes"), make_transcript("yes", 80)) == Score(
+        value=1.0, parts={"acc": 1.0, "overlong": 0.0}
+    )
+    assert await score(dapo, task("yes"), make_transcript("yes", 90)) == Score(
+        value=0.5, parts={"acc": 1.0, "overlong": -0.5}
+    )
     parts = await score(dapo, task("yes"), make_transcript("parts", 100))
     assert parts.value == 0.0 and parts.parts["acc"] == 1.0
 
 
 async def test_prime_scores_in_processes_that_are_killed(file: Path) -> None:
-    prime = build(f"{file}:compute_score", {"reward_manager": "prime", "reward_timeout_s": 30, "bonus": 1})
+    prime = build(
+        f"{file}:compute_score", {"reward_manager": "prime", "reward_timeout_s": 30, "bonus": 1}
+    )
     texts = ["yes", "no", "parts"]
     given = await asyncio.gather(*(score(prime, task("yes"), make_transcript(t)) for t in texts))
     assert [g.value for g in given] == [2.0, 1.0, 1.0] and given[2].parts["pid"] != os.getpid()
-    assert (await score(build(f"{file}:later", {"reward_manager": "prime"}), task("yes"), make_transcript("four"))).value == 4.0
+    assert (
+        await score(
+            build(f"{file}:later", {"reward_manager": "prime"}),
+            task("yes"),
+            make_transcript("four"),
+        )
+    ).value == 4.0
     with pytest.raises(RuntimeError, match="KeyError: 'no'"):
         await score(prime, task("yes"), make_transcript("raise"))
     with pytest.raises(RuntimeError, match="exit status 3"):
@@ -109,35 +126,50 @@ async def test_a_thread_that_hangs_leaves_its_run_unscored(file: Path) -> None:
 
 async def test_batch_gets_all_answers_of_a_task(file: Path) -> None:
     batch = build(f"{file}:together", {"reward_manager": "batch", "scale": 2.0})
-    given = await score_group(batch, task("yes"), [make_transcript("yes"), make_transcript("nobody")])
+    given = await score_group(
+        batch, task("yes"), [make_transcript("yes"), make_transcript("nobody")]
+    )
     assert given == [Score(value=1.0, parts={"acc": 1.0}), Score(value=2.0, parts={"acc": 0.0})]
     shaped = build(f"{file}:together", {"enable_overlong_penalty": True, "cache_length": 20})
-    given = await score_group(shaped, task("yes"), [make_transcript("yes", 1), make_transcript("yes", 100)])
+    given = await score_group(
+        shaped, task("yes"), [make_transcript("yes", 1), make_transcript("yes", 100)]
+    )
     assert [g.value for g in given] == [1.0, 0.0]
 
 
 async def test_each_answer_has_a_truth_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "eats.py").write_text(
         "def batch(data_sources, solution_strs, ground_truths, extra_infos):\n"
-        "    return [float(a == t.pop() and i.pop('n') == 1) for a, t, i in zip(solution_strs, ground_truths, extra_infos)]\n"
-        "def trl(completions, answer):\n    return [float(c == a.pop()) for c, a in zip(completions, answer)]\n"
+        "    return [float(a == t.pop() and i.pop('n') == 1) for a, t, i in zip(solution_strs, "
+        "ground_truths, extra_infos)]\n"
+        "def trl(completions, answer):\n    return [float(c == a.pop()) for c, a in "
+        "zip(completions, answer)]\n"
     )
-    given, said = task(["x", "yes"], answer=["x", "yes"], extra_info={"n": 1}), [make_transcript("yes"), make_transcript("yes")]
+    given = task(["x", "yes"], answer=["x", "yes"], extra_info={"n": 1})
+    said = [make_transcript("yes"), make_transcript("yes")]
     for name in ("batch", "trl"):
         scores = await score_group(build(f"{tmp_path}/eats.py:{name}", {}), given, said)
         assert [s.value for s in scores] == [1.0, 1.0]
 
 
 def test_a_manager_and_a_function_have_to_fit(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"args: reward .*together' takes lists .*; its reward_manager is batch"):
+    with pytest.raises(
+        ConfigError, match=r"args: reward .*together' takes lists .*; its reward_manager is batch"
+    ):
         build(f"{file}:together", {"reward_manager": "prime"}, key="args")
-    with pytest.raises(ConfigError, match=r"takes one answer .*; its reward_manager is naive, dapo or prime"):
+    with pytest.raises(
+        ConfigError, match=r"takes one answer .*; its reward_manager is naive, dapo or prime"
+    ):
         build(f"{file}:compute_score", {"reward_manager": "batch"})
-    with pytest.raises(ConfigError, match="reward_manager: Input should be 'naive', 'dapo', 'prime' or 'batch', given 'swift'"):
+    with pytest.raises(
+        ConfigError,
+        match="reward_manager: Input should be 'naive', 'dapo', 'prime' or 'batch', given 'swift'",
+    ):
         build(f"{file}:compute_score", {"reward_manager": "swift"})
     with pytest.raises(ConfigError, match="reward_timeout_s"):
         build("exact_answer", {"reward_timeout_s": 0})
-    for manager in ("naive", "dapo", "prime", "batch"):  # rewards of ours are called in their own way
+    # rewards of ours are called in their own way
+    for manager in ("naive", "dapo", "prime", "batch"):
         build("exact_answer", {"reward_manager": manager})
     from rft.plugins import import_file
     from rft.reward.manager import ManagerArgs
@@ -153,22 +185,40 @@ def test_a_manager_and_a_function_have_to_fit(file: Path) -> None:
 
 async def test_functions_written_for_trl(file: Path) -> None:
     fn = build(f"{file}:trl", {})
-    given = await score_group(fn, task(answer="yes"), [make_transcript("yes"), make_transcript("no"), make_transcript("skip")])
-    assert [g.value for g in given] == [1.1, 0.1, None] and given[2].reason == "the function returned None"
+    given = await score_group(
+        fn,
+        task(answer="yes"),
+        [make_transcript("yes"), make_transcript("no"), make_transcript("skip")],
+    )
+    assert [g.value for g in given] == [1.1, 0.1, None] and given[
+        2
+    ].reason == "the function returned None"
     chats = build(f"{file}:trl_async", {})
     messages = ({"role": "user", "content": "?"},)
     assert [
-        g.value for g in await score_group(chats, task(level=3, messages=messages), [make_transcript("a"), make_transcript("b")])
+        g.value
+        for g in await score_group(
+            chats, task(level=3, messages=messages), [make_transcript("a"), make_transcript("b")]
+        )
     ] == [1.0, 1.0]
-    assert [g.value for g in await score_group(chats, task(level=3), [make_transcript("a")])] == [0.0]
+    assert [g.value for g in await score_group(chats, task(level=3), [make_transcript("a")])] == [
+        0.0
+    ]
     with pytest.raises(ValueError, match="returned 1 results for 2 answers"):
-        await score_group(build(f"{file}:trl_short", {}), task("yes"), [make_transcript("a"), make_transcript("b")])
+        await score_group(
+            build(f"{file}:trl_short", {}),
+            task("yes"),
+            [make_transcript("a"), make_transcript("b")],
+        )
     with pytest.raises(ValueError, match="wants missing; the rows of t have answer"):
         await score_group(build(f"{file}:trl_more", {}), task(answer="yes"), [make_transcript("a")])
     with pytest.raises(ConfigError, match="unknown argument 'answr'"):
         build(f"{file}:trl_short", {"answr": 1})
     slow = build(f"{file}:trl_slow", {"reward_timeout_s": 0.1})
-    assert [g.value for g in await score_group(slow, task("yes"), [make_transcript("a"), make_transcript("b")])] == [None, None]
+    assert [
+        g.value
+        for g in await score_group(slow, task("yes"), [make_transcript("a"), make_transcript("b")])
+    ] == [None, None]
 
 
 # ---------------------------------------------------------------- weighted parts
@@ -185,7 +235,10 @@ async def test_weighted_parts_are_all_kept(file: Path) -> None:
     )
     assert (await score(both, task("yes"), make_transcript("yes", 6))).value == 2.0 - 0.25
     with pytest.raises(ConfigError, match=r"rewards.right.args: unknown argument 'compere'"):
-        build("weighted_reward", {"rewards": {"right": {"reward": "exact_answer", "args": {"compere": 1}}}})
+        build(
+            "weighted_reward",
+            {"rewards": {"right": {"reward": "exact_answer", "args": {"compere": 1}}}},
+        )
     with pytest.raises(ConfigError, match="at least 1"):
         build("weighted_reward", {"rewards": {}})
 
@@ -193,17 +246,27 @@ async def test_weighted_parts_are_all_kept(file: Path) -> None:
 async def test_parts_that_are_unscored(file: Path) -> None:
     def rewards(optional: bool) -> dict[str, Any]:
         trl = {"reward": f"{file}:trl", "optional": optional}
-        return {"rewards": {"trl": trl, "length": {"reward": "length_reward", "weight": 3, "args": {"least": 2}}}}
+        return {
+            "rewards": {
+                "trl": trl,
+                "length": {"reward": "length_reward", "weight": 3, "args": {"least": 2}},
+            }
+        }
 
     group = [make_transcript("yes"), make_transcript("skip")]
     strict = await score_group(build("weighted_reward", rewards(False)), task(answer="yes"), group)
-    assert [s.value for s in strict] == [1.1 - 1.5, None] and strict[1].reason == "trl is unscored: the function returned None"
+    assert [s.value for s in strict] == [1.1 - 1.5, None] and strict[
+        1
+    ].reason == "trl is unscored: the function returned None"
     loose = await score_group(build("weighted_reward", rewards(True)), task(answer="yes"), group)
     assert [s.value for s in loose] == [1.1 - 1.5, -1.5]
 
 
-@pytest.mark.parametrize(("tokens", "value"), [(0, -1.0), (1, -0.5), (2, 0.0), (4, 0.0), (5, -0.25), (8, -1.0), (99, -1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "value"),
+    [(0, -1.0), (1, -0.5), (2, 0.0), (4, 0.0), (5, -0.25), (8, -1.0), (99, -1.0)],
+)
 async def test_length(tokens: int, value: float) -> None:
-    assert await score(build("length_reward", {"least": 2, "most": 4}), task("yes"), make_transcript("x", tokens)) == Score(
-        value=value, parts={"length": value}
-    )
+    assert await score(
+        build("length_reward", {"least": 2, "most": 4}), task("yes"), make_transcript("x", tokens)
+    ) == Score(value=value, parts={"length": value})

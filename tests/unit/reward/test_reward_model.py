@@ -47,8 +47,12 @@ async def test_the_raw_number_is_the_reward() -> None:
     rm = Scores(-3.25)
     score = await scored({}, {"rm": rm})
     assert score.value == -3.25 and score.parts == {"reward_model": -3.25}
-    assert rm.seen == [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]]
-    assert (await scored({"model": "b", "label": 1, "scale": 0.5}, {"a": rm, "b": Scores(0, 4)})).value == 2
+    assert rm.seen == [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]
+    ]
+    assert (
+        await scored({"model": "b", "label": 1, "scale": 0.5}, {"a": rm, "b": Scores(0, 4)})
+    ).value == 2
     assert (await scored({}, {"a": rm, "same": rm})).value == -3.25
 
 
@@ -57,7 +61,9 @@ async def test_what_is_missing_is_said() -> None:
         await scored({}, {})
     with pytest.raises(ConfigError, match=r"2 auxiliary models \(a, b\)"):
         await scored({}, {"a": Scores(1), "b": Scores(2)})
-    with pytest.raises(ConfigError, match=r"no auxiliary model has this name; explorer.auxiliary_models has a"):
+    with pytest.raises(
+        ConfigError, match=r"no auxiliary model has this name; explorer.auxiliary_models has a"
+    ):
         await scored({"model": "c"}, {"a": Scores(1)})
     with pytest.raises(ValueError, match="gives 2 numbers"):
         await scored({}, {"a": Scores(1, 2)})

@@ -74,22 +74,34 @@ async def test_dapo(text: str, value: float) -> None:
 async def test_math_and_numina() -> None:
     assert (await scored("lighteval/MATH", "\\frac12", "it is \\boxed{0.5}")).value == 1.0
     for boxed in ("\\textbf{34}", "34\\text{ or 35}", "\\text{34}\\text{ or 35}"):
-        assert (await scored("lighteval/MATH", "34", f"\\boxed{{{boxed}}}")).value == float("or" not in boxed)
-    assert (await scored("HuggingFaceH4/MATH-500", "\\text{Evelyn}", "\\boxed{\\text{Evelyn}}")).value == 1.0
+        assert (await scored("lighteval/MATH", "34", f"\\boxed{{{boxed}}}")).value == float(
+            "or" not in boxed
+        )
+    assert (
+        await scored("HuggingFaceH4/MATH-500", "\\text{Evelyn}", "\\boxed{\\text{Evelyn}}")
+    ).value == 1.0
     assert (await scored("DigitalLearningGmbH/MATH-lighteval", "1/2", "it is 0.5")).value == 0.0
     assert (await scored("numina_olympiads", "12", "so $x = 12$")).value == 1.0
 
 
-@pytest.mark.parametrize("truth", ["The Beatles", ["Stones", "the beatles"], {"target": ["Beatles"]}])
+@pytest.mark.parametrize(
+    "truth", ["The Beatles", ["Stones", "the beatles"], {"target": ["Beatles"]}]
+)
 async def test_search_answers(truth: Any) -> None:
-    assert (await scored("searchR1_nq", truth, "<answer>x</answer> <answer> Beatles! </answer>")).value == 1.0
+    assert (
+        await scored("searchR1_nq", truth, "<answer>x</answer> <answer> Beatles! </answer>")
+    ).value == 1.0
     assert (await scored("searchR1_nq", truth, "Beatles")).value == 0.0
 
 
 def test_every_data_source_has_a_documented_reward() -> None:
     for name in REWARDS.values():
         assert REGISTRY.get("reward", name).obj.__doc__
-    assert reward_of("math_dapo") == "math_dapo_reward" and reward_of("aime24") and reward_of("nobody") is None
+    assert (
+        reward_of("math_dapo") == "math_dapo_reward"
+        and reward_of("aime24")
+        and reward_of("nobody") is None
+    )
     assert reward_of("codecontests") == "prime_code_reward"
     with pytest.raises(ConfigError, match="'hiyouga/geometry3k': its questions hold pictures"):
         build("hiyouga/geometry3k", {})
@@ -162,7 +174,9 @@ async def test_functions_with_verls_signature(functions: Path) -> None:
     assert given.value == 1.5 and given.parts["acc"] == 1.0 and "pred" not in given.parts
     assert given.parts["thread"] != threading.get_ident()
     row = task("4", data_source="my/data", extra_info={"index": 3})
-    assert (await score(build(f"{functions}:all_given", {"any": 1}), row, make_transcript("4"))).value == 1.0
+    assert (
+        await score(build(f"{functions}:all_given", {"any": 1}), row, make_transcript("4"))
+    ).value == 1.0
     assert (await scored(f"{functions}:defaults", "4", "4")).value == 1.0
     assert (await scored(f"{functions}:slow", "4", "4")).value == 0.25
     assert (await scored(f"{functions}:needs", "4", "4", key="x")).value == 1.0
@@ -179,7 +193,9 @@ async def test_functions_with_verls_signature(functions: Path) -> None:
         ("leaves", RuntimeError, r"called sys.exit\(3\)"),
     ],
 )
-async def test_functions_that_cannot_score_raise(functions: Path, name: str, error: type[Exception], message: str) -> None:
+async def test_functions_that_cannot_score_raise(
+    functions: Path, name: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         await scored(f"{functions}:{name}", "4", "4")
 
@@ -192,7 +208,9 @@ async def test_functions_that_cannot_score_raise(functions: Path, name: str, err
         ("needs", {}, "cannot be called with these arguments: missing a required argument: 'key'"),
     ],
 )
-def test_arguments_are_checked(functions: Path, name: str, args: dict[str, Any], message: str) -> None:
+def test_arguments_are_checked(
+    functions: Path, name: str, args: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build(f"{functions}:{name}", args, key="reward_fn_args")
 
@@ -200,7 +218,8 @@ def test_arguments_are_checked(functions: Path, name: str, args: dict[str, Any],
 async def test_a_function_that_hangs_is_left_at_its_deadline(tmp_path: Path) -> None:
     file = tmp_path / "hangs.py"
     file.write_text(
-        "import threading\nEND = threading.Event()\ndef f(data_source, solution_str, ground_truth):\n    END.wait(60)\n    return 1\n"
+        "import threading\nEND = threading.Event()\ndef f(data_source, solution_str, "
+        "ground_truth):\n    END.wait(60)\n    return 1\n"
     )
     reward = build(f"{file}:f", {})
     try:
@@ -213,27 +232,42 @@ async def test_a_function_that_hangs_is_left_at_its_deadline(tmp_path: Path) -> 
 # ---------------------------------------------------------------- overlong
 
 
-@pytest.mark.parametrize(("length", "cost"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -1.0), (4000, -1.0)])
+@pytest.mark.parametrize(
+    ("length", "cost"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -1.0), (4000, -1.0)]
+)
 async def test_overlong_penalty(length: int, cost: float) -> None:
     """90 tokens at most, the last 10 of them cost up to 1."""
-    args = {"enable_overlong_penalty": True, "cache_length": 10, "penalty_factor": 1.0, "max_response_length": 90}
+    args = {
+        "enable_overlong_penalty": True,
+        "cache_length": 10,
+        "penalty_factor": 1.0,
+        "max_response_length": 90,
+    }
     given = await score(build("math_dapo", args), task("34"), make_transcript("Answer: 34", length))
-    assert given.value == pytest.approx(1.0 + cost) and given.parts == {"acc": 1.0, "overlong": pytest.approx(cost)}
+    assert given.value == pytest.approx(1.0 + cost) and given.parts == {
+        "acc": 1.0,
+        "overlong": pytest.approx(cost),
+    }
 
 
 async def test_a_cache_longer_than_an_answer_is_refused() -> None:
     on = {"enable_overlong_penalty": True, "cache_length": 10, "max_response_length": 9}
     with pytest.raises(
-        ConfigError, match=r"cache_length: the overlong penalty's cache_length is longer than the longest answer \(9"
+        ConfigError,
+        match=r"cache_length: the overlong penalty's cache_length is longer than the longest "
+        r"answer \(9",
     ):
         await score(build("math_dapo", on), task("34"), make_transcript("", 0))
 
 
 async def test_overlong_penalty_of_any_reward(functions: Path) -> None:
     on = {"enable_overlong_penalty": True, "cache_length": 20, "penalty_factor": 0.5}
-    given = await score(build(f"{functions}:plain", on), task("4"), make_transcript("4", 90))  # the taskset's longest answer: 100
+    # the taskset's longest answer: 100
+    given = await score(build(f"{functions}:plain", on), task("4"), make_transcript("4", 90))
     assert given.value == pytest.approx(1 - 0.25)
     off = {**on, "enable_overlong_penalty": False}
-    assert (await score(build("exact_answer", off), task("4"), make_transcript("4", 90))).value == 1.0
+    assert (
+        await score(build("exact_answer", off), task("4"), make_transcript("4", 90))
+    ).value == 1.0
     with pytest.raises(ConfigError, match=r"overlong penalty: cache_length: .* given 0"):
         build("exact_answer", {**on, "cache_length": 0}, key="k")

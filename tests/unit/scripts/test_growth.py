@@ -1,4 +1,6 @@
-"""The small form of `scripts/bench_growth.py`: the laws of docs/measured/benchmarks.md, in operations counted and not in seconds."""
+"""The small form of `scripts/bench_growth.py`: the laws of docs/measured/benchmarks.md, in
+operations counted and not in seconds.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,23 @@ def test_a_run_costs_the_same_however_many_are_in_flight() -> None:
     def lines(in_flight: int) -> float:
         writer = bench_explorer.Writer()
         with Counted() as counted:
-            bench_explorer.play(512, seed=0, writer=writer, loop=bench_explorer.NoTimeForWork, in_flight=in_flight)
+            bench_explorer.play(
+                512, seed=0, writer=writer, loop=bench_explorer.NoTimeForWork, in_flight=in_flight
+            )
         assert writer.runs == 512
         return counted.lines / writer.runs
 
     lines(64)  # imports and caches
-    few, many = lines(32), lines(512)
+    few = lines(32)
+    many = lines(512)
     assert many < 1.25 * few, (few, many)
 
 
 @contextmanager
 def instructions() -> Iterator[Counter[str]]:
-    """Counts what SQLite's machine does in connections that are opened meanwhile, in PER_TICK instructions."""
+    """Counts what SQLite's machine does in connections that are opened meanwhile, in PER_TICK
+    instructions.
+    """
     found: Counter[str] = Counter()
 
     def tick() -> int:
@@ -72,12 +79,19 @@ def instructions() -> Iterator[Counter[str]]:
         sqlalchemy.event.remove(sqlalchemy.Engine, "connect", opened)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_uses": 3, "replay": ReplaySettings(cooldown_s=1e-4)}], ids=["fifo", "priority"])
-async def test_a_row_costs_the_same_however_many_are_stored(settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_uses": 3, "replay": ReplaySettings(cooldown_s=1e-4)}],
+    ids=["fifo", "priority"],
+)
+async def test_a_row_costs_the_same_however_many_are_stored(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     """Instructions of the database: for each row to append, lease, open again and audit."""
 
     async def costs(batches: int) -> dict[str, float]:
-        folder, per_row = tmp_path / str(batches), {}
+        folder = tmp_path / str(batches)
+        per_row = {}
         with instructions() as found:
 
             def since() -> int:
@@ -114,7 +128,9 @@ async def test_a_row_costs_the_same_however_many_are_stored(settings: dict[str, 
 
     few, many = await costs(12), await costs(96)
     assert few["append"] > 0 and few["lease"] > 0 and few["audit"] > 0
-    assert {name: many[name] <= 1.5 * few[name] + 0.1 for name in many} == dict.fromkeys(many, True), (few, many)
+    assert {name: many[name] <= 1.5 * few[name] + 0.1 for name in many} == dict.fromkeys(
+        many, True
+    ), (few, many)
 
 
 @pytest.mark.e2e
@@ -138,10 +154,18 @@ async def test_a_row_costs_the_same_however_often_a_run_was_resumed(tmp_path: Pa
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["once", "with mixed rows", "with replay"])
-async def test_a_checkpoint_costs_the_same_however_much_was_trained(tmp_path: Path, kind: str) -> None:
+async def test_a_checkpoint_costs_the_same_however_much_was_trained(
+    tmp_path: Path, kind: str
+) -> None:
     """Instructions of the database for each save, and for each row and manifest of an audit."""
-    settings = {"max_uses": 3, "replay": ReplaySettings(cooldown_s=1e4)} if kind == "with replay" else {}
-    mix = Mix(MixSettings(name="old_run", rows=8), group(1, 0, 0, runs=8)) if kind == "with mixed rows" else None
+    settings = (
+        {"max_uses": 3, "replay": ReplaySettings(cooldown_s=1e4)} if kind == "with replay" else {}
+    )
+    mix = (
+        Mix(MixSettings(name="old_run", rows=8), group(1, 0, 0, runs=8))
+        if kind == "with mixed rows"
+        else None
+    )
 
     async def costs(steps: int) -> tuple[int, float]:
         folder = tmp_path / str(steps)
@@ -156,14 +180,24 @@ async def test_a_checkpoint_costs_the_same_however_much_was_trained(tmp_path: Pa
                 found.clear()
                 stated = await ledger.reader(1).consumption(step)
                 saved = found["ticks"]
-                manifest = {"format": 5, "version": (1, step), "parent": None, "consumption": stated}
+                manifest = {
+                    "format": 5,
+                    "version": (1, step),
+                    "parent": None,
+                    "consumption": stated,
+                }
                 path = folder / f"checkpoints/global_step_{step}/manifest.json"
                 path.parent.mkdir(parents=True)
                 path.write_bytes(msgspec.json.encode(manifest))
             await ledger.close()
             found.clear()
             audit = audit_run(folder)
-        assert audit.ok and audit.manifests == steps and audit.num_uses == 8 * steps and audit.digest == stated.digest
+        assert (
+            audit.ok
+            and audit.manifests == steps
+            and audit.num_uses == 8 * steps
+            and audit.digest == stated.digest
+        )
         assert stated.cursor == steps and stated.mixed == ({"old_run": 8 * steps} if mix else {})
         return saved, found["ticks"] / steps
 
@@ -194,7 +228,9 @@ async def test_a_checkpoint_costs_the_same_however_much_waits(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", (1, 3, 10_000))
-async def test_a_digest_is_that_of_its_uses_in_both_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+async def test_a_digest_is_that_of_its_uses_in_both_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     monkeypatch.setattr(derived_state, "_PART", size)
     ledger = Buffer(BufferSettings(folder=tmp_path / "buffer", max_uses=4))
     await ledger.open()
@@ -209,29 +245,45 @@ async def test_a_digest_is_that_of_its_uses_in_both_forms(tmp_path: Path, monkey
     database.close()
     assert len(every) == 48
     for newest in (6, 8, 12, 10):  # in the order of a run, and then an earlier one
-        lines = sorted(f"{experience}@{lineage}:{step}".encode() for experience, lineage, step in every if step <= newest)
+        lines = sorted(
+            f"{experience}@{lineage}:{step}".encode()
+            for experience, lineage, step in every
+            if step <= newest
+        )
         total = sum(map(xxhash.xxh3_128_intdigest, lines)) % 2**128
         stated = await ledger.reader(1).consumption(newest)
         assert (stated.num_uses, stated.digest) == (len(lines), f"sum:{total:032x}")
-        assert stated.cursor == {6: 0, 8: 0, 12: 2, 10: 1}[newest], "what is used again later is not wholly used"
+        assert stated.cursor == {6: 0, 8: 0, 12: 2, 10: 1}[newest], (
+            "what is used again later is not wholly used"
+        )
     await ledger.close()
 
 
 @pytest.mark.e2e
-def test_a_large_ledger_is_compared_with_the_small_one_that_took_turns_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_ledger_is_compared_with_the_small_one_that_took_turns_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bench_growth, "SMALL", 2176)
     monkeypatch.setattr(bench_growth, "LEASES", 34)
     found = bench_growth.buffer(4352)
-    assert set(found) == {f"{x}_us_per_row{of}" for x in ("append", "lease", "reopen", "audit") for of in ("", "_of_small")}
+    assert set(found) == {
+        f"{x}_us_per_row{of}"
+        for x in ("append", "lease", "reopen", "audit")
+        for of in ("", "_of_small")
+    }
     assert min(found.values()) > 0
     with pytest.raises(ValueError, match="a multiple of 2176 rows"):
         bench_growth.buffer(3000)
 
 
 def test_a_slower_core_does_not_count_against_a_large_ledger() -> None:
-    quiet, busy = {"lease": 32.0, "lease_of_small": 32.0}, {"lease": 54.0, "lease_of_small": 54.0}
+    quiet = {"lease": 32.0, "lease_of_small": 32.0}
+    busy = {"lease": 54.0, "lease_of_small": 54.0}
     assert bench_growth._check({10: quiet, 1000: busy}, "buffer", "lease", 1.5).ratio == 1.5
-    assert bench_growth._check({10: {"us": 32.0}, 1000: {"us": 54.0}}, "runs", "us", 1.5).ratio == 0.889, "without a small one"
+    assert (
+        bench_growth._check({10: {"us": 32.0}, 1000: {"us": 54.0}}, "runs", "us", 1.5).ratio
+        == 0.889
+    ), "without a small one"
 
 
 def test_a_sync_asks_each_engine_the_same_and_the_trainer_once() -> None:
@@ -250,11 +302,16 @@ def test_a_token_costs_a_constant_and_a_part_linear_in_its_context() -> None:
             rows = bench_growth.rows(512 // length, length, np.random.default_rng(0))
             counter = FlopCounterMode(display=False)
             with counter:
-                learner.step(RankBatch(step=1, micro_batches=(rows,), tokens=256, rows=len(rows)), None)
+                learner.step(
+                    RankBatch(step=1, micro_batches=(rows,), tokens=256, rows=len(rows)), None
+                )
             return counter.get_total_flops()
 
         short, middle, long = (flops(length) for length in (64, 128, 256))
-    assert short < 1.3 * (2 * short - middle) and abs((long - middle) / 2 - (middle - short)) < 0.05 * short
+    assert (
+        short < 1.3 * (2 * short - middle)
+        and abs((long - middle) / 2 - (middle - short)) < 0.05 * short
+    )
 
 
 @pytest.mark.e2e
@@ -273,7 +330,8 @@ def test_a_weight_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
         finally:
             learner.close()
 
-    few, many = flops(2), flops(16)
+    few = flops(2)
+    many = flops(16)
     assert many < 1.5 * few, (few, many)
 
 

@@ -33,12 +33,19 @@ def package(house: Any, root: Path, **files: str) -> Any:
 def test_cycles_count_lazy_and_type_only_imports(house: Any, tmp_path: Path) -> None:
     lazy = "def f():\n    from pkg.b import x\n"
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pkg.a\n"
-    assert package(house, tmp_path, a=lazy, b=typed, c="import pkg.a\n").cycles() == ["pkg/a.py, pkg/b.py"]
+    assert package(house, tmp_path, a=lazy, b=typed, c="import pkg.a\n").cycles() == [
+        "pkg/a.py, pkg/b.py"
+    ]
 
 
 def test_folders_that_import_each_other(house: Any, tmp_path: Path) -> None:
     found = package(
-        house, tmp_path, one__a="import pkg.two.b\n", one__c="", two__b="from pkg.one import c\n", three__d="import pkg.one.a\n"
+        house,
+        tmp_path,
+        one__a="import pkg.two.b\n",
+        one__c="",
+        two__b="from pkg.one import c\n",
+        three__d="import pkg.one.a\n",
     )
     assert found.pairs() == ["pkg/one <-> pkg/two"] and found.cycles() == []
 
@@ -49,7 +56,8 @@ def test_names_defaults_and_reads_of_attributes(house: Any, tmp_path: Path) -> N
         tmp_path,
         schema__s="class Section:\n    lr: float = key(0.1, 'rate')\n    steps: int\n",
         one__a="class RunSettings:\n    lr: float = 0.1\n    steps: int\n    other: int = 1\n",
-        two__a="class Section: ...\ngetattr(x, 'hook', None)\ngetattr(x, name)\nhasattr(x, 'sqlstate')\n",
+        two__a="class Section: ...\ngetattr(x, 'hook', None)\ngetattr(x, name)\nhasattr(x, "
+        "'sqlstate')\n",
     )
     assert found.second_defaults() == ["pkg/one/a.py:2 RunSettings.lr"]
     assert [row.split(":")[0] for row in found.class_names()] == ["Section"]
@@ -86,7 +94,11 @@ def test_the_core_imports_no_extra(house: Any, tmp_path: Path) -> None:
 
 
 def test_names_that_name_nothing(house: Any, tmp_path: Path) -> None:
-    found = package(house, tmp_path, a="def told(given, rows):\n    _found = rows\n    self.own = kept_rows = 1\n")
+    found = package(
+        house,
+        tmp_path,
+        a="def told(given, rows):\n    _found = rows\n    self.own = kept_rows = 1\n",
+    )
     assert [row.split()[1] for row in found.lazy_names()] == ["told", "given", "_found", "own"]
 
 

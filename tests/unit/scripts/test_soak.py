@@ -1,4 +1,6 @@
-"""What the endurance run concludes from what it has seen: growth with its interval, faults of a seed, hangs and their names."""
+"""What the endurance run concludes from what it has seen: growth with its interval, faults of a
+seed, hangs and their names.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def lives(per_hour: float, seed: int = 0) -> list[list[tuple[float, float]]]:
     dice = random.Random(seed)
     made = []
     for n in range(2):
-        swing, life = 0.0, []
+        swing = 0.0
+        life = []
         for second in range(0, 1500, 3):
             swing = 0.95 * swing + dice.gauss(0, 0.3)
             life.append((40 * n + second, 500 + 40 * n + swing + per_hour * second / 3600))
@@ -31,7 +34,9 @@ def test_growth_is_found_beside_processes_of_different_size() -> None:
     assert sum(g.low <= 60 <= g.high for g in found if g) >= 34
     assert all(g.low > soak.LIMITS["memory, MiB"] for g in found if g)
     steady = [bench_harness.growth(lives(0, seed), soak.WINDOW_S) for seed in range(40)]
-    assert sum(g.low <= 0 <= g.high for g in steady if g) >= 34 and all(g.low < soak.LIMITS["memory, MiB"] for g in steady if g)
+    assert sum(g.low <= 0 <= g.high for g in steady if g) >= 34 and all(
+        g.low < soak.LIMITS["memory, MiB"] for g in steady if g
+    )
 
 
 def test_nothing_is_said_of_too_little() -> None:
@@ -43,8 +48,10 @@ def test_a_seed_draws_every_fault_in_its_own_order() -> None:
     first, again, other = (list(itertools.islice(soak.plan(seed), 60)) for seed in (1, 1, 2))
     assert first == again != other
     assert {(f.kind, f.action) for f in first} == {
-        *((kind, action) for kind in soak.KINDS for action in ("kill", "stop")), ("machine", "disk"), ("machine", "clock"),
-    }  # fmt: skip
+        *((kind, action) for kind in soak.KINDS for action in ("kill", "stop")),
+        ("machine", "disk"),
+        ("machine", "clock"),
+    }
 
 
 class Said:
@@ -53,7 +60,8 @@ class Said:
 
 
 @pytest.mark.parametrize(
-    ("line", "named"), [("RunFailed: trainer-0 hangs: its process answers nothing", True), ("step 7", False)]
+    ("line", "named"),
+    [("RunFailed: trainer-0 hangs: its process answers nothing", True), ("step 7", False)],
 )
 def test_a_hang_has_to_be_named(tmp_path: Path, line: str, named: bool) -> None:
     program = soak.Program("train", "launcher", [], {}, tmp_path, ledger=True)
@@ -64,7 +72,8 @@ def test_a_hang_has_to_be_named(tmp_path: Path, line: str, named: bool) -> None:
         ledger.execute("INSERT INTO experiences VALUES (1)")
     ledger.close()
     program.run = Said(line)  # type: ignore[assignment]
-    program.progress, program.since = (1, -1), time.monotonic() - 100
+    program.progress = (1, -1)
+    program.since = time.monotonic() - 100
     program.look(["stop trainer"])
     assert program.progress == (1, 0) and [s > soak.HANG_S for s, _ in program.hangs] == [True]
     assert (program.hangs[0][1] == line) == named and bool(program.problems) != named

@@ -62,7 +62,9 @@ SOURCE = """
 
 
 def test_a_task_source(file: Write) -> None:
-    settings = TasksetSettings(name="t", path="digits", storage_type=file(SOURCE, "Digits"), workflow="w", args={"size": 4})
+    settings = TasksetSettings(
+        name="t", path="digits", storage_type=file(SOURCE, "Digits"), workflow="w", args={"size": 4}
+    )
     taskset = open_taskset(settings)
     assert [taskset.task(i).truth for i in range(len(taskset))] == ["0", "1", "2", "3"]
     assert taskset.fingerprint == open_taskset(settings).fingerprint
@@ -71,13 +73,21 @@ def test_a_task_source(file: Write) -> None:
 def test_a_task_source_is_refused_with_its_reason(file: Write) -> None:
     name = file(SOURCE, "Digits")
     with pytest.raises(ConfigError, match=r"unknown argument 'sise'.*Did you mean size"):
-        open_taskset(TasksetSettings(name="t", path="x", storage_type=name, workflow="w", args={"sise": 4}))
+        open_taskset(
+            TasksetSettings(name="t", path="x", storage_type=name, workflow="w", args={"sise": 4})
+        )
     with pytest.raises(PluginError, match="has no 'Digit'"):
         open_taskset(TasksetSettings(name="t", path="x", storage_type=name[:-1], workflow="w"))
-    with pytest.raises(ConfigError, match="'fiel' is not known; use file, sql, python, reasoning_gym"):
+    with pytest.raises(
+        ConfigError, match="'fiel' is not known; use file, sql, python, reasoning_gym"
+    ):
         open_taskset(TasksetSettings(name="t", path="x", storage_type="fiel", workflow="w"))
     with pytest.raises(ConfigError, match="has no __len__ and no __getitem__"):
-        bare = file("from rft import TaskSource\n\nclass Bare(TaskSource):\n    def __init__(self, **given): ...\n", "Bare")
+        bare = file(
+            "from rft import TaskSource\n\nclass Bare(TaskSource):\n    def __init__(self, "
+            "**given): ...\n",
+            "Bare",
+        )
         open_taskset(TasksetSettings(name="t", path="x", storage_type=bare, workflow="w"))
 
 
@@ -109,7 +119,8 @@ TRACKER = """
 
 
 async def test_a_tracker(file: Write, tmp_path: Path) -> None:
-    name, args = file(TRACKER, "Lines"), {"end": "\n"}
+    name = file(TRACKER, "Lines")
+    args = {"end": "\n"}
     check_available([name], {name: args})
     with pytest.raises(ConfigError, match="end: Field required"):
         check_available([name], {name: {}})
@@ -117,7 +128,9 @@ async def test_a_tracker(file: Write, tmp_path: Path) -> None:
     await monitor.log(MetricRecord(role="trainer", step=1, time=0.0, values={"loss": 0.5}))
     await monitor.samples("sums", 0, [{"prompt": "1+1?"}])
     await monitor.close()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "lines.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "lines.jsonl").read_text().splitlines()
+    ]
     assert lines == [["trainer", 1, {"loss": 0.5}], ["sums", 0, 1]]
     assert not [r for r in read(tmp_path / "run" / "metrics.jsonl") if ALARM in r.values]
 
@@ -194,13 +207,18 @@ def inputs() -> LossInputs:
 def test_every_part_of_an_algorithm(file: Write) -> None:
     path = file(ALGORITHM, "x").rpartition(":")[0]
     algorithm = build(AlgorithmSettings(**{kind: f"{path}:{name}" for kind, name in PARTS.items()}))
-    rows = [StepRow(group="g", run=i, step=0, reward=float(i), logprobs=np.zeros(2, np.float32)) for i in range(2)]
+    rows = [
+        StepRow(group="g", run=i, step=0, reward=float(i), logprobs=np.zeros(2, np.float32))
+        for i in range(2)
+    ]
     stats = GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)
     prepared = algorithm.prepare(StepInputs(rows=rows, groups={"g": stats}))
     assert prepared.drawn == [1] and [a.tolist() for a in prepared.advantages] == [[2.0, 2.0]]
     assert algorithm.needs.kl_loss and algorithm.needs.entropy
     out = algorithm.loss(inputs())
-    assert out.loss.item() == pytest.approx(2 * 1.5 + 2 * 0.25 - 2 * 1.0), "loss 2 x 3/2, KL 2 x 0.5/2, bonus 2 x 2/2"
+    assert out.loss.item() == pytest.approx(2 * 1.5 + 2 * 0.25 - 2 * 1.0), (
+        "loss 2 x 3/2, KL 2 x 0.5/2, bonus 2 x 2/2"
+    )
 
 
 @pytest.mark.parametrize("kind", [k for k in PARTS if k != "sample_strategy"])
@@ -208,14 +226,18 @@ def test_arguments_of_a_part_are_checked(file: Write, kind: str) -> None:
     path = file(ALGORITHM, "x").rpartition(":")[0]
     with pytest.raises(ConfigErrors) as e:
         build(AlgorithmSettings(**{kind: f"{path}:{PARTS[kind]}", f"{kind}_args": {"factr": 1.0}}))  # type: ignore[arg-type]
-    assert e.value.errors[0].key == f"algorithm.{kind}_args.factr" and "Did you mean factor" in str(e.value)
+    assert e.value.errors[0].key == f"algorithm.{kind}_args.factr" and "Did you mean factor" in str(
+        e.value
+    )
 
 
 def test_a_whole_algorithm(file: Write) -> None:
     name = file(WHOLE, "MINE")
     found = algorithm_defaults(name)
-    assert (found.name, found.repeat_times, found.kl_loss_fn) == ("mine", 3, "none") and found.policy_loss_fn.endswith(
-        "MINE.py:loss"
-    )
+    assert (found.name, found.repeat_times, found.kl_loss_fn) == (
+        "mine",
+        3,
+        "none",
+    ) and found.policy_loss_fn.endswith("MINE.py:loss")
     with pytest.raises(ConfigError, match="write NAME = define_algorithm"):
         algorithm_defaults(f"{name.rpartition(':')[0]}:HERE")

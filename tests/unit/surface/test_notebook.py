@@ -1,4 +1,6 @@
-"""`rft.open_run`: numbers, rollouts, tokens and checkpoints of a run from its files, in whatever state they are."""
+"""`rft.open_run`: numbers, rollouts, tokens and checkpoints of a run from its files, in whatever
+state they are.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def measured(folder: Path, *lines: dict[str, object], rest: str = "") -> None:
 
 
 def line(role: str, step: int, **values: float | None) -> dict[str, object]:
-    return {"role": role, "step": step, "time": 1.0, "values": {k.replace("__", "/"): v for k, v in values.items()}}
+    return {
+        "role": role,
+        "step": step,
+        "time": 1.0,
+        "values": {k.replace("__", "/"): v for k, v in values.items()},
+    }
 
 
 @pytest.fixture
@@ -38,12 +45,18 @@ async def run_dir(tmp_path: Path) -> Path:
 async def test_rollouts_are_those_of_the_view(run_dir: Path) -> None:
     run = rft.open_run(run_dir)
     every = run.rollouts()
-    count = json.loads(said("buffer", "query", str(run_dir), "SELECT count(*) AS n FROM v_experiences", "-f", "json")[0])
+    count = json.loads(
+        said(
+            "buffer", "query", str(run_dir), "SELECT count(*) AS n FROM v_experiences", "-f", "json"
+        )[0]
+    )
     assert len(every) == count[0]["n"] == 22
     assert len(run.rollouts(step=1)) == 8 == len(run.rollouts("used_step = 1"))
     assert run.rollouts("status = 'failed' -- a remark")["reason"][:] == ["timeout"]
     none = run.rollouts("reward > 1e9", step=1)
-    assert len(none) == 0 and none.features == every.features, "columns and their types do not depend on the rows"
+    assert len(none) == 0 and none.features == every.features, (
+        "columns and their types do not depend on the rows"
+    )
     with pytest.raises(ConfigError, match=r"no such column: rewrd.*Did you mean reward"):
         run.rollouts("rewrd > 0")
 
@@ -51,11 +64,17 @@ async def test_rollouts_are_those_of_the_view(run_dir: Path) -> None:
 async def test_tokens_are_those_of_sample(run_dir: Path) -> None:
     run = rft.open_run(run_dir)
     id = run.rollouts(step=1)["id"][0]
-    told = json.loads(said("buffer", "sample", str(run_dir), "--id", id, "--tokens", "--json")[0])[0]
+    told = json.loads(said("buffer", "sample", str(run_dir), "--id", id, "--tokens", "--json")[0])[
+        0
+    ]
     frame = run.tokens(id)
-    assert frame["token"].tolist() == told["tokens"] and frame["trained"].tolist() == told["loss_mask"]
+    assert (
+        frame["token"].tolist() == told["tokens"] and frame["trained"].tolist() == told["loss_mask"]
+    )
     mine = frame[frame["trained"]]
-    assert mine["logprob"].tolist() == [p for p, m in zip(told["logprobs"], told["loss_mask"], strict=True) if m]
+    assert mine["logprob"].tolist() == [
+        p for p, m in zip(told["logprobs"], told["loss_mask"], strict=True) if m
+    ]
     assert (
         set(mine["version"]) == {told["version_spans"][0]["version"]}
         and frame["logprob"].isna().sum() == (~frame["trained"]).sum()
@@ -80,13 +99,29 @@ def test_metrics_of_a_run_that_is_being_written(tmp_path: Path) -> None:
         rft.open_run(folder)
     (folder / "state.json").write_text("{}")
     run = rft.open_run(folder)
-    assert run.metrics().empty and list(run.metrics().columns) == ["role", "step", "time"] and run.version is None
+    assert (
+        run.metrics().empty
+        and list(run.metrics().columns) == ["role", "step", "time"]
+        and run.version is None
+    )
     assert "nothing measured" in run.plot().svg
-    measured(folder, line("explorer", 1, rollout__reward__mean=0.5), line("trainer", 1, actor__loss=None), rest='{"role": "tra')
+    measured(
+        folder,
+        line("explorer", 1, rollout__reward__mean=0.5),
+        line("trainer", 1, actor__loss=None),
+        rest='{"role": "tra',
+    )
     frame = run.metrics()
-    assert frame["rollout/reward/mean"].tolist()[0] == 0.5 and frame["actor/loss"].isna().all() and len(frame) == 2
+    assert (
+        frame["rollout/reward/mean"].tolist()[0] == 0.5
+        and frame["actor/loss"].isna().all()
+        and len(frame) == 2
+    )
     assert "rollout/reward/mean" in run.plot("rollout/reward/mean").svg
-    with pytest.raises(ConfigError, match=r"rollout/rewrd: was never measured; there are rollout/reward/mean, actor/loss"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout/rewrd: was never measured; there are rollout/reward/mean, actor/loss",
+    ):
         run.plot("rollout/rewrd")
     measured(folder, rest='{"role": 1}\n')
     with pytest.raises(RunFailed, match=r"metrics.jsonl:1 is not a metric record"):
@@ -108,7 +143,9 @@ def test_folders_that_hold_no_or_half_a_run(tmp_path: Path) -> None:
     (run.run_dir / "buffer").mkdir()
     with pytest.raises(ConfigError, match="must hold one buffer"):
         run.rollouts()
-    (run.run_dir / "buffer" / "experience_buffer.db").write_bytes(b"SQLite format 3\x00" + b"\x07" * 4000)
+    (run.run_dir / "buffer" / "experience_buffer.db").write_bytes(
+        b"SQLite format 3\x00" + b"\x07" * 4000
+    )
     with pytest.raises(ConfigError, match="damaged or not a ledger"):
         run.rollouts()
 
@@ -119,21 +156,40 @@ def test_checkpoints(tmp_path: Path) -> None:
         folder = tmp_path / "checkpoints" / f"global_step_{step}"
         folder.mkdir(parents=True)
         manifests.commit(
-            folder, version=Version(lineage, step), parent=None, consumption=Consumption(num_uses=0, digest="", cursor=0)
+            folder,
+            version=Version(lineage, step),
+            parent=None,
+            consumption=Consumption(num_uses=0, digest="", cursor=0),
         )
     run = rft.open_run(tmp_path)
-    assert run.version == Version(2, 7) and run.checkpoint().name == "global_step_7", "a resumed run is newer, whatever its step"
+    assert run.version == Version(2, 7) and run.checkpoint().name == "global_step_7", (
+        "a resumed run is newer, whatever its step"
+    )
     assert run.checkpoint(5).name == "global_step_5"
     with pytest.raises(ConfigError, match=r"none of step 6; there are 5, 7, 10"):
         run.checkpoint(6)
     with pytest.raises(ConfigError, match="no evaluation; name a metric"):
         run.checkpoint("best")
     values = [(5, 0.9), (7, 0.2), (8, 1.0), (10, 0.4)]
-    measured(tmp_path, *(line("eval", step, **{"eval__sums__mean@8": v, "eval__sums__failed": v}) for step, v in values))
+    measured(
+        tmp_path,
+        *(
+            line("eval", step, **{"eval__sums__mean@8": v, "eval__sums__failed": v})
+            for step, v in values
+        ),
+    )
     assert run.checkpoint("best").name == "global_step_5"
     assert run.checkpoint("best", metric="eval/sums/failed", mode="min").name == "global_step_7"
     (tmp_path / "config.json").write_text(
-        json.dumps({"tree": {"trainer": {"checkpoint": {"best_metric": "eval/sums/mean@8", "best_mode": "min"}}}})
+        json.dumps(
+            {
+                "tree": {
+                    "trainer": {
+                        "checkpoint": {"best_metric": "eval/sums/mean@8", "best_mode": "min"}
+                    }
+                }
+            }
+        )
     )
     assert run.checkpoint("best").name == "global_step_7"
 
@@ -142,20 +198,29 @@ def test_checkpoints(tmp_path: Path) -> None:
 async def test_a_run_in_a_notebook(tmp_path: Path, tiny_model: Path) -> None:
     """A cell runs inside of an event loop; its interrupt ends the run."""
     given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", *runs.SMALL]
-    assert rft.run(runs.TINY, *given, "trainer.total_steps=2", "name=short", in_process=True).version == Version(1, 2)
-    endless = threading.Thread(target=_interrupt_once_it_trains, args=(tmp_path / "rft" / "examples" / "long" / "metrics.jsonl",))
+    assert rft.run(
+        runs.TINY, *given, "trainer.total_steps=2", "name=short", in_process=True
+    ).version == Version(1, 2)
+    endless = threading.Thread(
+        target=_interrupt_once_it_trains,
+        args=(tmp_path / "rft" / "examples" / "long" / "metrics.jsonl",),
+    )
     endless.start()
     with pytest.raises(Interrupted, match="stopped on request"):
         rft.run(runs.TINY, *given, "trainer.total_steps=100000", "name=long", in_process=True)
     endless.join()
-    assert rft.open_run(tmp_path / "rft" / "examples" / "long").version is not None, "it ends with a checkpoint"
+    assert rft.open_run(tmp_path / "rft" / "examples" / "long").version is not None, (
+        "it ends with a checkpoint"
+    )
 
 
 def _interrupt_once_it_trains(metrics: Path) -> None:
     from rft.launch.signals import interrupt
 
     until = time.monotonic() + 120
-    while time.monotonic() < until and not (metrics.is_file() and '"trainer"' in metrics.read_text()):
+    while time.monotonic() < until and not (
+        metrics.is_file() and '"trainer"' in metrics.read_text()
+    ):
         threading.Event().wait(0.05)
     interrupt()
 
@@ -163,7 +228,12 @@ def _interrupt_once_it_trains(metrics: Path) -> None:
 @pytest.mark.e2e
 def test_a_run_from_python(tmp_path: Path, tiny_model: Path) -> None:
     """`rft.run` trains and returns the run; opening it in another process imports no torch."""
-    given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", "trainer.total_steps=2", *runs.SMALL]
+    given = [
+        f"model.model_path={tiny_model}",
+        f"checkpoint_root_dir={tmp_path}",
+        "trainer.total_steps=2",
+        *runs.SMALL,
+    ]
     run = rft.run(runs.TINY, *given, in_process=True)
     assert run.version == Version(1, 2) and run.seconds is not None and run.resumed_from is None
     code = f"""

@@ -1,4 +1,6 @@
-"""What `import rft` offers: every name is there, has one home, and costs no library until it is used."""
+"""What `import rft` offers: every name is there, has one home, and costs no library until it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,19 @@ import pytest
 
 import rft
 
-HEAVY = ("torch", "numpy", "pydantic", "msgspec", "datasets", "ray", "vllm", "transformers", "sqlalchemy", "pyarrow", "aiohttp")
+HEAVY = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "msgspec",
+    "datasets",
+    "ray",
+    "vllm",
+    "transformers",
+    "sqlalchemy",
+    "pyarrow",
+    "aiohttp",
+)
 
 
 def test_every_name_can_be_imported_and_is_listed_once() -> None:
@@ -25,7 +39,11 @@ def test_every_name_can_be_imported_and_is_listed_once() -> None:
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(rft.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {n.module: tuple(a.name for a in n.names) for n in block.body if isinstance(n, ast.ImportFrom)}
+    seen = {
+        n.module: tuple(a.name for a in n.names)
+        for n in block.body
+        if isinstance(n, ast.ImportFrom)
+    }
     assert seen == rft._HOMES
 
 
@@ -52,7 +70,13 @@ def test_importing_the_package_loads_no_library() -> None:
 
 def test_what_authors_import_loads_no_torch() -> None:
     names = ", ".join(n for n in rft.__all__ if n != "__version__")
-    assert not _loaded(f"from rft import {names}") & {"torch", "ray", "vllm", "transformers", "datasets"}
+    assert not _loaded(f"from rft import {names}") & {
+        "torch",
+        "ray",
+        "vllm",
+        "transformers",
+        "datasets",
+    }
 
 
 def test_an_unknown_name_says_what_there_is() -> None:

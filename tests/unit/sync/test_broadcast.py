@@ -1,4 +1,6 @@
-"""Broadcast of weights over gloo, for real: buckets, groups that are kept or formed anew, peers that die or never come."""
+"""Broadcast of weights over gloo, for real: buckets, groups that are kept or formed anew, peers
+that die or never come.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,15 @@ for line in sys.stdin.buffer:
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return {f"layer.{i}": torch.randn(50 + 30 * i, 100, generator=g) for i in range(6)} | {"scale": torch.tensor(float(seed))}
+    return {f"layer.{i}": torch.randn(50 + 30 * i, 100, generator=g) for i in range(6)} | {
+        "scale": torch.tensor(float(seed))
+    }
 
 
 def settings(**changes: object) -> SyncSettings:
-    return SyncSettings(**({"method": "nccl", "bucket_bytes": 64 << 10, "timeout_s": 20.0} | changes))  # type: ignore[arg-type]
+    return SyncSettings(
+        **({"method": "nccl", "bucket_bytes": 64 << 10, "timeout_s": 20.0} | changes)
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -65,10 +71,17 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def invited(manifest: WeightManifest, round: int, workers: tuple[int, ...], place: int = 0) -> WeightManifest:
+def invited(
+    manifest: WeightManifest, round: int, workers: tuple[int, ...], place: int = 0
+) -> WeightManifest:
     assert manifest.broadcast is not None
     engines = tuple(range(len(workers)))
-    return replace(manifest, broadcast=replace(manifest.broadcast, round=round, engines=engines, workers=workers, place=place))
+    return replace(
+        manifest,
+        broadcast=replace(
+            manifest.broadcast, round=round, engines=engines, workers=workers, place=place
+        ),
+    )
 
 
 def stage(transport: BroadcastTransport, step: int) -> WeightManifest:
@@ -79,14 +92,21 @@ class Group:
     """Engines of one worker each, in threads of this process."""
 
     def __init__(self, transport: BroadcastTransport, pool: ThreadPoolExecutor, count: int) -> None:
-        self.transport, self.pool = transport, pool
+        self.transport = transport
+        self.pool = pool
         self.intakes = [WeightIntake() for _ in range(count)]
 
     def round(self, number: int, manifest: WeightManifest, **damage: bool) -> list[TakenWeights]:
         workers = (1,) * len(self.intakes)
-        sent = self.pool.submit(asyncio.run, self.transport.send(invited(manifest, number, workers)))
+        sent = self.pool.submit(
+            asyncio.run, self.transport.send(invited(manifest, number, workers))
+        )
         asked = [
-            self.pool.submit(intake.take, invited(manifest, number, workers, place), damage=damage.get(f"engine{place}", False))
+            self.pool.submit(
+                intake.take,
+                invited(manifest, number, workers, place),
+                damage=damage.get(f"engine{place}", False),
+            )
             for place, intake in enumerate(self.intakes)
         ]
         sent.result(60)
@@ -99,7 +119,9 @@ class Group:
 
 def same(taken: TakenWeights, step: int) -> bool:
     want = weights(step)
-    return all(torch.equal(taken.weights.tensor(t), want[t.name]) for t in taken.weights.manifest.tensors)
+    return all(
+        torch.equal(taken.weights.tensor(t), want[t.name]) for t in taken.weights.manifest.tensors
+    )
 
 
 # ---------------------------------------------------------------- buckets
@@ -110,20 +132,30 @@ def spec(name: str, offset: int, nbytes: int) -> TensorSpec:
 
 
 def test_buckets_hold_whole_tensors_and_no_more_than_fits() -> None:
-    tensors = [spec("a", 0, 60), spec("b", 64, 30), spec("none", 128, 0), spec("c", 128, 200), spec("d", 384, 10)]
+    tensors = [
+        spec("a", 0, 60),
+        spec("b", 64, 30),
+        spec("none", 128, 0),
+        spec("c", 128, 200),
+        spec("d", 384, 10),
+    ]
     assert [(b.start, b.end, [t.name for t in b.tensors]) for b in buckets(tensors, 100)] == [
         (0, 94, ["a", "b"]),
         (128, 328, ["c"]),  # larger than a bucket: alone
         (384, 394, ["d"]),
     ]
     assert [b.tensors[0].name for b in buckets(tensors, None)] == ["a", "b", "c", "d"]
-    assert buckets(tensors, 1000) == [Bucket(0, 394, (tensors[0], tensors[1], tensors[3], tensors[4]))]
+    assert buckets(tensors, 1000) == [
+        Bucket(0, 394, (tensors[0], tensors[1], tensors[3], tensors[4]))
+    ]
 
 
 # ---------------------------------------------------------------- rounds
 
 
-@pytest.mark.parametrize("transport", [{}, {"overlap": True}, {"bucket_bytes": None}], indirect=True)
+@pytest.mark.parametrize(
+    "transport", [{}, {"overlap": True}, {"bucket_bytes": None}], indirect=True
+)
 def test_every_worker_gets_every_byte(
     request: pytest.FixtureRequest, transport: BroadcastTransport, threads: ThreadPoolExecutor
 ) -> None:
@@ -134,8 +166,11 @@ def test_every_worker_gets_every_byte(
     assert len(group.held) == 1
 
 
-def test_a_group_is_kept_until_its_members_change(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
-    group, manifest = Group(transport, threads, 2), stage(transport, 1)
+def test_a_group_is_kept_until_its_members_change(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
+    group = Group(transport, threads, 2)
+    manifest = stage(transport, 1)
     group.round(1, manifest)
     (first,) = group.held
     group.round(2, manifest)
@@ -146,24 +181,35 @@ def test_a_group_is_kept_until_its_members_change(transport: BroadcastTransport,
     assert second != first
 
 
-def test_damage_on_the_way_to_one_engine_is_found_there(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+def test_damage_on_the_way_to_one_engine_is_found_there(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
     taken = Group(transport, threads, 2).round(1, stage(transport, 1), engine1=True)
     assert [t.report.bad_hash for t in taken] == [(), ("layer.0",)]
 
 
-def test_who_does_not_come_is_named_and_the_others_are_told(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+def test_who_does_not_come_is_named_and_the_others_are_told(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
     manifest = invited(stage(transport, 1), 1, (1, 2))
     assert manifest.broadcast is not None
     manifest = replace(manifest, broadcast=replace(manifest.broadcast, timeout_s=0.5))
     here = threads.submit(WeightIntake().take, manifest)
-    with pytest.raises(WeightSyncFailed, match=r"worker 0 of engine 1, worker 1 of engine 1 did not come within 0\.5 s"):
+    with pytest.raises(
+        WeightSyncFailed,
+        match=r"worker 0 of engine 1, worker 1 of engine 1 did not come within 0\.5 s",
+    ):
         asyncio.run(transport.send(manifest))
-    assert "worker 0 of engine 1, worker 1 of engine 1 did not come" in here.result(30).report.failed
+    assert (
+        "worker 0 of engine 1, worker 1 of engine 1 did not come" in here.result(30).report.failed
+    )
     again = Group(transport, threads, 2)
     assert all(same(t, 1) for t in again.round(2, manifest))
 
 
-def test_a_round_that_is_given_up_ends_at_once(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+def test_a_round_that_is_given_up_ends_at_once(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
     manifest = invited(stage(transport, 1), 4, (1, 1))
     here = threads.submit(WeightIntake().take, manifest)
     sent = threads.submit(asyncio.run, transport.send(manifest))
@@ -191,11 +237,14 @@ def test_only_what_is_held_is_sent(transport: BroadcastTransport, tmp_path: Path
 
 
 @given(data=st.data(), before=st.binary(max_size=80))
-def test_changes_make_the_new_bytes_of_the_old_ones_or_are_longer(data: st.DataObject, before: bytes) -> None:
+def test_changes_make_the_new_bytes_of_the_old_ones_or_are_longer(
+    data: st.DataObject, before: bytes
+) -> None:
     now = bytearray(before)
     for at in data.draw(st.lists(st.integers(0, len(before) - 1), max_size=6)) if before else []:
         now[at] = data.draw(st.integers(0, 255))
-    room, wanted = np.frombuffer(bytearray(before), np.uint8), np.frombuffer(bytes(now), np.uint8)
+    room = np.frombuffer(bytearray(before), np.uint8)
+    wanted = np.frombuffer(bytes(now), np.uint8)
     packed = delta.pack(np.frombuffer(before, np.uint8), wanted)
     if packed is None:
         assert len(before) // 16 + 2 * np.count_nonzero(room != wanted) + 2 >= len(before)
@@ -205,12 +254,17 @@ def test_changes_make_the_new_bytes_of_the_old_ones_or_are_longer(data: st.DataO
 
 
 def narrow(step: int) -> dict[str, torch.Tensor]:
-    """bfloat16 weights, of which one in ten changes with a step; beside them a table that never does, and a counter of 5 bytes."""
+    """bfloat16 weights, of which one in ten changes with a step; beside them a table that never
+    does, and a counter of 5 bytes.
+    """
     made = {name: w.to(torch.bfloat16) for name, w in weights(0).items() if w.dim() == 2}
     for w in made.values():
         for past in range(step + 1):
             w.view(-1)[past::10] += 1
-    return made | {"frozen": torch.ones(300, 100, dtype=torch.bfloat16), "steps": torch.full((5,), step, dtype=torch.int8)}
+    return made | {
+        "frozen": torch.ones(300, 100, dtype=torch.bfloat16),
+        "steps": torch.full((5,), step, dtype=torch.int8),
+    }
 
 
 def moved(group: Group, number: int, step: int, **damage: bool) -> list[TakenWeights]:
@@ -221,12 +275,18 @@ def moved(group: Group, number: int, step: int, **damage: bool) -> list[TakenWei
         group.transport.release(Version(1, step - 1))
     for t in taken:
         if t.report.whole:
-            assert all(torch.equal(t.weights.tensor(s), narrow(step)[s.name]) for s in manifest.tensors)
+            assert all(
+                torch.equal(t.weights.tensor(s), narrow(step)[s.name]) for s in manifest.tensors
+            )
     return taken
 
 
-@pytest.mark.parametrize("transport", [{}, {"overlap": True}, {"bucket_bytes": None}], indirect=True)
-def test_of_16_bit_weights_only_what_changed_is_sent(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(
+    "transport", [{}, {"overlap": True}, {"bucket_bytes": None}], indirect=True
+)
+def test_of_16_bit_weights_only_what_changed_is_sent(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
     group = Group(transport, threads, 2)
     whole, *later = ([t.report.moved_bytes for t in moved(group, step, step)] for step in (1, 2, 3))
     nbytes = sum(w.nbytes for w in narrow(1).values())
@@ -242,16 +302,24 @@ def test_who_does_not_hold_the_version_before_gets_all_of_the_new_one(
     nbytes = sum(w.nbytes for w in narrow(1).values())
     moved(group, 1, 1)
     assert [bool(t.report.bad_hash) for t in moved(group, 2, 2, engine1=True)] == [False, True]
-    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 3, 3)), "engine 1 has damaged bytes"
+    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 3, 3)), (
+        "engine 1 has damaged bytes"
+    )
     assert all(t.report.whole and t.report.moved_bytes < nbytes for t in moved(group, 4, 4))
     group.intakes[1] = WeightIntake()
-    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 5, 5)), "engine 1 was restarted"
+    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 5, 5)), (
+        "engine 1 was restarted"
+    )
     assert all(t.report.whole and t.report.moved_bytes < nbytes for t in moved(group, 6, 6))
     transport.release(Version(1, 6))
-    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 7, 7)), "the trainer has it no more"
+    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 7, 7)), (
+        "the trainer has it no more"
+    )
 
 
-def test_changes_of_other_bytes_than_a_worker_holds_are_found(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+def test_changes_of_other_bytes_than_a_worker_holds_are_found(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
     group = Group(transport, threads, 1)
     moved(group, 1, 1)
     kept = group.intakes[0]._kept
@@ -261,11 +329,15 @@ def test_changes_of_other_bytes_than_a_worker_holds_are_found(transport: Broadca
     assert all(t.report.whole for t in moved(group, 3, 3))
 
 
-def test_of_wider_weights_nothing_is_kept(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+def test_of_wider_weights_nothing_is_kept(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
     group = Group(transport, threads, 1)
     for step in (1, 2):
         (taken,) = group.round(step, stage(transport, step))
-        assert taken.report.moved_bytes == sum(b.end - b.start for b in buckets(taken.weights.manifest.tensors, 64 << 10))
+        assert taken.report.moved_bytes == sum(
+            b.end - b.start for b in buckets(taken.weights.manifest.tensors, 64 << 10)
+        )
     assert group.intakes[0]._kept is None
 
 
@@ -300,9 +372,15 @@ class Child:
 
 
 @pytest.mark.e2e
-def test_a_worker_killed_between_two_buckets_costs_one_round(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
-    """Engine 0 is here, engine 1 has two processes, of which one is killed (-9) when it has its second bucket."""
-    manifest, workers, here = stage(transport, 1), (1, 2), WeightIntake()
+def test_a_worker_killed_between_two_buckets_costs_one_round(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
+    """Engine 0 is here, engine 1 has two processes, of which one is killed (-9) when it has its
+    second bucket.
+    """
+    manifest = stage(transport, 1)
+    workers = (1, 2)
+    here = WeightIntake()
     children = [Child(0), Child(1, **{faults.VARIABLE: "sync.received:2=kill"}), Child(1)]
 
     def round(number: int, asked: list[Child]) -> tuple[Future[None], TakenWeights]:
@@ -315,7 +393,9 @@ def test_a_worker_killed_between_two_buckets_costs_one_round(transport: Broadcas
         for child in children:
             child.ready()
         sending, taken = round(1, children[:2])
-        with pytest.raises(WeightSyncFailed, match=r"sending 1:1 to engines 0, 1 broke off: .*[Cc]onnection"):
+        with pytest.raises(
+            WeightSyncFailed, match=r"sending 1:1 to engines 0, 1 broke off: .*[Cc]onnection"
+        ):
             sending.result(19)
         assert "receiving 1:1 as engine 0 broke off" in taken.report.failed
         assert "receiving 1:1 as worker 0 of engine 1 broke off" in children[0].answer()[0]
@@ -330,11 +410,17 @@ def test_a_worker_killed_between_two_buckets_costs_one_round(transport: Broadcas
             child.end()
 
 
-def test_nothing_listens_beyond_this_machine(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+def test_nothing_listens_beyond_this_machine(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
     import psutil
 
     Group(transport, threads, 2).round(1, stage(transport, 1))
-    listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr.ip
+        for c in psutil.Process().net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    ]
     assert set(listening) == {"127.0.0.1"}
 
 
@@ -347,7 +433,9 @@ async def test_threads_of_torch_end_with_the_transport(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_errors_of_nccl_are_raised_where_they_are_waited_for(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_nccl_are_raised_where_they_are_waited_for(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What torch reads when it makes a group; a group of NCCL itself needs GPUs."""
     found: list[str | None] = []
 
@@ -364,9 +452,16 @@ def test_errors_of_nccl_are_raised_where_they_are_waited_for(before: str | None,
         monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
     end = TrainerEnd()
     b = Broadcast(
-        host=end.host, port=end.port, token=end.token, backend="nccl", bucket_bytes=None, overlap=False, timeout_s=5.0,
-        engines=(0,), workers=(1,),
-    )  # fmt: skip
+        host=end.host,
+        port=end.port,
+        token=end.token,
+        backend="nccl",
+        bucket_bytes=None,
+        overlap=False,
+        timeout_s=5.0,
+        engines=(0,),
+        workers=(1,),
+    )
     end._form(b, "g", 0)
     assert found == ["1"] and os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
     end.close()

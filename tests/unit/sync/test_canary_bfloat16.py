@@ -1,4 +1,6 @@
-"""In bfloat16 a real engine and a real trainer round apart, at any temperature, and the canary tells that from wrong weights."""
+"""In bfloat16 a real engine and a real trainer round apart, at any temperature, and the canary
+tells that from wrong weights.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class OtherTemperature:
         self._ranks = ranks
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        return await self._ranks.score([msgspec.structs.replace(row, temperature=1.0) for row in rows])
+        return await self._ranks.score(
+            [msgspec.structs.replace(row, temperature=1.0) for row in rows]
+        )
 
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -47,7 +51,9 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 @dataclass
 class Pair:
-    """An engine and a trainer of one model.  The trainer's weights are published as `changed` makes them."""
+    """An engine and a trainer of one model.  The trainer's weights are published as `changed` makes
+    them.
+    """
 
     engine: Any
     ranks: Ranks
@@ -63,7 +69,12 @@ class Pair:
         pair = self
 
         class Changing:
-            def stage(self, version: Version, given: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> Any:
+            def stage(
+                self,
+                version: Version,
+                given: Iterable[tuple[str, torch.Tensor]],
+                tied: dict[str, str],
+            ) -> Any:
                 def all_changed() -> Iterable[tuple[str, torch.Tensor]]:
                     for name, tensor in given:
                         right[name] = tensor.clone()
@@ -87,7 +98,9 @@ class Pair:
 
 @asynccontextmanager
 async def pair(model: Path, folder: Path, trainer_dtype: str = "bfloat16") -> AsyncIterator[Pair]:
-    given = EngineSettings(engine_type="transformers", model_path=str(model), dtype="bfloat16", max_model_len=64)
+    given = EngineSettings(
+        engine_type="transformers", model_path=str(model), dtype="bfloat16", max_model_len=64
+    )
     engine, transport = await TransformersEngine.start(given), MemoryTransport(folder)
     learner = Learner(LearnerSettings(model_path=str(model), dtype=trainer_dtype))
     try:
@@ -98,23 +111,44 @@ async def pair(model: Path, folder: Path, trainer_dtype: str = "bfloat16") -> As
         learner.close()
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1, "head_dim": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "head_dim": 32,
+}
 SEEDS = 12
 
 
 @pytest.mark.parametrize(("family", "more"), [("llama", {}), ("qwen3_moe", EXPERTS)])
-async def test_right_weights_pass_and_wrong_ones_do_not(family: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """U1, over twelve seeds: weights of one step before, a layer that was not loaded, an expert swapped with another."""
-    model = tiny.make(tmp_path / "model", family=family, initializer_range=0.1, num_hidden_layers=3, **more)
-    settings = SyncSettings(engine_dtype="bfloat16", trainer_dtype="bfloat16", canary_temperature=0.8)
+async def test_right_weights_pass_and_wrong_ones_do_not(
+    family: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """U1, over twelve seeds: weights of one step before, a layer that was not loaded, an expert
+    swapped with another.
+    """
+    model = tiny.make(
+        tmp_path / "model", family=family, initializer_range=0.1, num_hidden_layers=3, **more
+    )
+    settings = SyncSettings(
+        engine_dtype="bfloat16", trainer_dtype="bfloat16", canary_temperature=0.8
+    )
     async with pair(model, tmp_path) as sides:
-        canaries = [Canary(settings, probe_prompts(str(model), 8, seed), sides.ranks) for seed in range(SEEDS)]
+        canaries = [
+            Canary(settings, probe_prompts(str(model), 8, seed), sides.ranks)
+            for seed in range(SEEDS)
+        ]
         first = await sides.publish()
         before: list[Probe] = []
         for canary in canaries:
             before.append(await canary.probe(sides.engine, first))
             verdict = await canary.check(before[-1:], [])
-            assert 0 < verdict.error.mean < verdict.limit.mean / 2 and verdict.noise is not None and verdict.noise.mean > 0
+            assert (
+                0 < verdict.error.mean < verdict.limit.mean / 2
+                and verdict.noise is not None
+                and verdict.noise.mean > 0
+            )
         sides.learn(0.02)
         old = sides.published
 
@@ -133,7 +167,12 @@ async def test_right_weights_pass_and_wrong_ones_do_not(family: str, more: dict[
         assert await refused(lambda name, tensor: tensor) == 0
         assert await refused(lambda name, tensor: old[name]) == SEEDS
         for layer in range(3):
-            assert await refused(lambda name, tensor, at=f"layers.{layer}.": old[name] if at in name else tensor) == SEEDS  # type: ignore[misc]
+            assert (
+                await refused(
+                    lambda name, tensor, at=f"layers.{layer}.": old[name] if at in name else tensor
+                )
+                == SEEDS
+            )  # type: ignore[misc]
         assert not more or await refused(swapped) == SEEDS
 
 
@@ -154,7 +193,9 @@ async def test_a_temperature_is_the_same_on_both_sides(tiny_model: Path, tmp_pat
         version = await sides.publish()
 
         async def verdict(scorer: Scorer, temperature: float) -> Verdict:
-            settings = SyncSettings(canary_temperature=temperature, canary_tokens=16, engine_dtype="bfloat16")
+            settings = SyncSettings(
+                canary_temperature=temperature, canary_tokens=16, engine_dtype="bfloat16"
+            )
             canary = Canary(settings, PROMPTS, scorer)
             return await canary.check([await canary.probe(sides.engine, version)], [])
 

@@ -28,7 +28,8 @@ def test_the_share_of_a_window_in_which_the_explorer_waits(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(module, "_now", lambda: clock[0])
-    gate, open_waits = WaitShare(), ExitStack()
+    gate = WaitShare()
+    open_waits = ExitStack()
     gate.window()
     events = [(t, "busy", i == 0) for span in plays for i, t in enumerate(span)]
     events += [(t, "wait", i == 0) for span in waits for i, t in enumerate(span)]

@@ -1,4 +1,6 @@
-"""Engines that share their GPUs with the trainer: they sleep before its first step of a window and wake with the next weights."""
+"""Engines that share their GPUs with the trainer: they sleep before its first step of a window and
+wake with the next weights.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class Sleeper(TableEngine):
 
     def told(self) -> list[str]:
         """The calls since this was asked last, requests of the canary together."""
-        said, self.calls = self.calls, []
+        said = self.calls
+        self.calls = []
         return [c for i, c in enumerate(said) if not (i and c == said[i - 1] == "generate")]
 
 
@@ -63,7 +66,9 @@ class Turns(World):
         super().__init__(transport, interval=2)
         self.engines: list[Any] = [Sleeper(), Sleeper()]
         made = SyncSettings(in_turns=True, interval=2, timeout_s=20.0, **settings)
-        self.sync = Synchronizer(made, self.engines, self.trainer, self.schedule, PROMPTS, Version(1, 0))
+        self.sync = Synchronizer(
+            made, self.engines, self.trainer, self.schedule, PROMPTS, Version(1, 0)
+        )
 
     def told(self) -> list[list[str]]:
         return [e.told() for e in self.engines]
@@ -113,6 +118,7 @@ async def test_an_engine_that_does_not_sleep_ends_the_run_before_the_step(turns:
     await turns.publish(0)
     turns.engines[1].cannot = EngineFailed("it cannot")
     with pytest.raises(
-        WeightSyncFailed, match=r"train step 1 needs the engines' memory.*engine 1: sleep: EngineFailed: it cannot"
+        WeightSyncFailed,
+        match=r"train step 1 needs the engines' memory.*engine 1: sleep: EngineFailed: it cannot",
     ):
         await turns.sync.step_started(1)

@@ -1,4 +1,6 @@
-"""Engines of explorers that come and go: proven before they count, let go without harm to the others."""
+"""Engines of explorers that come and go: proven before they count, let go without harm to the
+others.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class Trainer:
         return made
 
     async def score(self, rows: Any) -> list[np.ndarray]:
-        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
+        return [
+            logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key)
+            for r in rows
+        ]
 
 
 class Mortal(ScriptedEngine):
@@ -99,9 +104,11 @@ async def test_one_that_does_not_serve_what_it_says_is_refused_and_the_others_go
 
 
 async def test_an_explorer_that_dies_in_a_publish_leaves_with_all_its_engines():
-    trainer, told = Trainer(), []
+    trainer = Trainer()
+    told = []
     sync = synchronizer(trainer, on_evicted=lambda owner, why: told.append((owner, why)))
-    stays, partner = Mortal(), Mortal()
+    stays = Mortal()
+    partner = Mortal()
     await sync.join("a", [stays])
     await sync.join("b", [Mortal(dies_at=1), partner])
     await sync.publish(trainer.stage(0))

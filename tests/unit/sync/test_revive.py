@@ -1,4 +1,6 @@
-"""An engine that died gets a new process with the newest proven version, and proves it, whenever it dies."""
+"""An engine that died gets a new process with the newest proven version, and proves it, whenever it
+dies.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Mortal(ScriptedEngine):
 
 
 class World:
-    """Two engines, a synchronizer that restarts them, and a scorer that computes what was staged last."""
+    """Two engines, a synchronizer that restarts them, and a scorer that computes what was staged
+    last.
+    """
 
     method = "checkpoint"
 
@@ -85,7 +89,10 @@ class World:
         self.engines[index].anew()
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
+        return [
+            logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key)
+            for r in rows
+        ]
 
     async def publish(self, step: int) -> None:
         weights = {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}
@@ -171,13 +178,17 @@ async def test_what_others_wrote_meanwhile_never_counts(moment: str, tmp_path: P
     w.engines[0].load = stale  # type: ignore[method-assign]
     await w.publish(1)
     assert w.restarted == [1]
-    assert await w.sync.wait_verified(Version(1, 1)) is False and await w.sync.wait_verified(Version(1, 1, 1)) is True
+    assert (
+        await w.sync.wait_verified(Version(1, 1)) is False
+        and await w.sync.wait_verified(Version(1, 1, 1)) is True
+    )
 
 
 async def test_another_one_dies_on_the_way_back(tmp_path: Path) -> None:
     w = World(tmp_path)
     await w.publish(0)
-    w.engines[0].dies_at, w.engines[1].dies_at = "resume", "way back"
+    w.engines[0].dies_at = "resume"
+    w.engines[1].dies_at = "way back"
     for engine in w.engines:
         engine.anew = lambda e=engine: (setattr(e, "dies_at", ""), Mortal.anew(e))[1]  # type: ignore[method-assign,misc]
     await w.publish(1)

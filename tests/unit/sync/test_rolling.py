@@ -1,4 +1,6 @@
-"""New weights a few engines at a time: the others answer meanwhile, and clients meet no weights that are not verified."""
+"""New weights a few engines at a time: the others answer meanwhile, and clients meet no weights
+that are not verified.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Watched(ScriptedEngine):
 
     def __init__(self, world: World, number: int) -> None:
         super().__init__(answer=echo)
-        self.world, self.number, self.pauses = world, number, 0
+        self.world = world
+        self.number = number
+        self.pauses = 0
         self.damaged = False
         self.drains = asyncio.Event()
 
@@ -60,7 +64,9 @@ class Watched(ScriptedEngine):
 class World:
     """Engines behind a pool, and a synchronizer that scores as they do."""
 
-    def __init__(self, folder: Path, engines: int = 2, method: str = "checkpoint", **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, engines: int = 2, method: str = "checkpoint", **settings: Any
+    ) -> None:
         self.paused: set[int] = set()
         self.most_paused = 0
         self.engines = [Watched(self, i) for i in range(engines)]
@@ -68,12 +74,17 @@ class World:
         self.transport = make(SyncSettings(method=method), folder)
         self.key = 0
         sync = SyncSettings(**{"at_a_time": 1, "retries": 0, **settings})
-        self.sync = Synchronizer(sync, self.engines, self, Schedule(), PROMPTS, Version(1, 0), None, self.transport)
+        self.sync = Synchronizer(
+            sync, self.engines, self, Schedule(), PROMPTS, Version(1, 0), None, self.transport
+        )
 
     async def on_load(self, engine: Watched, manifest: WeightManifest) -> None: ...
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
+        return [
+            logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key)
+            for r in rows
+        ]
 
     async def publish(self, step: int) -> dict[str, float]:
         weights = {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}
@@ -111,14 +122,20 @@ async def test_the_others_answer_while_one_loads(world: Any, method: str) -> Non
 
     w.on_load = on_load  # type: ignore[method-assign]
     await w.publish(0)
-    assert (w.most_paused, answered) == (3, []), "before the first version there is nothing to serve"
+    assert (w.most_paused, answered) == (3, []), (
+        "before the first version there is nothing to serve"
+    )
     w.most_paused = 0
     told = await w.publish(1)
-    old, new = Version(1, 0), Version(1, 1)
+    old = Version(1, 0)
+    new = Version(1, 1)
     assert w.most_paused == 1 and [e.pauses for e in w.engines] == [2, 2, 2]
     assert [set(a) for a in answered] == [{old}, {old, new}, {new}], "one engine after the other"
     assert set(await w.answers(*"abcdef")) == {new}
-    assert told["sync/requests_paused"] == told["sync/requests_aborted"] == 0 and told["sync/canary_tokens"] == 3 * 8 * 4
+    assert (
+        told["sync/requests_paused"] == told["sync/requests_aborted"] == 0
+        and told["sync/canary_tokens"] == 3 * 8 * 4
+    )
 
 
 async def test_what_is_under_way_ends_before_the_pause(world: Any) -> None:
@@ -130,7 +147,9 @@ async def test_what_is_under_way_ends_before_the_pause(world: Any) -> None:
     await first.waiting(1)
     publishing = asyncio.ensure_future(w.publish(1))
     await first.drains.wait()
-    assert await w.answers("a question") == [Version(1, 0)], "its own engine has it in its cache, and refuses it now"
+    assert await w.answers("a question") == [Version(1, 0)], (
+        "its own engine has it in its cache, and refuses it now"
+    )
     assert len(w.engines[1].calls) == 1 + len(PROMPTS) and not w.paused
     first.release()
     (answer,) = await under_way
@@ -147,7 +166,8 @@ async def test_what_takes_too_long_is_paused_and_goes_on(world: Any) -> None:
     await first.waiting(1)
     for _ in range(3):
         await asyncio.sleep(0)  # until it has begun to write
-    held, first._held = first._held, None  # the probes of the canary are not held
+    held = first._held  # the probes of the canary are not held
+    first._held = None
     await w.publish(1)
     assert held is not None
     held.set()
@@ -159,7 +179,8 @@ async def test_weights_that_fail_their_canary_are_met_by_nobody(world: Any) -> N
     w = world()
     await w.publish(0)
     w.engines[0].damaged = True
-    score, met = w.score, list[Version]()
+    score = w.score
+    met = list[Version]()
 
     async def scored(rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         met.extend(await w.answers(*"abcdef"))
@@ -171,7 +192,9 @@ async def test_weights_that_fail_their_canary_are_met_by_nobody(world: Any) -> N
     assert set(met) == {Version(1, 0)}
     assert w.engines[1].pauses == 1, "the other one never stopped"
     w.engines[0].calls.clear()
-    assert set(await w.answers(*"ghijkl")) == {Version(1, 0)} and w.engines[0].calls, "the first one takes requests again"
+    assert set(await w.answers(*"ghijkl")) == {Version(1, 0)} and w.engines[0].calls, (
+        "the first one takes requests again"
+    )
 
 
 async def test_rows_of_the_first_engine_do_not_count_when_a_later_one_fails(world: Any) -> None:

@@ -1,4 +1,6 @@
-"""The synchronizer against engines that really compute with the staged bytes, and against every way a sync can go wrong."""
+"""The synchronizer against engines that really compute with the staged bytes, and against every way
+a sync can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
 from tests.helpers import simulated
 
-V, H = 32, 8
+V = 32
+H = 8
 PROMPTS = [[i % V, (3 * i) % V, 5] for i in range(8)]
 Weights = dict[str, torch.Tensor]
 
@@ -33,11 +36,16 @@ Weights = dict[str, torch.Tensor]
 def weights(step: int, scale: float = 1.0) -> Weights:
     g = torch.Generator().manual_seed(1000 + step)
     base = torch.Generator().manual_seed(0)
-    return {n: torch.randn(V, H, generator=base) + scale * torch.randn(V, H, generator=g) for n in ("embed", "head")}
+    return {
+        n: torch.randn(V, H, generator=base) + scale * torch.randn(V, H, generator=g)
+        for n in ("embed", "head")
+    }
 
 
 def logprobs(w: Weights, last: int, temperature: float = 1.0) -> np.ndarray:
-    return torch.log_softmax(w["head"].double() @ w["embed"][last].double() / temperature, 0).numpy()
+    return torch.log_softmax(
+        w["head"].double() @ w["embed"][last].double() / temperature, 0
+    ).numpy()
 
 
 def staged_bytes(manifest: WeightManifest) -> bytes:
@@ -45,7 +53,9 @@ def staged_bytes(manifest: WeightManifest) -> bytes:
 
 
 class TableEngine:
-    """A bigram model whose weights are exactly the bytes it read; `trouble` decides what goes wrong in each load."""
+    """A bigram model whose weights are exactly the bytes it read; `trouble` decides what goes wrong
+    in each load.
+    """
 
     def __init__(self) -> None:
         self.weights: Weights = {}
@@ -63,7 +73,9 @@ class TableEngine:
         await asyncio.sleep(0)
         assert self.version is not None
         rng = np.random.default_rng(request.sampling.seed)
-        tokens, logps, last = [], [], request.prompt_tokens[-1]
+        tokens = []
+        logps = []
+        last = request.prompt_tokens[-1]
         for _ in range(request.sampling.max_tokens):
             table = logprobs(self.weights, last, self.divisor(request.sampling.temperature))
             last = int(rng.choice(V, p=np.exp(table) / np.exp(table).sum()))
@@ -98,7 +110,9 @@ class TableEngine:
             blob = staged_bytes(manifest)
             for spec in specs:
                 part = bytearray(blob[spec.offset : spec.offset + spec.nbytes])
-                self.weights[spec.name] = torch.frombuffer(part, dtype=torch.float32).reshape(spec.shape)
+                self.weights[spec.name] = torch.frombuffer(part, dtype=torch.float32).reshape(
+                    spec.shape
+                )
                 await asyncio.sleep(0)
         if what == "half":
             raise EngineFailed("broke in tensor 2")
@@ -147,7 +161,8 @@ class Trainer:
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         self.calls += 1
-        self.positions = sum(len(row.tokens) - 1 for row in rows)  # that a model reads for these rows
+        # that a model reads for these rows
+        self.positions = sum(len(row.tokens) - 1 for row in rows)
         for _ in range(10):
             await asyncio.sleep(0)  # a forward pass is long: who may begin meanwhile begins
         if (waits := self.before_score()) is not None:
@@ -157,7 +172,10 @@ class Trainer:
             t = row.tokens
             out.append(
                 np.array(
-                    [logprobs(self.weights, int(t[i - 1]), row.temperature)[t[i]] for i in range(row.prompt_length, len(t))],
+                    [
+                        logprobs(self.weights, int(t[i - 1]), row.temperature)[t[i]]
+                        for i in range(row.prompt_length, len(t))
+                    ],
                     np.float32,
                 )
                 + np.float32(self.noise if row.rounded else 0.0)
@@ -169,15 +187,26 @@ class World:
     def __init__(self, transport: Transport, engines: int = 1, **settings: Any) -> None:
         self.engines = [TableEngine() for _ in range(engines)]
         self.trainer = Trainer(transport)
-        self.schedule = Schedule(interval=settings.pop("interval", 1), offset=settings.pop("offset", 0))
+        self.schedule = Schedule(
+            interval=settings.pop("interval", 1), offset=settings.pop("offset", 0)
+        )
         settings.setdefault("timeout_s", 20.0)
-        self.sync = Synchronizer(SyncSettings(**settings), self.engines, self.trainer, self.schedule, PROMPTS, Version(1, 0))
+        self.sync = Synchronizer(
+            SyncSettings(**settings),
+            self.engines,
+            self.trainer,
+            self.schedule,
+            PROMPTS,
+            Version(1, 0),
+        )
 
     async def publish(self, step: int, w: Weights | None = None) -> dict[str, float]:
         return {m.name: m.value for m in await self.sync.publish(self.trainer.stage(step, w))}
 
     def all_hold(self, step: int) -> bool:
-        return all(e.holds(weights(step)) and e.version.published == Version(1, step) for e in self.engines)
+        return all(
+            e.holds(weights(step)) and e.version.published == Version(1, step) for e in self.engines
+        )
 
 
 @pytest.fixture
@@ -187,7 +216,9 @@ def transport(tmp_path: Path) -> Iterator[Transport]:
     made.close()
 
 
-@pytest.fixture(params=[(1, False), (2, False), (2, True)], ids=["one-engine", "pool", "shared-cores"])
+@pytest.fixture(
+    params=[(1, False), (2, False), (2, True)], ids=["one-engine", "pool", "shared-cores"]
+)
 async def world(request: pytest.FixtureRequest, transport: Transport) -> AsyncIterator[World]:
     engines, shared = request.param
     yield World(transport, engines, shares_cores=shared)
@@ -219,7 +250,10 @@ async def test_versions_are_served_one_after_the_other(world: World) -> None:
         assert said["sync/total_s"] >= said["sync/load_s"] > 0
         assert (said["sync/canary_moved"] > 0.1) == (step > 0)
     assert world.trainer.calls == 4, "one scorer call per version, for old and new probe together"
-    assert world.sync._updates.manifest is not None and world.sync._updates.manifest.version == Version(1, 3)
+    assert (
+        world.sync._updates.manifest is not None
+        and world.sync._updates.manifest.version == Version(1, 3)
+    )
 
 
 async def test_what_a_pause_costs_is_said(world: World) -> None:
@@ -241,14 +275,17 @@ async def test_a_step_too_small_to_see_is_reported(world: World) -> None:
 
 async def test_rollouts_run_while_rows_wait_for_the_canary(world: World) -> None:
     await world.publish(0)
-    scoring, go = asyncio.Event(), asyncio.Event()
+    scoring = asyncio.Event()
+    go = asyncio.Event()
 
     async def slow() -> None:
         scoring.set()
         await go.wait()
 
     world.trainer.before_score = slow
-    publish, explore, rows = await begun(world.publish(1), world.sync.may_explore(1), world.sync.wait_verified(Version(1, 1)))
+    publish, explore, rows = await begun(
+        world.publish(1), world.sync.may_explore(1), world.sync.wait_verified(Version(1, 1))
+    )
     await scoring.wait()
     assert await explore == Version(1, 1), "provisional: exploring may start"
     assert all(e.go.is_set() != world.sync._settings.shares_cores for e in world.engines), (
@@ -261,23 +298,32 @@ async def test_rollouts_run_while_rows_wait_for_the_canary(world: World) -> None
 
 async def test_what_a_canary_costs(transport: Transport) -> None:
     """64 tokens of an engine, and a scoring pass over them and a quarter of the previous ones."""
-    world, each = World(transport), len(PROMPTS[0]) + SyncSettings().canary_tokens - 1
+    world = World(transport)
+    each = len(PROMPTS[0]) + SyncSettings().canary_tokens - 1
     said = [await world.publish(0), await world.publish(1)]
-    assert [s["sync/canary_tokens"] for s in said] == [64, 64] and said[1]["sync/canary_moved"] > 0.1
+    assert [s["sync/canary_tokens"] for s in said] == [64, 64] and said[1][
+        "sync/canary_moved"
+    ] > 0.1
     assert world.trainer.positions == (8 + 2) * each
 
 
 @pytest.mark.parametrize(("playing", "offset"), [(False, 0), (True, 0), (False, 1)])
-async def test_probes_come_before_what_the_new_version_is_asked_else(transport: Transport, playing: bool, offset: int) -> None:
-    """So a batch or an evaluation that begins with it cannot hold up the canary.  Where both sides have nothing else to do, it begins
-    together with the probes."""
-    world, idle, last = World(transport, offset=offset), not playing and not offset, 1 + offset
+async def test_probes_come_before_what_the_new_version_is_asked_else(
+    transport: Transport, playing: bool, offset: int
+) -> None:
+    """So a batch or an evaluation that begins with it cannot hold up the canary.  Where both sides
+    have nothing else to do, it begins together with the probes.
+    """
+    world = World(transport, offset=offset)
+    idle = not playing and not offset
+    last = 1 + offset
     await world.publish(0)
     for batch in range(last):
         assert await world.sync.may_explore(batch) == Version(1, 0)
         if batch or not playing:
             await world.sync.explored(batch)
-    asked, go = asyncio.Event(), asyncio.Event()
+    asked = asyncio.Event()
+    go = asyncio.Event()
     engine = world.engines[-1]
     generate = engine.generate
 
@@ -299,9 +345,12 @@ async def test_probes_come_before_what_the_new_version_is_asked_else(transport: 
     assert 0 < said["sync/opened_s"] < said["sync/total_s"]
 
 
-async def test_what_idle_engines_began_with_weights_that_fail_their_probes_never_counts(world: World) -> None:
+async def test_what_idle_engines_began_with_weights_that_fail_their_probes_never_counts(
+    world: World,
+) -> None:
     await world.publish(0)
-    generate, fails = world.engines[0].generate, True
+    generate = world.engines[0].generate
+    fails = True
 
     async def broken(request: GenerateRequest) -> list[Completion]:
         nonlocal fails
@@ -316,10 +365,15 @@ async def test_what_idle_engines_began_with_weights_that_fail_their_probes_never
     async with asyncio.timeout(30):
         said = await world.publish(1)
     assert said["sync/attempt"] == 1 and world.engines[0].version == Version(1, 1, 1)
-    assert await world.sync.wait_verified(Version(1, 1)) is False and await world.sync.wait_verified(Version(1, 1, 1)) is True
+    assert (
+        await world.sync.wait_verified(Version(1, 1)) is False
+        and await world.sync.wait_verified(Version(1, 1, 1)) is True
+    )
 
 
-async def test_what_was_written_before_a_publish_was_cancelled_at_its_probes_never_counts(world: World) -> None:
+async def test_what_was_written_before_a_publish_was_cancelled_at_its_probes_never_counts(
+    world: World,
+) -> None:
     await world.publish(0)
     asked = asyncio.Event()
     generate = world.engines[0].generate
@@ -339,7 +393,9 @@ async def test_what_was_written_before_a_publish_was_cancelled_at_its_probes_nev
     assert world.all_hold(0)
     world.trainer.transport.release(Version(1, 1))
     await world.publish(1)
-    assert await rows is False and world.engines[0].version == Version(1, 1, 1), "another label than the cancelled attempt's"
+    assert await rows is False and world.engines[0].version == Version(1, 1, 1), (
+        "another label than the cancelled attempt's"
+    )
 
 
 async def test_batches_wait_for_the_schedule(transport: Transport) -> None:
@@ -387,7 +443,8 @@ async def test_a_broken_sync_is_rejected_rolled_back_and_named(world: World, wha
     world.engines[-1].trouble = lambda n, m: what if m.version.step == 2 else ""
     rows, final = await begun(world.sync.wait_verified(Version(1, 2)), world.sync.wait_final())
     with pytest.raises(
-        WeightSyncFailed, match=f"1:2.*engine {len(world.engines) - 1}.*{(BEFORE_RESUME | AFTER_RESUME)[what]}"
+        WeightSyncFailed,
+        match=f"1:2.*engine {len(world.engines) - 1}.*{(BEFORE_RESUME | AFTER_RESUME)[what]}",
     ) as e:
         await world.publish(2)
     assert "2 attempts" in str(e.value) and "serve 1:1 again, verified" in str(e.value)
@@ -410,7 +467,9 @@ async def test_a_fault_that_passes_is_survived(world: World, what: str) -> None:
     said = await world.publish(1)
     assert world.all_hold(1)
     label = Version(1, 1, 1 if what in AFTER_RESUME else 0)
-    assert world.sync._updates.manifest is not None and world.sync._updates.manifest.version == label
+    assert (
+        world.sync._updates.manifest is not None and world.sync._updates.manifest.version == label
+    )
     assert await world.sync.wait_verified(label) is True and said["sync/attempt"] == label.attempt
 
 
@@ -431,7 +490,9 @@ async def test_the_first_version_has_an_absolute_limit(world: World) -> None:
         await world.sync.publish(manifest)
 
 
-async def test_a_retry_while_batches_are_under_way_leaves_the_rows_of_the_failed_attempt_out(world: World) -> None:
+async def test_a_retry_while_batches_are_under_way_leaves_the_rows_of_the_failed_attempt_out(
+    world: World,
+) -> None:
     """The failed attempt has a label of its own: the second one does not make its rows good."""
     await world.publish(0)
     world.engines[0].trouble = lambda n, m: "skip" if n == 2 else ""
@@ -446,8 +507,12 @@ async def test_a_retry_while_batches_are_under_way_leaves_the_rows_of_the_failed
     assert await world.sync.wait_verified(Version(1, 1)) is False, "and it stays so"
 
 
-async def test_that_rows_are_rejected_is_told_when_others_can_replace_them_under_these_weights(world: World) -> None:
-    """Until then the engines serve the version before: what replaced them would be older than the schedule allows."""
+async def test_that_rows_are_rejected_is_told_when_others_can_replace_them_under_these_weights(
+    world: World,
+) -> None:
+    """Until then the engines serve the version before: what replaced them would be older than the
+    schedule allows.
+    """
     await world.publish(0)
     world.engines[0].trouble = lambda n, m: "skip" if n == 2 else ""
 
@@ -479,7 +544,9 @@ async def test_a_cancelled_publish_can_be_repeated(world: World) -> None:
     assert await rows is False and world.engines[0].version == Version(1, 1, 1)
 
 
-async def test_a_publish_that_is_cancelled_on_its_way_back_is_rolled_back_all_the_same(world: World) -> None:
+async def test_a_publish_that_is_cancelled_on_its_way_back_is_rolled_back_all_the_same(
+    world: World,
+) -> None:
     await world.publish(0)
     back = asyncio.Event()
 
@@ -513,7 +580,9 @@ async def test_an_unproven_roll_back_says_so(world: World) -> None:
         return "hash" if m.version.step == 1 else "skip"
 
     world.engines[0].trouble = spoil
-    with pytest.raises(WeightSyncFailed, match=r"roll-back to 1:0 is not verified \(engine 0.*restart the engines"):
+    with pytest.raises(
+        WeightSyncFailed, match=r"roll-back to 1:0 is not verified \(engine 0.*restart the engines"
+    ):
         await world.publish(1)
 
 
@@ -525,7 +594,11 @@ async def test_a_hang_ends_at_the_deadline_and_names_who(transport: Transport, w
         world.engines[0].trouble = lambda n, m: "hang" if m.version.step == 1 else ""
     else:
         world.trainer.before_score = asyncio.Event().wait
-    said = "engine 0 did not answer `load` within 1 s" if where == "load" else "the trainer did not score the canary within 1 s"
+    said = (
+        "engine 0 did not answer `load` within 1 s"
+        if where == "load"
+        else "the trainer did not score the canary within 1 s"
+    )
     with pytest.raises(WeightSyncFailed, match=said):
         await world.publish(1)
     assert world.all_hold(0)
@@ -538,25 +611,34 @@ async def test_a_trainer_that_cannot_score_means_the_way_back(world: World) -> N
         raise RuntimeError("rank 1 is gone")
 
     world.trainer.before_score = broken
-    with pytest.raises(WeightSyncFailed, match="could not score the canary: RuntimeError: rank 1 is gone"):
+    with pytest.raises(
+        WeightSyncFailed, match="could not score the canary: RuntimeError: rank 1 is gone"
+    ):
         await world.publish(1)
     assert world.all_hold(0)
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("engines", "shared"), [(1, False), (2, False), (2, True)])
-async def test_two_hundred_interrupted_publishes_leave_no_mixture(transport: Transport, engines: int, shared: bool) -> None:
-    """Cancelled or broken anywhere: all engines serve wholly the old or wholly the new weights, and the next sync works."""
+async def test_two_hundred_interrupted_publishes_leave_no_mixture(
+    transport: Transport, engines: int, shared: bool
+) -> None:
+    """Cancelled or broken anywhere: all engines serve wholly the old or wholly the new weights, and
+    the next sync works.
+    """
     rng = random.Random(engines)
     world = World(transport, engines, shares_cores=shared)
     await world.publish(0)
-    served, counts = 0, {"old": 0, "new": 0}
+    served = 0
+    counts = {"old": 0, "new": 0}
     for trial in range(1, 201):
         hurt = rng.choice(["cancel", "half", "raise", "skip", "hash"])
         at = rng.randrange(engines)
         if hurt != "cancel":
             loads = world.engines[at].num_loads
-            world.engines[at].trouble = lambda n, m, loads=loads, hurt=hurt: hurt if n == loads + 1 else ""  # type: ignore[misc]
+            world.engines[at].trouble = lambda n, m, loads=loads, hurt=hurt: (
+                hurt if n == loads + 1 else ""
+            )  # type: ignore[misc]
         task = asyncio.create_task(world.publish(trial))
         if hurt == "cancel":
             for _ in range(rng.randrange(45)):
@@ -585,7 +667,9 @@ async def test_two_hundred_interrupted_publishes_leave_no_mixture(transport: Tra
 
 async def test_fail_releases_everyone(world: World) -> None:
     await world.publish(0)
-    waits = await begun(world.sync.may_explore(7), world.sync.wait_verified(Version(1, 3)), world.sync.wait_final())
+    waits = await begun(
+        world.sync.may_explore(7), world.sync.wait_verified(Version(1, 3)), world.sync.wait_final()
+    )
     await world.sync.fail(RunFailed("the trainer died"))
     await world.sync.fail(RunFailed("something later"))
     for wait in waits:
@@ -598,7 +682,8 @@ def test_a_wait_without_news_ends_and_names_who_waited_for_whom(transport: Trans
         world = World(transport, timeout_s=10.0)
         await world.publish(0)
         with pytest.raises(
-            DeadlineExceeded, match=r"explore batch 3 waited 10 s for weights of train step 3 or later.*served 1:0"
+            DeadlineExceeded,
+            match=r"explore batch 3 waited 10 s for weights of train step 3 or later.*served 1:0",
         ):
             await world.sync.may_explore(3)
         assert simulated.now() == 10.0
@@ -640,7 +725,12 @@ def test_too_few_probe_tokens_are_refused(transport: Transport) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "noise", "mean", "largest"),
-    [("bfloat16", 0.0, 0.02, 1.0), ("float16", 0.0, 0.004, 1.0), ("bfloat16", 0.05, 0.15, 1.0), ("bfloat16", 0.5, 1.5, 3.0)],
+    [
+        ("bfloat16", 0.0, 0.02, 1.0),
+        ("float16", 0.0, 0.004, 1.0),
+        ("bfloat16", 0.05, 0.15, 1.0),
+        ("bfloat16", 0.5, 1.5, 3.0),
+    ],
 )
 async def test_the_limits_of_short_types_follow_from_their_noise(
     dtype: str, noise: float, mean: float, largest: float, transport: Transport
@@ -657,29 +747,40 @@ async def test_the_limits_of_short_types_follow_from_their_noise(
 
 async def test_the_first_versions_error_counts_as_noise(transport: Transport) -> None:
     world = World(transport, engine_dtype="bfloat16")
-    world.trainer.noise, world.engines[0].shift = 0.05, 0.1
+    world.trainer.noise = 0.05
+    world.engines[0].shift = 0.1
     assert (await world.publish(0))["sync/canary_mean_limit"] == pytest.approx(0.15, rel=1e-3)
     assert (await world.publish(1))["sync/canary_mean_limit"] == pytest.approx(0.3, rel=1e-3)
 
 
 async def test_a_higher_tolerance_lets_a_first_version_start(transport: Transport) -> None:
     """U1: one key helps where a right version is refused."""
-    refused = r"3.00e-01 nats on average .* allowed are 1.50e-01 .*\(synchronizer.canary_tolerance 3 x the noise of this model in bfloat16"
+    refused = (
+        r"3.00e-01 nats on average .* allowed are 1.50e-01 .*\(synchronizer.canary_tolerance "
+        r"3 x the noise of this model in bfloat16"
+    )
     for tolerance in (3.0, 8.0):
         world = World(transport, engine_dtype="bfloat16", canary_tolerance=tolerance)
-        world.trainer.noise, world.engines[0].shift = 0.05, 0.3
+        world.trainer.noise = 0.05
+        world.engines[0].shift = 0.3
         if tolerance == 3:
             with pytest.raises(WeightSyncFailed, match=refused):
                 await world.publish(0)
         else:
-            assert (await world.publish(0))["sync/canary_mean_limit"] == pytest.approx(0.4, rel=1e-3)
+            assert (await world.publish(0))["sync/canary_mean_limit"] == pytest.approx(
+                0.4, rel=1e-3
+            )
 
 
 async def test_a_model_without_noise_is_not_allowed_that_of_others(transport: Transport) -> None:
     """0.05 nats are a wrong engine where the model's own noise is a hundred times smaller."""
     world = World(transport, engine_dtype="bfloat16")
-    world.trainer.noise, world.engines[0].shift = 5e-4, 0.05
-    with pytest.raises(WeightSyncFailed, match=r"5.0.e-02 nats on average and 5.0.e-02 at most, allowed are 2.00e-02"):
+    world.trainer.noise = 5e-4
+    world.engines[0].shift = 0.05
+    with pytest.raises(
+        WeightSyncFailed,
+        match=r"5.0.e-02 nats on average and 5.0.e-02 at most, allowed are 2.00e-02",
+    ):
         await world.publish(0)
 
 
@@ -689,13 +790,16 @@ async def test_old_weights_are_refused_in_short_types(transport: Transport) -> N
     world.trainer.noise = 0.05
     await world.publish(0)
     world.engines[0].trouble = lambda n, manifest: "skip" if manifest.version.step else ""
-    with pytest.raises(WeightSyncFailed, match=r"on average.*what an engine with the old weights would show"):
+    with pytest.raises(
+        WeightSyncFailed, match=r"on average.*what an engine with the old weights would show"
+    ):
         await world.publish(1)
 
 
 async def test_the_trainers_type_counts_where_it_is_the_shorter_one(transport: Transport) -> None:
     world = World(transport, engine_dtype="float32", trainer_dtype="bfloat16")
-    world.trainer.noise, world.engines[0].shift = 0.05, 0.1
+    world.trainer.noise = 0.05
+    world.engines[0].shift = 0.1
     assert (await world.publish(0))["sync/canary_mean_limit"] == pytest.approx(0.15, rel=1e-3)
 
 
@@ -704,7 +808,9 @@ async def test_float32_is_not_measured(transport: Transport) -> None:
 
 
 async def test_the_canary_probes_at_the_temperature_of_training(transport: Transport) -> None:
-    """An engine that divides by another temperature, here by one rounded to bfloat16, is right at temperature 1."""
+    """An engine that divides by another temperature, here by one rounded to bfloat16, is right at
+    temperature 1.
+    """
     world = World(transport, canary_temperature=0.9)
     assert (await world.publish(0))["sync/canary_max_abs"] < 1e-5
     world = World(transport, canary_temperature=0.9)

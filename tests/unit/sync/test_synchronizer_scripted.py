@@ -1,4 +1,6 @@
-"""The named fault points of an engine, in a scripted engine: each is detected and stops the sync with a named error."""
+"""The named fault points of an engine, in a scripted engine: each is detected and stops the sync
+with a named error.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ class Scorer:
     key = 0
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
-        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
+        return [
+            logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key)
+            for r in rows
+        ]
 
 
 class FaultyEngine(ScriptedEngine):
@@ -53,12 +58,14 @@ class FaultyEngine(ScriptedEngine):
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
         active = {point for point in faults.SYNC_POINTS if faults.fault(point)}
-        before, key = self.version, self._key
+        before = self.version
+        key = self._key
         report = await super().load(manifest)
         name = (manifest.tensors[0].name,)
         for point, field in (("sync.corrupt_byte", "bad_hash"), ("sync.missing_tensor", "missing")):
             if point in active:
-                self.version, self._key = before, key
+                self.version = before
+                self._key = key
                 return replace(report, num_tensors=0, nbytes=0, **{field: name})
         if "sync.skip" in active:
             self._key = key
@@ -72,29 +79,46 @@ class FaultyEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("point", faults.SYNC_POINTS)
-async def test_every_fault_point_stops_the_sync(point: str, transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer, engines = Scorer(), [FaultyEngine(answer=echo) for _ in range(2)]
-    sync = Synchronizer(SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
+async def test_every_fault_point_stops_the_sync(
+    point: str, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = Scorer()
+    engines = [FaultyEngine(answer=echo) for _ in range(2)]
+    sync = Synchronizer(
+        SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport
+    )
 
     def stage(step: int) -> WeightManifest:
-        manifest = transport.stage(Version(1, step), {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}.items(), {})
+        manifest = transport.stage(
+            Version(1, step),
+            {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}.items(),
+            {},
+        )
         scorer.key = weights_key(manifest)
         return manifest
 
     await sync.publish(stage(0))
-    loads = 2  # publishing loads both engines, so does the way back: only the published version is hurt
+    # publishing loads both engines, so does the way back: only the published version is hurt
+    loads = 2
     faults._seen.clear()
     monkeypatch.setenv(faults.VARIABLE, f"{point}:1,{point}:{2 * loads + 1}")
-    with pytest.raises(WeightSyncFailed, match=f"1:1 are not served, 2 attempts.*{SAID[point]}.*serve 1:0 again"):
+    with pytest.raises(
+        WeightSyncFailed, match=f"1:1 are not served, 2 attempts.*{SAID[point]}.*serve 1:0 again"
+    ):
         await sync.publish(stage(1))
     monkeypatch.delenv(faults.VARIABLE)
     assert [e.version for e in engines] == [Version(1, 0)] * 2
 
 
 async def test_a_batch_that_a_step_needs_begins_before_its_turn(transport: Any) -> None:
-    scorer, engines = Scorer(), [ScriptedEngine(answer=echo)]
-    sync = Synchronizer(SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
-    manifest = transport.stage(Version(1, 0), {"embed": torch.zeros(4), "head": torch.ones(2)}.items(), {})
+    scorer = Scorer()
+    engines = [ScriptedEngine(answer=echo)]
+    sync = Synchronizer(
+        SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport
+    )
+    manifest = transport.stage(
+        Version(1, 0), {"embed": torch.zeros(4), "head": torch.ones(2)}.items(), {}
+    )
     scorer.key = weights_key(manifest)
     early = asyncio.create_task(sync.may_explore(1))
     await sync.allow_batch(1)  # no weights yet: nothing may begin

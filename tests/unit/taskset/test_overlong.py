@@ -1,4 +1,6 @@
-"""Prompts that are too long: left out or refused when a taskset is opened, in one process or several, or cut by the engine."""
+"""Prompts that are too long: left out or refused when a taskset is opened, in one process or
+several, or cut by the engine.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ from rft.workflow.base import RunContext
 
 def write(tmp_path, lengths):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}" + "x" * n}) + "\n" for i, n in enumerate(lengths)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i}" + "x" * n}) + "\n" for i, n in enumerate(lengths))
+    )
     return str(path)
 
 
 def opened(path, model, limit, *, refuse=False, **changes):
     limits = PromptLimit(model_path=str(model), max_tokens=limit, refuse=refuse)
-    return open_taskset(TasksetSettings(name="t", path=path, workflow="w", prompt_limit=limits, **changes))
+    return open_taskset(
+        TasksetSettings(name="t", path=path, workflow="w", prompt_limit=limits, **changes)
+    )
 
 
 def test_several_processes_leave_out_the_same_rows(tmp_path, tiny_model, monkeypatch):
@@ -42,7 +48,9 @@ def test_several_processes_leave_out_the_same_rows(tmp_path, tiny_model, monkeyp
 def test_error_refuses_the_taskset_and_names_the_row(tmp_path, tiny_model):
     path = write(tmp_path, [1, 2, 60, 3])
     with pytest.raises(
-        ConfigError, match=r"the prompt of row 2 of .*rows\.jsonl has \d+ tokens, more than .* 40 .*filter_overlong_prompts"
+        ConfigError,
+        match=r"the prompt of row 2 of .*rows\.jsonl has \d+ tokens, more than .* 40 "
+        r".*filter_overlong_prompts",
     ):
         opened(path, tiny_model, 40, refuse=True)
     assert len(opened(path, tiny_model, 400, refuse=True)) == 4
@@ -55,7 +63,12 @@ def test_the_first_rows_are_taken_before_long_ones_are_left_out(tmp_path, tiny_m
 
 @pytest.mark.parametrize(
     ("side", "kept"),
-    [("left", [6, 7, 8, 9, 10]), ("right", [0, 1, 2, 3, 4]), ("middle", [0, 1, 8, 9, 10]), ("error", list(range(11)))],
+    [
+        ("left", [6, 7, 8, 9, 10]),
+        ("right", [0, 1, 2, 3, 4]),
+        ("middle", [0, 1, 8, 9, 10]),
+        ("error", list(range(11))),
+    ],
 )
 def test_sides(side, kept):
     assert cut(list(range(11)), 5, side) == kept
@@ -67,19 +80,26 @@ def test_sides(side, kept):
 def test_the_engine_cuts_what_the_request_says(tiny_model):
     from transformers import AutoTokenizer
 
-    chat = Chat(EngineSettings(model_path=str(tiny_model), max_prompt_tokens=8), AutoTokenizer.from_pretrained(tiny_model))
+    chat = Chat(
+        EngineSettings(model_path=str(tiny_model), max_prompt_tokens=8),
+        AutoTokenizer.from_pretrained(tiny_model),
+    )
     asked = {"messages": ({"role": "user", "content": "a long question of many tokens"},)}
     with pytest.raises(PromptTooLong):
         chat.encode(GenerateRequest(**asked))
-    whole = Chat(EngineSettings(model_path=str(tiny_model), max_prompt_tokens=100), chat.tokenizer).encode(
-        GenerateRequest(**asked)
-    )
+    whole = Chat(
+        EngineSettings(model_path=str(tiny_model), max_prompt_tokens=100), chat.tokenizer
+    ).encode(GenerateRequest(**asked))
     assert chat.encode(GenerateRequest(**asked, prompt_truncation="left")) == whole[-8:]
-    assert chat.encode(GenerateRequest(**asked, prompt_truncation="middle")) == whole[:4] + whole[-4:]
+    assert (
+        chat.encode(GenerateRequest(**asked, prompt_truncation="middle")) == whole[:4] + whole[-4:]
+    )
 
 
 async def test_only_the_opening_prompt_is_cut(tmp_path):
-    task = open_taskset(TasksetSettings(name="t", path=write(tmp_path, [1]), workflow="w", prompt_truncation="left")).task(0)
+    task = open_taskset(
+        TasksetSettings(name="t", path=write(tmp_path, [1]), workflow="w", prompt_truncation="left")
+    ).task(0)
     asked = []
 
     class Model:

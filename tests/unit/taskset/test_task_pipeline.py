@@ -1,4 +1,6 @@
-"""Operators on rows: what they do, what they refuse, and that the result is written once, whole, and never over something else."""
+"""Operators on rows: what they do, what they refuse, and that the result is written once, whole,
+and never over something else.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ ROWS = [
     {"prompt": "What is 1+1?", "pass_rate": 0.9, "quality": 0.2, "kind": "sum"},
     {"prompt": "what is  1+1?", "pass_rate": 0.8, "quality": 0.9, "kind": "sum"},
     {"prompt": "Prove it.", "pass_rate": 0.0, "quality": 0.6, "kind": "proof"},
-    {"prompt": "What is 2+2, and why is that so, dear?", "pass_rate": 0.4, "quality": 0.5, "kind": "sum"},
+    {
+        "prompt": "What is 2+2, and why is that so, dear?",
+        "pass_rate": 0.4,
+        "quality": 0.5,
+        "kind": "sum",
+    },
     {"prompt": "Name a prime.", "pass_rate": 0.5, "quality": 1.0, "kind": "other"},
 ]
 WEIGHTS = {"difficulty": -0.7, "diversity": 0.8, "usage_frequency": -0.5, "quality": 1.0}
@@ -39,9 +46,14 @@ def make(tmp_path):
 
     def made(*operators, **changes) -> TaskPipelineSettings:
         listed = tuple(
-            TaskOperatorSettings(name=name, args=args, key=f"{KEY}.operators[{i}]") for i, (name, args) in enumerate(operators)
+            TaskOperatorSettings(name=name, args=args, key=f"{KEY}.operators[{i}]")
+            for i, (name, args) in enumerate(operators)
         )
-        values = {"inputs": (str(source),), "output": str(tmp_path / "out" / "result.jsonl"), "operators": listed}
+        values = {
+            "inputs": (str(source),),
+            "output": str(tmp_path / "out" / "result.jsonl"),
+            "operators": listed,
+        }
         return TaskPipelineSettings(**{**values, "priority_weights": WEIGHTS, **changes})
 
     return made
@@ -70,7 +82,9 @@ def numbers(prepared) -> list[int]:
 def test_each_operator(make, operator, args, stay):
     settings = make((operator, args))
     if operator == "length_filter" and "max" in args:
-        assert numbers(prepare(settings)) == [i for i, r in enumerate(ROWS) if len(r["prompt"]) <= 13]
+        assert numbers(prepare(settings)) == [
+            i for i, r in enumerate(ROWS) if len(r["prompt"]) <= 13
+        ]
     else:
         assert numbers(prepare(settings)) == stay
 
@@ -78,24 +92,34 @@ def test_each_operator(make, operator, args, stay):
 def test_order_and_top_k(make):
     # difficulty 0.1 .2 1 .6 .5 and quality .2 .9 .6 .5 1 scaled to 0..1, weighted -0.7 and 1
     prepared = prepare(make(("pass_rate_score", {}), order="sort", top_k=3))
-    difficulty, quality = [0, 1 / 9, 1, 5 / 9, 4 / 9], [0, 7 / 8, 0.5, 3 / 8, 1]
+    difficulty = [0, 1 / 9, 1, 5 / 9, 4 / 9]
+    quality = [0, 7 / 8, 0.5, 3 / 8, 1]
     score = [q - 0.7 * d for d, q in zip(difficulty, quality, strict=True)]
     assert numbers(prepared) == sorted(range(5), key=lambda i: -score[i])[:3]
     assert prepared.rows[0]["difficulty"] == pytest.approx(0.2)
     assert str(prepared) == "inputs 5 → pass_rate_score 5 → sort 5 → top 3 3"
     shuffled = [numbers(prepare(make(order="shuffle", seed=s))) for s in (1, 1, 2)]
     assert shuffled[0] == shuffled[1] != shuffled[2] and sorted(shuffled[0]) == [0, 1, 2, 3, 4]
-    with pytest.raises(ConfigError, match="there is no column for any weight; the columns are prompt, pass_rate, quality, kind"):
+    with pytest.raises(
+        ConfigError,
+        match="there is no column for any weight; the columns are prompt, pass_rate, quality, kind",
+    ):
         prepare(make(order="sort", priority_weights={**WEIGHTS, "quality": 0}))
 
 
 @pytest.mark.parametrize("lacks", [0, 3])
 def test_a_column_to_sort_by_is_there_in_all_rows_or_in_none(lacks, tmp_path) -> None:
-    rows = [{"prompt": str(i), "quality": 0.5, **({} if i == lacks else {"difficulty": i / 4})} for i in range(4)]
+    rows = [
+        {"prompt": str(i), "quality": 0.5, **({} if i == lacks else {"difficulty": i / 4})}
+        for i in range(4)
+    ]
     source = tmp_path / "some.jsonl"
     source.write_text("".join(json.dumps(r) + "\n" for r in rows))
     given = TaskPipelineSettings(
-        inputs=(str(source),), output=str(tmp_path / "out.jsonl"), order="sort", priority_weights=WEIGHTS
+        inputs=(str(source),),
+        output=str(tmp_path / "out.jsonl"),
+        order="sort",
+        priority_weights=WEIGHTS,
     )
     with pytest.raises(ConfigError, match=f"row {lacks}: there is no column 'difficulty'"):
         prepare(given)
@@ -117,10 +141,14 @@ def test_operators_see_their_fields_alone_and_the_rest_is_kept(make):
             assert all(set(r) == {"prompt", "kind"} for r in rows)
             return [4, 3]
 
-    rows = prepare(make(("test_shout", {}), ("test_last_two", {}), target_fields=("prompt", "kind"))).rows
+    rows = prepare(
+        make(("test_shout", {}), ("test_last_two", {}), target_fields=("prompt", "kind"))
+    ).rows
     assert seen == [{"prompt", "kind"}] * 5
     assert rows[0] == {**ROWS[4], "prompt": "NAME A PRIME.", "added": 1} and len(rows) == 2
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: there is no column 'level'; there are prompt"):
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:1: there is no column 'level'; there are prompt"
+    ):
         prepare(make(("deduplicate", {}), target_fields=("prompt", "level")))
 
 
@@ -130,7 +158,10 @@ class Wrong(RowOperator):
         self.how = how
 
     def apply(self, row):
-        return {"raise": lambda: row if 1 / (len(row["prompt"]) - 9) else None, "type": lambda: "text"}[self.how]()
+        return {
+            "raise": lambda: row if 1 / (len(row["prompt"]) - 9) else None,
+            "type": lambda: "text",
+        }[self.how]()
 
 
 @task_operator("test_task_pipeline_wrong_set")
@@ -145,27 +176,60 @@ class WrongSet(SetOperator):
         (
             "text_length_filter",
             {},
-            r"A filter of Data-Juicer's is {name: data_juicer_filter, args: {operators: \[{name: text_length_filter}\]}}",
+            r"A filter of Data-Juicer's is {name: data_juicer_filter, args: {operators: \[{name: "
+            r"text_length_filter}\]}}",
         ),
-        ("llm_difficulty_score_filter", {}, "of Data-Juicer asks a service or a person; do so beforehand"),
+        (
+            "llm_difficulty_score_filter",
+            {},
+            "of Data-Juicer asks a service or a person; do so beforehand",
+        ),
         ("deduplicat", {}, "Did you mean deduplicate"),
         (
             "value_filter",
             {"field": "kind", "drop": [False]},
             r"'sum'; it must be of the kind of False \(in quotes they are texts",
         ),
-        ("value_filter", {"field": "quality", "keep": ["0.2"]}, "0.2; it must be of the kind of '0.2'"),
+        (
+            "value_filter",
+            {"field": "quality", "keep": ["0.2"]},
+            "0.2; it must be of the kind of '0.2'",
+        ),
         ("length_filter", {}, "write min, max or both"),
         ("length_filter", {"min": 3, "max": 2}, "min 3 is above max 2"),
         ("value_filter", {"field": "kind"}, "write either keep or drop"),
-        ("deduplicate", {"feld": "x"}, "unknown argument 'feld' for task_operator 'deduplicate'.  Known: field, normalize"),
-        ("range_filter", {"field": "kind", "min": 0}, r"rows\.jsonl:1: column 'kind' is 'sum'; it must be a finite number"),
-        ("range_filter", {"field": "level", "min": 0}, r"rows\.jsonl:1: there is no column 'level'; there are prompt, pass_rate"),
+        (
+            "deduplicate",
+            {"feld": "x"},
+            "unknown argument 'feld' for task_operator 'deduplicate'.  Known: field, normalize",
+        ),
+        (
+            "range_filter",
+            {"field": "kind", "min": 0},
+            r"rows\.jsonl:1: column 'kind' is 'sum'; it must be a finite number",
+        ),
+        (
+            "range_filter",
+            {"field": "level", "min": 0},
+            r"rows\.jsonl:1: there is no column 'level'; there are prompt, pass_rate",
+        ),
         ("pass_rate_score", {"field": "quality", "score": "x"}, ""),
         ("test_task_pipeline_wrong", {"how": "raise"}, r"rows\.jsonl:3: ZeroDivisionError"),
-        ("test_task_pipeline_wrong", {"how": "type"}, r"rows\.jsonl:1: apply returned str; it must return the row or None"),
-        ("test_task_pipeline_wrong_set", {}, "arrange must return numbers of rows .0 to 4., each at most once"),
-        ("range_filter", {"field": "pass_rate", "min": 2}, "no row is left: inputs 5 → range_filter 0"),
+        (
+            "test_task_pipeline_wrong",
+            {"how": "type"},
+            r"rows\.jsonl:1: apply returned str; it must return the row or None",
+        ),
+        (
+            "test_task_pipeline_wrong_set",
+            {},
+            "arrange must return numbers of rows .0 to 4., each at most once",
+        ),
+        (
+            "range_filter",
+            {"field": "pass_rate", "min": 2},
+            "no row is left: inputs 5 → range_filter 0",
+        ),
     ],
 )
 def test_refused(make, operator, args, message):
@@ -187,12 +251,20 @@ def test_the_result_is_written_once_and_reused(make, tmp_path):
     assert {p.name for p in out.iterdir()} == {"result.jsonl", "result.jsonl.pipeline.json"}
     before = (out / "result.jsonl").stat().st_mtime_ns
     again = write(replace(settings, num_process=3))
-    assert again.reused and again.rows == made.rows and (out / "result.jsonl").stat().st_mtime_ns == before
+    assert (
+        again.reused
+        and again.rows == made.rows
+        and (out / "result.jsonl").stat().st_mtime_ns == before
+    )
     assert "2 rows, made before from the same inputs and operators" in str(again)
     tasks = open_taskset(TasksetSettings(name="t", path=settings.output, workflow="w"))
-    in_memory = Taskset(TasksetSettings(name="t", path=settings.output, workflow="w"), made.source(settings))
+    in_memory = Taskset(
+        TasksetSettings(name="t", path=settings.output, workflow="w"), made.source(settings)
+    )
     assert (
-        [tasks.task(i).prompt for i in range(2)] == [in_memory.task(i).prompt for i in range(2)] == ["What is 1+1?", "Prove it."]
+        [tasks.task(i).prompt for i in range(2)]
+        == [in_memory.task(i).prompt for i in range(2)]
+        == ["What is 1+1?", "Prove it."]
     )
 
 
@@ -209,7 +281,9 @@ def test_what_was_made_from_something_else_is_never_overwritten(make, tmp_path):
     write(settings)
     text = (tmp_path / "out" / "result.jsonl").read_text()
     for other in (make(("deduplicate", {}), top_k=1), make(("length_filter", {"min": 1}))):
-        with pytest.raises(ConfigError, match="made from other inputs or operators; it is not overwritten"):
+        with pytest.raises(
+            ConfigError, match="made from other inputs or operators; it is not overwritten"
+        ):
             write(other)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     with pytest.raises(ConfigError, match="made from other inputs"):
@@ -236,7 +310,8 @@ def test_a_change_of_any_row_of_a_large_parquet_file_makes_another_result(make, 
 
     first = write(settings()).fingerprint
     note = tmp_path / "out" / "result.jsonl.pipeline.json"
-    note.write_text(note.read_text().replace(first, first.rpartition("-")[2]))  # as an earlier version wrote it
+    # as an earlier version wrote it
+    note.write_text(note.read_text().replace(first, first.rpartition("-")[2]))
     assert prepare(settings()).reused
     note.write_text(note.read_text().replace(first.rpartition("-")[2], first))
     assert prepare(settings()).reused
@@ -246,7 +321,10 @@ def test_a_change_of_any_row_of_a_large_parquet_file_makes_another_result(make, 
 
 def test_an_own_operator_that_changes_makes_another_result(make, tmp_path):
     path = tmp_path / "mine.py"
-    source = "from rft.taskset.row_operators import RowOperator\nclass Cut(RowOperator):\n    def apply(self, row):\n        return row\n"
+    source = (
+        "from rft.taskset.row_operators import RowOperator\nclass Cut(RowOperator):\n    def "
+        "apply(self, row):\n        return row\n"
+    )
     path.write_text(source)
     settings = make((f"{path}:Cut", {}))
     first = prepare(settings).fingerprint
@@ -271,6 +349,8 @@ def test_several_processes_give_the_same(make, tmp_path, monkeypatch):
     assert [r["tag"] for r in found.rows] == [len(r["prompt"]) for r in ROWS if r["quality"] > 0.4]
     pipeline._KEPT.clear()
     assert found == prepare(replace(own, num_process=1))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*ROWS, {"prompt": "boom", "quality": 1}]))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in [*ROWS, {"prompt": "boom", "quality": 1}])
+    )
     with pytest.raises(ConfigError, match=r"mine\.py:Tag: .*rows\.jsonl:6: ValueError: boom"):
         prepare(own)

@@ -1,4 +1,6 @@
-"""Rows as veRL writes them, keys with dots, files named after their split, and prompts that are too long."""
+"""Rows as veRL writes them, keys with dots, files named after their split, and prompts that are too
+long.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ VERL = FormatSettings(
 
 
 def settings(path: Path, **changes: Any) -> TasksetSettings:
-    return TasksetSettings(**{"name": "t", "path": str(path), "workflow": "simple_workflow", **changes})
+    return TasksetSettings(
+        **{"name": "t", "path": str(path), "workflow": "simple_workflow", **changes}
+    )
 
 
 def row(i: int, source: str = "openai/gsm8k", **changes: Any) -> dict[str, Any]:
@@ -51,28 +55,57 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_parquet_of_verl(tmp_path: Path) -> None:
     made = [
         row(0),
-        row(1, "aime2024", prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "?", "name": "me"}]),
+        row(
+            1,
+            "aime2024",
+            prompt=[
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "?", "name": "me"},
+            ],
+        ),
     ]
     taskset = open_taskset(settings(parquet(tmp_path / "train.parquet", made), format=VERL))
-    first, second = taskset.task(0), taskset.task(1)
-    assert (first.chat(), first.truth, first.reward) == ([{"role": "user", "content": "0+1?"}], "1", "openai/gsm8k")
+    first = taskset.task(0)
+    second = taskset.task(1)
+    assert (first.chat(), first.truth, first.reward) == (
+        [{"role": "user", "content": "0+1?"}],
+        "1",
+        "openai/gsm8k",
+    )
     assert first.row["extra_info"] == {"index": 0, "split": "train"}
     assert second.chat() == made[1]["prompt"]  # the table's empty fields are not there
     assert taskset.rewards() == {"openai/gsm8k": 0, "aime2024": 1}
 
 
 def test_the_data_source_of_another_column(tmp_path: Path) -> None:
-    fmt = FormatSettings(preset="verl", prompt_type="messages", messages_key="prompt", data_source_key="extra_info.split")
-    task = open_taskset(settings(parquet(tmp_path / "a.parquet", [row(0)]), format=fmt, reward="exact_answer")).task(0)
+    fmt = FormatSettings(
+        preset="verl",
+        prompt_type="messages",
+        messages_key="prompt",
+        data_source_key="extra_info.split",
+    )
+    task = open_taskset(
+        settings(parquet(tmp_path / "a.parquet", [row(0)]), format=fmt, reward="exact_answer")
+    ).task(0)
     assert (task.row["data_source"], task.reward) == ("train", "exact_answer")
 
 
 def test_keys_with_dots(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"q": {"text": "1+1?"}, "a": {"b": {"c": 2}}, "a.b": "column"}) + "\n")
+    file.write_text(
+        json.dumps({"q": {"text": "1+1?"}, "a": {"b": {"c": 2}}, "a.b": "column"}) + "\n"
+    )
     fmt = {"prompt_key": "q.text"}
-    assert open_taskset(settings(file, format=FormatSettings(**fmt, response_key="a.b.c"))).task(0).truth == 2
-    assert open_taskset(settings(file, format=FormatSettings(**fmt, response_key="a.b"))).task(0).truth == "column"
+    assert (
+        open_taskset(settings(file, format=FormatSettings(**fmt, response_key="a.b.c")))
+        .task(0)
+        .truth
+        == 2
+    )
+    assert (
+        open_taskset(settings(file, format=FormatSettings(**fmt, response_key="a.b"))).task(0).truth
+        == "column"
+    )
     with pytest.raises(ConfigError, match=r"the row has no key 'a\.x'; its keys are a, a\.b, q"):
         open_taskset(settings(file, format=FormatSettings(**fmt, response_key="a.x")))
 
@@ -80,8 +113,14 @@ def test_keys_with_dots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"images": [{"bytes": "x"}]}, "column 'images' is not empty; multimodal inputs are not offered"),
-        ({"reward_model": {"style": "model", "ground_truth": "1"}}, "reward_model.style is 'model'"),
+        (
+            {"images": [{"bytes": "x"}]},
+            "column 'images' is not empty; multimodal inputs are not offered",
+        ),
+        (
+            {"reward_model": {"style": "model", "ground_truth": "1"}},
+            "reward_model.style is 'model'",
+        ),
         ({"reward_model": {"style": "rule"}}, "no key 'reward_model.ground_truth'"),
         ({"prompt": "1+1?"}, "key 'prompt' is '1\\+1\\?' .*must be a list of messages"),
     ],
@@ -115,7 +154,9 @@ def limit(model: Path, tokens: int, **more: Any) -> PromptLimit:
     return PromptLimit(model_path=str(model), max_tokens=tokens, **more)
 
 
-def test_long_prompts_are_left_out(long: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_prompts_are_left_out(
+    long: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = open_taskset(settings(long, format=VERL))
     with caplog.at_level(logging.INFO):
         some = open_taskset(settings(long, format=VERL, prompt_limit=limit(tiny_model, 20)))
@@ -123,8 +164,14 @@ def test_long_prompts_are_left_out(long: Path, tiny_model: Path, caplog: pytest.
     assert [some.task(i).index for i in range(6)] == [0, 1, 2, 3, 4, 5]
     with pytest.raises(IndexError, match="has 6 rows"):
         some.task(6)
-    assert some.left_out is not None and (some.left_out.rows, some.left_out.longest) == (tuple(range(6, 20)), 34)
-    assert "taskset t: 14 of 20 rows are left out" in caplog.text and "Rows 6, 7, 8, 9, 10, ..." in caplog.text
+    assert some.left_out is not None and (some.left_out.rows, some.left_out.longest) == (
+        tuple(range(6, 20)),
+        34,
+    )
+    assert (
+        "taskset t: 14 of 20 rows are left out" in caplog.text
+        and "Rows 6, 7, 8, 9, 10, ..." in caplog.text
+    )
     other = open_taskset(settings(long, format=VERL, prompt_limit=limit(tiny_model, 21)))
     assert len({t.fingerprint for t in (whole, some, other)}) == 3
     everything = open_taskset(settings(long, format=VERL, prompt_limit=limit(tiny_model, 34)))
@@ -132,17 +179,33 @@ def test_long_prompts_are_left_out(long: Path, tiny_model: Path, caplog: pytest.
 
 
 def test_the_template_counts(long: Path, tiny_model: Path) -> None:
-    plain = limit(tiny_model, 20, chat_template="{{ messages[0].content }}{{ more }}", chat_template_args={"more": "yy"})
+    plain = limit(
+        tiny_model,
+        20,
+        chat_template="{{ messages[0].content }}{{ more }}",
+        chat_template_args={"more": "yy"},
+    )
     assert len(open_taskset(settings(long, format=VERL, prompt_limit=plain))) == 9
 
 
 def test_rewards_of_rows_that_are_left(tmp_path: Path, tiny_model: Path) -> None:
-    made = [row(0, "aime1", prompt=[{"role": "user", "content": "x" * 90}]), row(1, "aime2"), row(2, "aime3"), row(3, "aime3")]
-    taskset = open_taskset(settings(parquet(tmp_path / "a.parquet", made), format=VERL, prompt_limit=limit(tiny_model, 50)))
+    made = [
+        row(0, "aime1", prompt=[{"role": "user", "content": "x" * 90}]),
+        row(1, "aime2"),
+        row(2, "aime3"),
+        row(3, "aime3"),
+    ]
+    taskset = open_taskset(
+        settings(
+            parquet(tmp_path / "a.parquet", made), format=VERL, prompt_limit=limit(tiny_model, 50)
+        )
+    )
     assert taskset.rewards() == {"aime2": 0, "aime3": 1} and taskset.task(0).reward == "aime2"
 
 
-def test_nothing_left_and_nothing_to_count_with(long: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_nothing_left_and_nothing_to_count_with(
+    long: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="leaves nothing; raise it"):
         open_taskset(settings(long, format=VERL, prompt_limit=limit(tiny_model, 5)))
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
@@ -153,9 +216,14 @@ def test_nothing_left_and_nothing_to_count_with(long: Path, tiny_model: Path, tm
 def test_tokens_are_those_of_the_engine(tiny_model: Path) -> None:
     from transformers import AutoTokenizer
 
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "wie spät ist es? 時刻"}]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "wie spät ist es? 時刻"},
+    ]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     chat = open_chat(str(tiny_model))
     assert chat.count_tokens(chat.render(messages, [], template=None)) == len(ids)
 
@@ -164,11 +232,19 @@ def test_tokens_are_those_of_the_engine(tiny_model: Path) -> None:
 
 
 def planned(**taskset: Any) -> Any:
-    explorer_input: dict[str, Any] = {"default_workflow_type": "simple_workflow", "taskset": {"path": "a.parquet", **taskset}}
+    explorer_input: dict[str, Any] = {
+        "default_workflow_type": "simple_workflow",
+        "taskset": {"path": "a.parquet", **taskset},
+    }
     if reward := explorer_input["taskset"].pop("above", None):
         explorer_input["default_reward_fn_type"] = reward
     values = {
-        "model": {"model_path": "m", "max_prompt_tokens": 7, "max_response_tokens": 2, "enable_thinking": True},
+        "model": {
+            "model_path": "m",
+            "max_prompt_tokens": 7,
+            "max_response_tokens": 2,
+            "enable_thinking": True,
+        },
         "buffer": {"total_steps": 1, "explorer_input": explorer_input},
     }
     return resolve(from_dict(values), Facts(cpus=1, gpus=0)).explorer.tasksets[0]
@@ -176,25 +252,56 @@ def planned(**taskset: Any) -> Any:
 
 def test_the_preset_fills_what_is_not_written() -> None:
     assert planned(format={"preset": "verl"}).format == VERL
-    written = planned(format={"preset": "VERL", "prompt_key": "chat", "response_key": "gold", "reward_fn_key": "source"}).format
-    assert (written.messages_key, written.response_key, written.reward_fn_key) == ("chat", "gold", "source")
-    assert planned(format={"preset": "verl", "prompt_type": "messages", "messages_key": "m"}).format.messages_key == "m"
+    written = planned(
+        format={
+            "preset": "VERL",
+            "prompt_key": "chat",
+            "response_key": "gold",
+            "reward_fn_key": "source",
+        }
+    ).format
+    assert (written.messages_key, written.response_key, written.reward_fn_key) == (
+        "chat",
+        "gold",
+        "source",
+    )
+    assert (
+        planned(
+            format={"preset": "verl", "prompt_type": "messages", "messages_key": "m"}
+        ).format.messages_key
+        == "m"
+    )
     for named in ({"default_reward_fn_type": "exact_answer"}, {"above": "exact_answer"}):
         taskset = planned(format={"preset": "verl", "reward_fn_key": "source"}, **named)
-        assert (taskset.reward, taskset.format.reward_fn_key, taskset.format.data_source_key) == ("exact_answer", "", "source")
+        assert (taskset.reward, taskset.format.reward_fn_key, taskset.format.data_source_key) == (
+            "exact_answer",
+            "",
+            "source",
+        )
 
 
 def test_prompt_limit_and_template_of_a_taskset() -> None:
     assert planned().prompt_limit is None
-    fmt = {"chat_template": "{{ messages }}", "chat_template_args": {"tone": "dry"}, "enable_thinking": False}
+    fmt = {
+        "chat_template": "{{ messages }}",
+        "chat_template_args": {"tone": "dry"},
+        "enable_thinking": False,
+    }
     taskset = planned(filter_overlong_prompts=True, format=fmt)
     args = {"tone": "dry", "enable_thinking": False}
     assert taskset.prompt_limit == PromptLimit(
         model_path="m", max_tokens=7, chat_template="{{ messages }}", chat_template_args=args
     )
-    assert (taskset.format.chat_template, taskset.format.chat_template_args) == ("{{ messages }}", args)
-    assert planned(filter_overlong_prompts=True).prompt_limit.chat_template_args == {"enable_thinking": True}
-    with pytest.raises(ConfigErrors, match=r"format\.enable_thinking: chat_template_args says otherwise"):
+    assert (taskset.format.chat_template, taskset.format.chat_template_args) == (
+        "{{ messages }}",
+        args,
+    )
+    assert planned(filter_overlong_prompts=True).prompt_limit.chat_template_args == {
+        "enable_thinking": True
+    }
+    with pytest.raises(
+        ConfigErrors, match=r"format\.enable_thinking: chat_template_args says otherwise"
+    ):
         planned(format={"enable_thinking": False, "chat_template_args": {"enable_thinking": True}})
 
 
@@ -210,7 +317,10 @@ def test_other_names_and_what_has_no_meaning() -> None:
                         "path": "postgresql://db/tasks",
                         "default_workflow_type": "simple_workflow",
                         "storage_type": "sql",
-                        "task_selector": {"selector_type": "Offline_Easy2Hard", "feature_keys": ["pass_rate"]},
+                        "task_selector": {
+                            "selector_type": "Offline_Easy2Hard",
+                            "feature_keys": ["pass_rate"],
+                        },
                         "enable_progress_bar": True,
                         "format": {"reply_prefix": "<think>", "chosen_key": "good"},
                     }
@@ -221,6 +331,10 @@ def test_other_names_and_what_has_no_meaning() -> None:
     with pytest.raises(ConfigErrors) as caught:
         resolve(config, Facts(cpus=1, gpus=0))
     found = {
-        e.key.removeprefix("buffer.explorer_input.taskset.") for e in caught.value.errors if "has no meaning here" in e.message
+        e.key.removeprefix("buffer.explorer_input.taskset.")
+        for e in caught.value.errors
+        if "has no meaning here" in e.message
     }
-    assert found == {"format.reply_prefix", "format.chosen_key"}, "enable_progress_bar is only warned of"
+    assert found == {"format.reply_prefix", "format.chosen_key"}, (
+        "enable_progress_bar is only warned of"
+    )

@@ -34,20 +34,30 @@ class Twice:
         messages = task.chat()
         said = await ctx.chat(messages)
         messages += [said.message, {"role": "user", "content": "sure?"}]
-        return ctx.transcript(score=Score(value=float((await ctx.chat(messages)).text == task.truth)))
+        return ctx.transcript(
+            score=Score(value=float((await ctx.chat(messages)).text == task.truth))
+        )
 
 
 def test_it_plays_what_was_recorded_to_the_bit(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "c.json"
-    first = run_workflow(Twice, ROW, RecordedModel(path, ScriptedModel("7", tool_call("é", x=1), "7", "8")), n=2)
+    first = run_workflow(
+        Twice, ROW, RecordedModel(path, ScriptedModel("7", tool_call("é", x=1), "7", "8")), n=2
+    )
     written = path.read_bytes()
     model = RecordedModel(path, record="none")
     again = run_workflow(Twice, ROW, model, n=2)
     assert model.unused == 0 and path.read_bytes() == written
     for a, b in zip(first.experiences, again.experiences, strict=True):
-        assert a.id == b.id and a.messages == b.messages and a.reward == b.reward and a.version_spans == b.version_spans
+        assert (
+            a.id == b.id
+            and a.messages == b.messages
+            and a.reward == b.reward
+            and a.version_spans == b.version_spans
+        )
         for name in ("tokens", "loss_mask", "logprobs"):
-            one, other = getattr(a, name), getattr(b, name)
+            one = getattr(a, name)
+            other = getattr(b, name)
             assert one.dtype == other.dtype and np.array_equal(one, other)
 
 
@@ -74,22 +84,31 @@ async def test_modes(tmp_path: Path) -> None:
 
     assert [c.text for c in await RecordedModel(path, start).generate(ASKED)] == ["a", "b"]
     silent = ScriptedModel()
-    assert [c.text for c in await RecordedModel(path, silent).generate(ASKED)] == ["a", "b"] and not silent.calls
+    assert [c.text for c in await RecordedModel(path, silent).generate(ASKED)] == [
+        "a",
+        "b",
+    ] and not silent.calls
     anew = RecordedModel(path, ScriptedModel("c", "d"), record="all")
     assert [c.text for c in await anew.generate(ASKED)] == ["c", "d"]
     assert [c.text for c in await RecordedModel(path).generate(ASKED)] == ["c", "d"]
 
 
 async def test_log_probs_and_scores(tmp_path: Path) -> None:
-    path, row = tmp_path / "c.json", ScoreRow(tokens=np.arange(5, dtype=np.int32), prompt_length=2)
+    path = tmp_path / "c.json"
+    row = ScoreRow(tokens=np.arange(5, dtype=np.int32), prompt_length=2)
     recorded = RecordedModel(path, ScriptedModel(scores=[0.25, -1.0]))
     messages = [{"role": "user", "content": "hi"}]
     given = await recorded.logprobs(row), await recorded.classify(messages)
     played = RecordedModel(path)
-    assert np.array_equal(given[0], await played.logprobs(row)) and await played.classify(messages) == given[1] == [0.25, -1.0]
+    assert np.array_equal(given[0], await played.logprobs(row)) and await played.classify(
+        messages
+    ) == given[1] == [0.25, -1.0]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 9, "calls": []}', '{"format": 1, "calls": [{}]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"format": 1}', '{"format": 9, "calls": []}', '{"format": 1, "calls": [{}]}'],
+)
 def test_what_is_no_cassette_is_said(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(ValueError, match="is not a cassette"):
@@ -103,15 +122,24 @@ async def test_it_can_be_read(tmp_path: Path) -> None:
     assert json.loads(text)["calls"][0]["request"]["request_id"] == ""
 
 
-def test_a_real_engine_is_started_to_record_and_not_to_play(tiny_model: Path, tmp_path: Path) -> None:
-    """Two turns under a chat template: the recorded run and the played one give the same experience."""
+def test_a_real_engine_is_started_to_record_and_not_to_play(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Two turns under a chat template: the recorded run and the played one give the same
+    experience.
+    """
     from rft.engine.settings import EngineSettings
     from rft.engine.transformers import TransformersEngine
 
     started: list[TransformersEngine] = []
 
     async def start() -> TransformersEngine:
-        settings = EngineSettings(engine_type="transformers", model_path=str(tiny_model), max_model_len=200, fixed_weights=True)
+        settings = EngineSettings(
+            engine_type="transformers",
+            model_path=str(tiny_model),
+            max_model_len=200,
+            fixed_weights=True,
+        )
         started.append(await TransformersEngine.start(settings))
         return started[0]
 
@@ -119,7 +147,9 @@ def test_a_real_engine_is_started_to_record_and_not_to_play(tiny_model: Path, tm
 
     async def play() -> WorkflowResult:
         try:
-            return await run_workflow_async(Twice, task, RecordedModel(tmp_path / "c.json", start), n=2)
+            return await run_workflow_async(
+                Twice, task, RecordedModel(tmp_path / "c.json", start), n=2
+            )
         finally:
             for engine in started:
                 await engine.close()
@@ -129,5 +159,7 @@ def test_a_real_engine_is_started_to_record_and_not_to_play(tiny_model: Path, tm
     assert len(started) == 1 and recorded.experience.num_response_tokens > 2
     for a, b in zip(recorded.experiences, played.experiences, strict=True):
         assert (
-            np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs) and a.version_spans == b.version_spans
+            np.array_equal(a.tokens, b.tokens)
+            and np.array_equal(a.logprobs, b.logprobs)
+            and a.version_spans == b.version_spans
         )

@@ -36,12 +36,18 @@ def test_the_fixtures(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", PLUGIN, "-p", "no:cacheprovider"]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert "1 failed, 4 passed" in done.stdout and "assistant  4" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "1 failed, 4 passed" in done.stdout and "assistant  4" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert (tmp_path / "cassettes" / "test_theirs" / "test_recorded.json").is_file()
 
 
 def test_it_is_registered_under_the_name_of_its_module() -> None:
     """So naming it in `pytest_plugins` as well does not register it twice."""
-    named = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]["pytest11"]
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "entry-points"
+    ]["pytest11"]
     assert named == {PLUGIN: PLUGIN}

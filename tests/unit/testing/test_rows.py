@@ -19,7 +19,9 @@ def test_every_row_that_fails_is_named() -> None:
             pytest.fail("said so")
         assert row != 2, "two"
 
-    with pytest.raises(AssertionError, match=r"(?s)2 of 4 rows:.*2: AssertionError: two.*3: Failed: said so"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)2 of 4 rows:.*2: AssertionError: two.*3: Failed: said so"
+    ):
         look(tmp="")
     assert seen == [1, 2, 3, 4]
 

@@ -1,4 +1,6 @@
-"""The tiny model is a real Hugging Face folder, the same for the same seed; its task has a clean hold-out."""
+"""The tiny model is a real Hugging Face folder, the same for the same seed; its task has a clean
+hold-out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ def test_model_folder(tied: bool, tiny_model: Path, tiny_untied: Path) -> None:
     assert model.config.tie_word_embeddings is tied
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
     assert 200_000 < model.num_parameters() < 450_000
-    assert (model.generation_config.pad_token_id, model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (
+    assert (
+        model.generation_config.pad_token_id,
+        model.generation_config.bos_token_id,
+        model.generation_config.eos_token_id,
+    ) == (
         0,
         1,
         2,
@@ -31,10 +37,16 @@ def test_tokenizer_is_lossless_and_renders_chats(tiny_model: Path) -> None:
     text = "Grüße 你好\n\t 12+3 🙂"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer) == 259
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "qx7"}], add_generation_prompt=True, tokenize=False)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "qx7"}], add_generation_prompt=True, tokenize=False
+    )
     assert rendered == "<|im_start|>uqx7<|im_end|><|im_start|>a"
     ids = tokenizer.encode(rendered, add_special_tokens=False)
-    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.eos_token_id) == 1 and len(ids) == 8
+    assert (
+        ids[0] == tokenizer.bos_token_id
+        and ids.count(tokenizer.eos_token_id) == 1
+        and len(ids) == 8
+    )
 
 
 def test_same_seed_same_weights(tmp_path: Path, tiny_model: Path) -> None:
@@ -47,7 +59,8 @@ def test_same_seed_same_weights(tmp_path: Path, tiny_model: Path) -> None:
 
 
 def test_copy_task() -> None:
-    train, held_out = tiny.copy_tasks("train"), tiny.copy_tasks("eval")
+    train = tiny.copy_tasks("train")
+    held_out = tiny.copy_tasks("eval")
     assert (len(train), len(held_out)) == (2048, 100)
     assert all(row["prompt"][-1] == row["response"] for row in train + held_out)
     assert not {row["prompt"][:2] for row in train} & {row["prompt"][:2] for row in held_out}

@@ -30,7 +30,14 @@ def settings(tiny_model: Path) -> Callable[..., LearnerSettings]:
     return lambda **changes: replace(SETTINGS, **{"model_path": str(tiny_model), **changes})
 
 
-def row(prompt: list[int], answer: list[int], *, advantage: float = 1.0, group: str = "0", temperature: float = 1.0) -> TrainRow:
+def row(
+    prompt: list[int],
+    answer: list[int],
+    *,
+    advantage: float = 1.0,
+    group: str = "0",
+    temperature: float = 1.0,
+) -> TrainRow:
     count = len(prompt) + len(answer)
     mask = np.arange(count) >= len(prompt)
     return TrainRow(
@@ -45,7 +52,9 @@ def row(prompt: list[int], answer: list[int], *, advantage: float = 1.0, group: 
 
 @pytest.fixture
 def rows() -> list[TrainRow]:
-    """4 groups of 3 rows that share a system prompt; answers of 1 to 12 tokens, some beginning alike, one row with two turns."""
+    """4 groups of 3 rows that share a system prompt; answers of 1 to 12 tokens, some beginning
+    alike, one row with two turns.
+    """
     rng = np.random.default_rng(7)
     made = []
     system = rng.integers(3, 250, 6).tolist()
@@ -53,8 +62,18 @@ def rows() -> list[TrainRow]:
         prompt = system + rng.integers(3, 250, 3 + group).tolist()
         start = rng.integers(3, 250, 2).tolist()
         for run in range(3):
-            answer = (start if run else []) + rng.integers(3, 250, int(rng.integers(1, 11))).tolist()
-            made.append(row(prompt, answer, advantage=float(rng.normal()), group=str(group), temperature=1.0 + 0.2 * group))
+            answer = (start if run else []) + rng.integers(
+                3, 250, int(rng.integers(1, 11))
+            ).tolist()
+            made.append(
+                row(
+                    prompt,
+                    answer,
+                    advantage=float(rng.normal()),
+                    group=str(group),
+                    temperature=1.0 + 0.2 * group,
+                )
+            )
     two_turns = made[1]
     mask = two_turns.loss_mask.copy()
     mask[len(mask) // 2 + 4] = False

@@ -1,4 +1,6 @@
-"""Algorithms whose advantages read more than rewards, each for one step on the tiny model, from its own defaults."""
+"""Algorithms whose advantages read more than rewards, each for one step on the tiny model, from its
+own defaults.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ from rft.types.ids import ExperienceId, Version
 from rft.types.ports import GroupStats, Lease
 from rft.types.task import SamplingArgs
 
-REWARDS = {0: [[0.0, 1.0], [0.5, 0.0], [0.0]], 1: [[1.0], [0.0, 0.0], [0.0, 2.0]]}  # task: runs: steps
+# task: runs: steps
+REWARDS = {0: [[0.0, 1.0], [0.5, 0.0], [0.0]], 1: [[1.0], [0.0, 0.0], [0.0, 2.0]]}
 
 
-def experience(task: int, run: int, step: int, reward: float, rng: np.random.Generator) -> Experience:
+def experience(
+    task: int, run: int, step: int, reward: float, rng: np.random.Generator
+) -> Experience:
     """Two prompt tokens, an answer with a gap of a tool's tokens in it."""
     count = int(rng.integers(6, 11))
     mask = np.ones(count, np.bool_)
@@ -94,19 +99,30 @@ MORE = ("opo", "grpo_passk", "opmd", "asymre")
 
 def of(name: str) -> dict[str, Any]:
     d = algorithm_defaults(name)
-    parts = ("advantage_fn", "advantage_fn_args", "policy_loss_fn", "policy_loss_fn_args", "loss_agg_mode")
+    parts = (
+        "advantage_fn",
+        "advantage_fn_args",
+        "policy_loss_fn",
+        "policy_loss_fn_args",
+        "loss_agg_mode",
+    )
     return {part: getattr(d, part) for part in parts}
 
 
-@pytest.mark.parametrize("parts", [*CASES, *map(of, (*NAMES, *MORE))], ids=lambda p: "-".join(map(str, p.values()))[:50])
+@pytest.mark.parametrize(
+    "parts", [*CASES, *map(of, (*NAMES, *MORE))], ids=lambda p: "-".join(map(str, p.values()))[:50]
+)
 async def test_one_step(parts: dict[str, Any], settings: Callable[..., LearnerSettings]) -> None:
     learner = Learner(settings(algorithm=AlgorithmSettings(**parts)))
-    ranks, given = Ranks(learner), batch_builder.read(lease())
+    ranks = Ranks(learner)
+    given = batch_builder.read(lease())
     before = {n: p.detach().clone() for n, p in learner.policy.names().items()}
     needed = sorted(ranks.algorithm.needs.before)
     computed = await ranks.compute(given.rows, needed) if needed else ()
     assert not needed or set(computed[0]) == set(needed)
-    made = batch_builder.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1)
+    made = batch_builder.make(
+        given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1
+    )
     report = await ranks.step(made.shares)
     assert report.finite and np.isfinite(report.sums["loss"]) and report.grad_norm > 0
     assert all(np.isfinite(v) for v in made.metrics.values())

@@ -25,13 +25,21 @@ from rft.trainer.step_result import StepResult
 
 Settings = Callable[..., LearnerSettings]
 Made = Callable[..., Learner]
-PPO = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo", loss_agg_mode="seq-mean-token-mean")
+PPO = AlgorithmSettings(
+    algorithm_type="ppo", advantage_fn="ppo", loss_agg_mode="seq-mean-token-mean"
+)
 
 
 @pytest.fixture
 def made(settings: Settings) -> Made:
     def make(critic: dict[str, Any] | None = None, **changes: Any) -> Learner:
-        return Learner(settings(algorithm=PPO, critic=CriticSettings(optim=OptimSettings(lr=1e-3), **(critic or {})), **changes))
+        return Learner(
+            settings(
+                algorithm=PPO,
+                critic=CriticSettings(optim=OptimSettings(lr=1e-3), **(critic or {})),
+                **changes,
+            )
+        )
 
     return make
 
@@ -41,13 +49,23 @@ def valued(rows: list[TrainRow], learner: Learner, seed: int = 0) -> list[TrainR
     rng = np.random.default_rng(seed)
     (scored,) = learner.score([rows], ("values",))
     returns = [rng.normal(size=int(r.loss_mask.sum())).astype(np.float32) for r in rows]
-    return [msgspec.structs.replace(r, values=s["values"], returns=g) for r, s, g in zip(rows, scored, returns, strict=True)]
+    return [
+        msgspec.structs.replace(r, values=s["values"], returns=g)
+        for r, s, g in zip(rows, scored, returns, strict=True)
+    ]
 
 
-def batch(rows: list[TrainRow], learner: Learner, *, step: int = 1, tokens: int = 16384) -> RankBatch:
+def batch(
+    rows: list[TrainRow], learner: Learner, *, step: int = 1, tokens: int = 16384
+) -> RankBatch:
     (cut,) = plan(rows, 1, Budget(tokens, learner.settings.row_layout))
     micro = tuple(tuple(rows[i] for i in m) for m in cut)
-    return RankBatch(step=step, micro_batches=micro, tokens=float(sum(r.loss_mask.sum() for r in rows)), rows=float(len(rows)))
+    return RankBatch(
+        step=step,
+        micro_batches=micro,
+        tokens=float(sum(r.loss_mask.sum() for r in rows)),
+        rows=float(len(rows)),
+    )
 
 
 def learn(learner: Learner, rows: list[TrainRow], step: int) -> StepResult:
@@ -72,7 +90,8 @@ def test_it_begins_with_the_policys_layers_and_says_zero(
     model: str, request: pytest.FixtureRequest, made: Made, rows: list[TrainRow]
 ) -> None:
     learner = made(model_path=str(request.getfixturevalue(model)))
-    policy, critic = learner.policy.names(), state(learner)
+    policy = learner.policy.names()
+    critic = state(learner)
     assert set(policy) - set(critic) == ({"lm_head.weight"} if model == "tiny_untied" else set())
     assert set(critic) - set(policy) == {"value_head.weight", "value_head.bias"}
     assert all(torch.equal(critic[n], policy[n]) for n in set(critic) & set(policy))
@@ -84,11 +103,23 @@ def test_a_value_is_of_the_state_before_its_token(made: Made, rows: list[TrainRo
     learner = made()
     randomise(learner)
     assert learner.critic is not None
-    lm, head = learner.critic.model.lm, learner.critic.model.value_head
+    lm = learner.critic.model.lm
+    head = learner.critic.model.value_head
     assert learner.settings.critic is not None
-    plain = Learner(replace(learner.settings, row_layout="padded", critic=replace(learner.settings.critic, row_layout="padded")))
+    plain = Learner(
+        replace(
+            learner.settings,
+            row_layout="padded",
+            critic=replace(learner.settings.critic, row_layout="padded"),
+        )
+    )
     randomise(plain)
-    for found, other, row in zip(learner.score([rows], ("values",))[0], plain.score([rows], ("values",))[0], rows, strict=True):
+    for found, other, row in zip(
+        learner.score([rows], ("values",))[0],
+        plain.score([rows], ("values",))[0],
+        rows,
+        strict=True,
+    ):
         at = np.flatnonzero(row.loss_mask)
         # the plain model reads the row alone, up to the last token that predicts one
         alone = policies.Policy.hidden(plain.critic.model, plain._micro_batch([row]))  # type: ignore[union-attr]
@@ -96,11 +127,14 @@ def test_a_value_is_of_the_state_before_its_token(made: Made, rows: list[TrainRo
         assert len(at) == len(expected) and np.abs(found["values"] - expected).max() < 1e-4
         assert np.abs(found["values"] - other["values"]).max() < 1e-4
     changed = msgspec.structs.replace(
-        rows[0], tokens=np.where(np.arange(len(rows[0].tokens)) == at_last(rows[0]), 9, rows[0].tokens)
+        rows[0],
+        tokens=np.where(np.arange(len(rows[0].tokens)) == at_last(rows[0]), 9, rows[0].tokens),
     )
     before, after = (learner.score([[r]], ("values",))[0][0]["values"] for r in (rows[0], changed))
     assert np.array_equal(before, after), "the last token is predicted, not read"
-    assert lm.get_output_embeddings() is None or isinstance(lm.get_output_embeddings(), torch.nn.Identity)
+    assert lm.get_output_embeddings() is None or isinstance(
+        lm.get_output_embeddings(), torch.nn.Identity
+    )
 
 
 def at_last(row: TrainRow) -> int:
@@ -108,11 +142,14 @@ def at_last(row: TrainRow) -> int:
 
 
 def gradient(learner: Learner, given: RankBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    critic, found = learner.critic, {}
+    critic = learner.critic
+    found = {}
     assert critic is not None
 
     def keep(lr: float) -> float:
-        found.update({n: p.grad.clone() for n, p in critic.model.names().items() if p.grad is not None})
+        found.update(
+            {n: p.grad.clone() for n, p in critic.model.names().items() if p.grad is not None}
+        )
         critic.optimizer.zero_grad()
         return 1.0
 
@@ -127,8 +164,15 @@ def test_any_cut_gives_the_same_gradient(made: Made, rows: list[TrainRow]) -> No
     randomise(plain)
     given = valued(rows, plain)
     expected_loss, expected = gradient(plain, batch(given, plain))
-    assert {n for n, g in expected.items() if g.abs().max() > 0} >= {"value_head.weight", "model.embed_tokens.weight"}
-    for tokens, changes in ((16384, {}), (30, {}), (30, {"critic": {"gradient_checkpointing": True}})):
+    assert {n for n, g in expected.items() if g.abs().max() > 0} >= {
+        "value_head.weight",
+        "model.embed_tokens.weight",
+    }
+    for tokens, changes in (
+        (16384, {}),
+        (30, {}),
+        (30, {"critic": {"gradient_checkpointing": True}}),
+    ):
         learner = made(**changes)
         randomise(learner)
         loss, found = gradient(learner, batch(given, learner, tokens=tokens))
@@ -142,7 +186,9 @@ def test_the_loss_is_the_formula_on_the_stored_rows(made: Made, rows: list[Train
     learner = made(critic={"cliprange_value": 0.2})
     randomise(learner)
     given = [
-        msgspec.structs.replace(r, values=r.values + 0.3) for r in valued(rows, learner) if r.values is not None
+        msgspec.structs.replace(r, values=r.values + 0.3)
+        for r in valued(rows, learner)
+        if r.values is not None
     ]  # some clip
     result = learner.step(batch(given, learner), batch(given, learner)).critic
     assert result is not None
@@ -150,7 +196,9 @@ def test_the_loss_is_the_formula_on_the_stored_rows(made: Made, rows: list[Train
     for r in given:
         assert r.values is not None and r.returns is not None
         v, old, goal = (a.astype(np.float64) for a in (r.values - 0.3, r.values, r.returns))
-        per_row.append(np.maximum((v - goal) ** 2, (np.clip(v, old - 0.2, old + 0.2) - goal) ** 2).mean() / 2)
+        per_row.append(
+            np.maximum((v - goal) ** 2, (np.clip(v, old - 0.2, old + 0.2) - goal) ** 2).mean() / 2
+        )
     tokens = sum(r.loss_mask.sum() for r in given)
     assert result.sums["vf_loss"] / tokens == pytest.approx(np.mean(per_row), rel=1e-4)
     assert 0 < result.sums["vf_clipfrac"] / tokens < 1
@@ -158,10 +206,17 @@ def test_the_loss_is_the_formula_on_the_stored_rows(made: Made, rows: list[Train
 
 def test_policy_and_critic_are_trained_apart(made: Made, rows: list[TrainRow]) -> None:
     learner = made(critic={"ppo_epochs": 3, "warmup": 1}, ppo_epochs=2)
-    policy, critic = {n: p.detach().clone() for n, p in learner.policy.names().items()}, state(learner)
+    policy = {n: p.detach().clone() for n, p in learner.policy.names().items()}
+    critic = state(learner)
     first = learn(learner, rows, 1)
-    assert first.critic is not None and (first.updates, first.critic.updates, first.finite) == (0, 3, True)
-    assert first.sums == {} and all(torch.equal(p, policy[n]) for n, p in learner.policy.names().items())
+    assert first.critic is not None and (first.updates, first.critic.updates, first.finite) == (
+        0,
+        3,
+        True,
+    )
+    assert first.sums == {} and all(
+        torch.equal(p, policy[n]) for n, p in learner.policy.names().items()
+    )
     assert not all(torch.equal(p, critic[n]) for n, p in state(learner).items())
     assert first.critic.lr == 1e-3
     second = learn(learner, rows, 2)
@@ -181,7 +236,9 @@ def test_it_learns_what_it_is_taught(made: Made, rows: list[TrainRow]) -> None:
     assert losses[-1] < 0.2 * losses[0], losses
 
 
-@pytest.mark.parametrize("contents", [("model", "optimizer", "extra"), ("hf_model", "optimizer", "extra")])
+@pytest.mark.parametrize(
+    "contents", [("model", "optimizer", "extra"), ("hf_model", "optimizer", "extra")]
+)
 def test_saved_and_loaded_gives_the_same_next_losses(
     contents: tuple[str, ...], made: Made, rows: list[TrainRow], tmp_path: Path
 ) -> None:
@@ -204,24 +261,32 @@ def test_saved_and_loaded_gives_the_same_next_losses(
     assert all(torch.equal(p, state(second)[n]) for n, p in state(whole).items())
 
 
-def test_a_checkpoint_without_a_critic_says_what_to_do(made: Made, settings: Settings, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_critic_says_what_to_do(
+    made: Made, settings: Settings, tmp_path: Path
+) -> None:
     """Of a run with another algorithm, which `resume_from_path` named."""
     Learner(settings()).save(str(tmp_path), 1)
     with pytest.raises(CheckpointInvalid, match=r"holds no critic.*model\.model_path"):
         made().load(str(tmp_path))
 
 
-def test_a_critics_state_of_another_optimizer_is_refused(made: Made, rows: list[TrainRow], tmp_path: Path) -> None:
+def test_a_critics_state_of_another_optimizer_is_refused(
+    made: Made, rows: list[TrainRow], tmp_path: Path
+) -> None:
     sgd = OptimSettings(optimizer_type="sgd", lr=1e-3, momentum=0.9)
     whole = made()
     learn(whole, rows, 1)
     whole.save(str(tmp_path), 1)
     other = Learner(replace(whole.settings, critic=replace(whole.settings.critic, optim=sgd)))
-    with pytest.raises(CheckpointInvalid, match=r"critic: the optimizer's state is of adamw, not of sgd"):
+    with pytest.raises(
+        CheckpointInvalid, match=r"critic: the optimizer's state is of adamw, not of sgd"
+    ):
         other.load(str(tmp_path))
     learn(other, rows, 1)
     other.save(str(tmp_path / "sgd"), 1)
-    with pytest.raises(CheckpointInvalid, match=r"critic: the optimizer's state is of sgd, not of adamw"):
+    with pytest.raises(
+        CheckpointInvalid, match=r"critic: the optimizer's state is of sgd, not of adamw"
+    ):
         made().load(str(tmp_path / "sgd"))
 
 
@@ -231,7 +296,12 @@ def test_another_model_with_other_heads_reads_the_same_rows(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=259, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=1,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     learner = made(critic={"model_path": str(tmp_path)})
@@ -240,7 +310,9 @@ def test_another_model_with_other_heads_reads_the_same_rows(
 
 
 @pytest.mark.parametrize(("family", "eps"), [("qwen2", 1e-6), ("llama", 0.5)])
-def test_a_critic_of_another_family_has_its_own_configuration(family: str, eps: float, made: Made, tmp_path: Path) -> None:
+def test_a_critic_of_another_family_has_its_own_configuration(
+    family: str, eps: float, made: Made, tmp_path: Path
+) -> None:
     path = tiny.make(tmp_path / "critic", family=family, rms_norm_eps=1e-6)
     learner = made(critic={"model_path": str(path)}, override_config={"rms_norm_eps": 0.5})
     assert learner.critic is not None and learner.policy.lm.config.rms_norm_eps == 0.5
@@ -248,18 +320,28 @@ def test_a_critic_of_another_family_has_its_own_configuration(family: str, eps: 
 
 
 @pytest.mark.parametrize(("size", "count"), [(5, 3), (12, 1), (20, 1)])
-async def test_values_are_computed_in_micro_batches_of_their_own(size: int, count: int, made: Made, rows: list[TrainRow]) -> None:
-    learner = made(critic={"use_dynamic_bsz": False, "micro_batch_size": 4, "forward_micro_batch_size": size})
+async def test_values_are_computed_in_micro_batches_of_their_own(
+    size: int, count: int, made: Made, rows: list[TrainRow]
+) -> None:
+    learner = made(
+        critic={"use_dynamic_bsz": False, "micro_batch_size": 4, "forward_micro_batch_size": size}
+    )
     randomise(learner)
     ranks = Ranks(learner)
     budget = ranks.forward_budget("values")
-    assert budget == Budget(16384, "shared", size) and ranks.forward_budget("old") == Budget(16384, "shared")
+    assert budget == Budget(16384, "shared", size) and ranks.forward_budget("old") == Budget(
+        16384, "shared"
+    )
     (cut,) = spread(len(rows), 1, size)
-    assert [len(m) for m in cut] == [size] * (len(rows) // size) + ([len(rows) % size] if len(rows) % size else [])
+    assert [len(m) for m in cut] == [size] * (len(rows) // size) + (
+        [len(rows) % size] if len(rows) % size else []
+    )
     assert len(cut) == count
     found = await ranks.prepare(rows)
     (expected,) = learner.score([rows], ("values",))
-    assert all(np.abs(f["values"] - e["values"]).max() < 1e-5 for f, e in zip(found, expected, strict=True))
+    assert all(
+        np.abs(f["values"] - e["values"]).max() < 1e-5 for f, e in zip(found, expected, strict=True)
+    )
     assert ranks.critic_budget == Budget(16384, "shared", 4)
     without = Ranks(made(critic={"use_dynamic_bsz": False}))
     with pytest.raises(ConfigError, match=r"trainer.critic.micro_batch_size_per_gpu: is needed"):
@@ -269,6 +351,8 @@ async def test_values_are_computed_in_micro_batches_of_their_own(size: int, coun
 def test_idle_ranks_compute_without_effect(made: Made, rows: list[TrainRow]) -> None:
     learner = made()
     assert learner.critic is not None
-    out = learner.critic.loss(learner._micro_batch([]), Denominators(1, 1, 1), "token-mean", idle=True)
+    out = learner.critic.loss(
+        learner._micro_batch([]), Denominators(1, 1, 1), "token-mean", idle=True
+    )
     out.loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in learner.critic.model.parameters())

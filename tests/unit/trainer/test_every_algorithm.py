@@ -1,7 +1,9 @@
-"""Every algorithm from its own defaults, as a configuration gives them: the first step on the tiny model, against formulas in float64.
+"""Every algorithm from its own defaults, as a configuration gives them: the first step on the tiny
+model, against formulas in float64.
 
-Formulas are written here once more in numpy.  Log-probs are those of transformers in float64, row by row, without packing or sharing;
-rows are stored ones, and teachers, states and steps of runs that no workflow gives yet are written into them.
+Formulas are written here once more in numpy.  Log-probs are those of transformers in float64, row
+by row, without packing or sharing; rows are stored ones, and teachers, states and steps of runs
+that no workflow gives yet are written into them.
 """
 
 from __future__ import annotations
@@ -36,13 +38,18 @@ Array = np.ndarray
 K = 12  # max_response_tokens
 STEPPED = ("multi_step_grpo", "gigpo")
 REWARDS = {0: [1.0, 0.0, 0.5, 0.0], 1: [0.0, 1.0, 1.0, 0.25], 2: [1.0, 1.0, 1.0, 1.0]}
-STEPS = {0: [[0.0, 1.0], [0.5, 0.0], [0.0]], 1: [[1.0], [0.0, 0.0], [0.0, 2.0]]}  # task: runs: steps
+# task: runs: steps
+STEPS = {0: [[0.0, 1.0], [0.5, 0.0], [0.0]], 1: [[1.0], [0.0, 0.0], [0.0, 2.0]]}
 
 
 def configured(name: str, model: Path) -> LearnerSettings:
     """What the trainer gets of a configuration that names the algorithm and nothing of it else."""
-    data, rows = algorithms()[name].data, {"path": "rft.testing.tiny:copy_tasks", "storage_type": "file"}
-    tasks = {"taskset": {"path": "rft.testing.tiny:copy_tasks"}, "default_workflow_type": "simple_workflow"}
+    data = algorithms()[name].data
+    rows = {"path": "rft.testing.tiny:copy_tasks", "storage_type": "file"}
+    tasks = {
+        "taskset": {"path": "rft.testing.tiny:copy_tasks"},
+        "default_workflow_type": "simple_workflow",
+    }
     buffer: dict[str, Any] = {"batch_size": 3, "total_steps": 10}
     if data is not None:
         buffer["trainer_input"] = {"experience_buffer": rows}
@@ -100,7 +107,13 @@ def plain(folder: Path, tokens: Array, mask: Array, scale: float = 1.0) -> Array
                 p.mul_(scale)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.no_grad():
-        logprobs = _MODELS[key](ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+        logprobs = (
+            _MODELS[key](ids)
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, ids[0, 1:, None])[:, 0]
+            .numpy()
+        )
     found: Array = logprobs[mask[1:]]
     return found
 
@@ -117,10 +130,13 @@ def experience(name: str, folder: Path, task: int, run: int, step: int, reward: 
     if run == 1:
         mask[6] = False  # a tool's token
     lp = plain(folder, tokens, mask)
-    given, expert = algorithms()[name].data is not None, algorithms()[name].sample_strategy == "mix" and (task + run) % 3 == 0
-    logprobs, teacher = np.zeros(count, np.float32), np.zeros(count, np.float32)
+    given = algorithms()[name].data is not None
+    expert = algorithms()[name].sample_strategy == "mix" and (task + run) % 3 == 0
+    logprobs = np.zeros(count, np.float32)
+    teacher = np.zeros(count, np.float32)
     if not (given or expert):
-        logprobs[mask] = np.minimum(lp + rng.normal(0, 0.3, len(lp)), -0.01)  # of a policy a few steps ago
+        # of a policy a few steps ago
+        logprobs[mask] = np.minimum(lp + rng.normal(0, 0.3, len(lp)), -0.01)
         teacher[mask] = -rng.exponential(4, len(lp))
     x = Experience(
         id=ExperienceId(1, 0, 0, task, run, step=step),
@@ -133,7 +149,9 @@ def experience(name: str, folder: Path, task: int, run: int, step: int, reward: 
         logprobs=logprobs,
         has_logprobs=not (given or expert),
         version_spans=() if given or expert else (VersionSpan(Version(1, 0), 4, count),),
-        sampling=() if given or expert else (SamplingRecord(start=4, end=count, sampling=SamplingArgs(temperature=1.0)),),
+        sampling=()
+        if given or expert
+        else (SamplingRecord(start=4, end=count, sampling=SamplingArgs(temperature=1.0)),),
         reward=None if given or expert else reward,
         is_expert=given or expert,
         teacher_logprobs=teacher,
@@ -151,7 +169,11 @@ def stored(name: str, folder: Path) -> list[Row]:
             for step, r in enumerate(rewards)
         ]
     tasks = {task: rewards[:2] for task, rewards in REWARDS.items()} if name == "dpo" else REWARDS
-    return [experience(name, folder, task, run, 0, r) for task, rewards in tasks.items() for run, r in enumerate(rewards)]
+    return [
+        experience(name, folder, task, run, 0, r)
+        for task, rewards in tasks.items()
+        for run, r in enumerate(rewards)
+    ]
 
 
 def leased(rows: list[Row]) -> Lease:
@@ -207,7 +229,11 @@ def white(arrays: list[Array]) -> list[Array]:
 
 def passk(r: Array, lengths: Array) -> Array:
     best, second = np.sort(r)[::-1][:2]
-    return np.where(r == best, (best - second) / (r.std(ddof=1) + 1e-6), 0.0) if np.ptp(r) else np.zeros(len(r))
+    return (
+        np.where(r == best, (best - second) / (r.std(ddof=1) + 1e-6), 0.0)
+        if np.ptp(r)
+        else np.zeros(len(r))
+    )
 
 
 def gpg(rows: list[Row]) -> list[Array]:
@@ -226,7 +252,8 @@ def gigpo(rows: list[Row]) -> list[Array]:
     to_come = np.array([last[row.x.id.task][row.x.id.run] for row in rows])  # not discounted
     found = []
     for row, value in zip(rows, to_come, strict=True):
-        state = (row.x.id.task, row.x.id.step)  # told apart by the step's number inside of its task, as in the paper
+        # told apart by the step's number inside of its task, as in the paper
+        state = (row.x.id.task, row.x.id.step)
         same = to_come[[(other.x.id.task, other.x.id.step) == state for other in rows]]
         of_task = last[row.x.id.task]
         episode = (of_task[row.x.id.run] - of_task.mean()) / (1 + 1e-6)
@@ -244,8 +271,10 @@ ADVANTAGES: dict[str, Callable[[list[Row]], list[Array]]] = {
     "none": lambda rows: [np.zeros(row.n) for row in rows],
     "grpo": per_group(lambda r, n: standard(r)),
     "dr_grpo": per_group(lambda r, n: r - r.mean()),
-    "ppo": lambda rows: white([np.full(row.n, row.r) for row in rows]),  # the critic says 0 at first
-    "reinforceplusplus": lambda rows: white([np.full(row.n, row.r) for row in rows]),  # undiscounted, paid at the end
+    # the critic says 0 at first
+    "ppo": lambda rows: white([np.full(row.n, row.r) for row in rows]),
+    # undiscounted, paid at the end
+    "reinforceplusplus": lambda rows: white([np.full(row.n, row.r) for row in rows]),
     "reinforceplusplus_baseline": lambda rows: white(per_group(lambda r, n: r - r.mean())(rows)),
     "remax": lambda rows: [np.full(row.n, row.r - 0.25) for row in rows],
     "rloo": per_group(lambda r, n: r - (r.sum() - r) / (len(r) - 1)),
@@ -304,8 +333,12 @@ def gspo(lp: Array, old: Array, a: Array) -> Array:
 
 
 def geo_mean(lp: Array, old: Array, a: Array) -> Array:
-    v, sign = lp - old, np.sign(a)
-    return np.full(len(lp), -a.mean() * np.exp((sign * np.minimum(sign * v, sign * np.clip(v, -0.4, 0.4))).mean()))
+    v = lp - old
+    sign = np.sign(a)
+    return np.full(
+        len(lp),
+        -a.mean() * np.exp((sign * np.minimum(sign * v, sign * np.clip(v, -0.4, 0.4))).mean()),
+    )
 
 
 def sapo(lp: Array, old: Array, a: Array) -> Array:
@@ -322,13 +355,16 @@ def mixed(imitate: Callable[[Array], Array]) -> Callable[[list[Row], list[Array]
     def f(rows: list[Row], a: list[Array]) -> Choice:
         own = [(row, adv) for row, adv in zip(rows, a, strict=True) if not row.x.is_expert]
         usual = mean([clipped(0.2, 0.2)(row.lp, row.old, adv) for row, adv in own])
-        return Choice([0.9 * usual + 0.1 * mean([imitate(row.lp) for row in rows if row.x.is_expert])])
+        return Choice(
+            [0.9 * usual + 0.1 * mean([imitate(row.lp) for row in rows if row.x.is_expert])]
+        )
 
     return f
 
 
 def m2po(rows: list[Row], a: list[Array]) -> Choice:
-    v, adv = np.concatenate([row.lp - row.old for row in rows]), np.concatenate(a)
+    v = np.concatenate([row.lp - row.old for row in rows])
+    adv = np.concatenate(a)
     onwards = sorted(np.flatnonzero(adv * v > 0), key=lambda t: v[t] ** 2)
     while onwards and np.mean(v[onwards] ** 2) > 0.04:
         v[onwards.pop()] = -np.inf  # ratio 0
@@ -336,8 +372,13 @@ def m2po(rows: list[Row], a: list[Array]) -> Choice:
 
 
 def covariances(rows: list[Row], a: list[Array]) -> tuple[Array, Array, Array]:
-    lp, adv = np.concatenate([row.lp for row in rows]), np.concatenate(a)
-    return (adv - adv.mean()) * (lp - lp.mean()), lp - np.concatenate([row.old for row in rows]), adv
+    lp = np.concatenate([row.lp for row in rows])
+    adv = np.concatenate(a)
+    return (
+        (adv - adv.mean()) * (lp - lp.mean()),
+        lp - np.concatenate([row.old for row in rows]),
+        adv,
+    )
 
 
 def kl_cov(rows: list[Row], a: list[Array]) -> Choice:
@@ -349,7 +390,8 @@ def clip_cov(rows: list[Row], a: list[Array]) -> Choice:
     """One token is drawn."""
     c, v, adv = covariances(rows, a)
     rho = np.exp(v)
-    plainly, held = -adv * rho, -adv * np.clip(rho, 0.8, 1.2)
+    plainly = -adv * rho
+    held = -adv * np.clip(rho, 0.8, 1.2)
     every = np.maximum(plainly, held)
     among = np.flatnonzero((held <= plainly) & (c > 1) & (c < 5))
     assert len(among), "the rows have a token that may be drawn"
@@ -358,7 +400,18 @@ def clip_cov(rows: list[Row], a: list[Array]) -> Choice:
 
 def dpo(rows: list[Row], a: list[Array]) -> Choice:
     gain = [0.1 * float((row.lp - row.ref).sum()) for row in rows]
-    return Choice([float(np.mean([math.log1p(math.exp(bad - good)) for good, bad in zip(gain[0::2], gain[1::2], strict=True)]))])
+    return Choice(
+        [
+            float(
+                np.mean(
+                    [
+                        math.log1p(math.exp(bad - good))
+                        for good, bad in zip(gain[0::2], gain[1::2], strict=True)
+                    ]
+                )
+            )
+        ]
+    )
 
 
 def raft(rows: list[Row], a: list[Array]) -> Choice:
@@ -369,7 +422,9 @@ LOSSES: dict[str, Callable[[list[Row], list[Array]], Losses | Choice]] = {
     "ppo": tokens(clipped(0.2, 0.2)),
     "dapo": tokens(clipped(0.2, 0.28)),
     "opmd": tokens(lambda lp, old, a: -a * lp / 2),
-    "topr": tokens(lambda lp, old, a: -a * lp * np.where(a <= 0, np.minimum(np.exp(lp - old), 1), 1)),
+    "topr": tokens(
+        lambda lp, old, a: -a * lp * np.where(a <= 0, np.minimum(np.exp(lp - old), 1), 1)
+    ),
     "cispo": tokens(lambda lp, old, a: -a * lp * np.clip(np.exp(lp - old), 0, 1.28)),
     "gspo": tokens(gspo),
     "sapo": tokens(sapo),
@@ -424,7 +479,8 @@ async def test_the_first_step_is_the_formula(name: str, model: Path) -> None:
         with torch.no_grad():
             for p in learner.reference.parameters():
                 p.mul_(1.05)
-    ranks, rows = Ranks(learner), stored(name, model)
+    ranks = Ranks(learner)
+    rows = stored(name, model)
     needs = ranks.algorithm.needs
     given = batch_builder.read(leased(rows), samples=needs.samples, pairs=needs.pairs)
     made = batch_builder.make(
@@ -437,10 +493,12 @@ async def test_the_first_step_is_the_formula(name: str, model: Path) -> None:
         critic_budget=ranks.critic_budget,
         kl_coefs=ranks.kl_coefs,
     )
-    assert len(made.shares[0].micro_batches) > (0 if name in ("raft", "grpo_passk") else 1)  # these leave most rows out
+    # these leave most rows out
+    assert len(made.shares[0].micro_batches) > (0 if name in ("raft", "grpo_passk") else 1)
     before = {n: p.detach().clone() for n, p in learner.policy.names().items()}
     report = await ranks.step(made.shares, made.critic)
-    loss, may_be = report.sums["loss"] / made.tokens, expected(name, rows)
+    loss = report.sums["loss"] / made.tokens
+    may_be = expected(name, rows)
     assert any(loss == pytest.approx(value, rel=2e-5, abs=2e-6) for value in may_be), (loss, may_be)
     assert report.finite and 0 < report.grad_norm < math.inf
     numbers = [*report.sums.values(), *report.maxima.values(), *made.metrics.values()]

@@ -1,4 +1,6 @@
-"""What a trainer writes for others: names, values and buffers of a checkpoint that transformers and engines load."""
+"""What a trainer writes for others: names, values and buffers of a checkpoint that transformers and
+engines load.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from rft.trainer.policy import layers
 from rft.trainer.settings import LearnerSettings, LoraSettings, OptimSettings
 from tests.helpers import families
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
+# what transformers says of kernels that are not installed
+pytestmark = pytest.mark.filterwarnings("ignore")
 OTHERS = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "nemotron_h")
 EXPERTS = ["deepseek_v3", *(pytest.param(f, marks=pytest.mark.e2e) for f in OTHERS)]
 
@@ -37,7 +40,9 @@ def shaken(learner: Learner) -> Learner:
 def logits(folder: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not told["missing_keys"] and not told["unexpected_keys"]
     with torch.no_grad():
         found: torch.Tensor = model.eval()(torch.arange(24).view(2, 12)).logits
@@ -56,7 +61,9 @@ def both_ways(learner: Learner, root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_an_export_has_the_names_of_the_base_and_the_weights_of_the_trainer(family: str, tmp_path: Path) -> None:
+def test_an_export_has_the_names_of_the_base_and_the_weights_of_the_trainer(
+    family: str, tmp_path: Path
+) -> None:
     base = families.make(family, tmp_path / "base")
     settings = LearnerSettings(model_path=str(base), row_layout="padded")
     learner = shaken(Learner(settings))
@@ -68,11 +75,16 @@ def test_an_export_has_the_names_of_the_base_and_the_weights_of_the_trainer(fami
         assert {n: t.dtype for n, t in load_file(folder / "model.safetensors").items()} == names
         assert (logits(folder) - want).abs().max() < 1e-5
     assert (logits(base) - want).abs().max() > 0.01
-    for checkpoint in (tmp_path / "step" / "trainer", _exported_only(tmp_path, folders[0], learner)):
+    for checkpoint in (
+        tmp_path / "step" / "trainer",
+        _exported_only(tmp_path, folders[0], learner),
+    ):
         again = Learner(settings)
         again.load(str(checkpoint))
         for name, tensor in {**learner.policy.names(), **saved_buffers(learner.policy.lm)}.items():
-            assert torch.equal({**again.policy.names(), **saved_buffers(again.policy.lm)}[name], tensor), name
+            assert torch.equal(
+                {**again.policy.names(), **saved_buffers(again.policy.lm)}[name], tensor
+            ), name
 
 
 @pytest.mark.parametrize(
@@ -87,21 +99,35 @@ def test_an_export_has_the_names_of_the_base_and_the_weights_of_the_trainer(fami
 def test_an_export_has_the_tokenizer_and_the_template_of_the_run(
     tokenizer: str, given: str | None, exported: str, tmp_path: Path
 ) -> None:
-    """Whoever serves the model later must write the prompts that it was trained on; what ends an answer is the model's own."""
+    """Whoever serves the model later must write the prompts that it was trained on; what ends an
+    answer is the model's own.
+    """
     for name in ("model", "tokenizer"):
         (tmp_path / name / "additional_chat_templates").mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
-        (tmp_path / name / "generation_config.json").write_text(json.dumps({"eos_token_id": len(name)}))
-        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"chat_template": f"of the {name}"}))
+        (tmp_path / name / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": len(name)})
+        )
+        (tmp_path / name / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": f"of the {name}"})
+        )
     (tmp_path / "model" / "chat_template.jinja").write_text("of the model")
     (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
-    settings = LearnerSettings(model_path=str(tmp_path / "model"), tokenizer_path=str(tmp_path / tokenizer), chat_template=given)
+    settings = LearnerSettings(
+        model_path=str(tmp_path / "model"),
+        tokenizer_path=str(tmp_path / tokenizer),
+        chat_template=given,
+    )
     saving.side_files(settings, out := tmp_path / "out")
     found = ChatFiles(folder=out, tokenizer_config=read_settings(out / "tokenizer_config.json"))
     assert found.chat_template == exported
-    assert (out / "additional_chat_templates").exists() == (exported == "of the model"), "the run's own is for all prompts"
+    assert (out / "additional_chat_templates").exists() == (exported == "of the model"), (
+        "the run's own is for all prompts"
+    )
     assert json.loads((out / "config.json").read_text()) == {"model_type": "model"}
-    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": len("model")}
+    assert json.loads((out / "generation_config.json").read_text()) == {
+        "eos_token_id": len("model")
+    }
 
 
 def _exported_only(folder: Path, exported: Path, learner: Learner) -> Path:
@@ -134,8 +160,15 @@ def test_an_adapter_is_added_to_a_base_with_other_names(family: str, tmp_path: P
 
 def test_an_export_has_all_files_that_vllm_and_tokenizers_read(tmp_path: Path) -> None:
     """Processors of a model that also takes images, and vocabularies of Mistral and of tiktoken."""
-    names = {"config.json", "preprocessor_config.json", "processor_config.json", "tekken.json", "qwen.tiktoken"}
-    base, out = tmp_path / "base", tmp_path / "out"
+    names = {
+        "config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "tekken.json",
+        "qwen.tiktoken",
+    }
+    base = tmp_path / "base"
+    out = tmp_path / "out"
     base.mkdir()
     for name in names:
         (base / name).write_text("{}")
@@ -143,10 +176,20 @@ def test_an_export_has_all_files_that_vllm_and_tokenizers_read(tmp_path: Path) -
 
 
 def test_an_export_keeps_what_is_not_trained(tmp_path: Path) -> None:
-    """Towers for images and layers that foretell tokens, which programs load that know the whole model."""
+    """Towers for images and layers that foretell tokens, which programs load that know the whole
+    model.
+    """
     base = tiny.make(tmp_path / "base")
-    more = {"visual.blocks.0.weight": torch.randn(3, 2).bfloat16(), "lm_head.weight": torch.zeros(259, 128)}  # the head is tied
-    save_file(load_file(base / "model.safetensors") | more, base / "model.safetensors", metadata={"format": "pt"})
+    # the head is tied
+    more = {
+        "visual.blocks.0.weight": torch.randn(3, 2).bfloat16(),
+        "lm_head.weight": torch.zeros(259, 128),
+    }
+    save_file(
+        load_file(base / "model.safetensors") | more,
+        base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     learner = shaken(Learner(LearnerSettings(model_path=str(base))))
     folders = both_ways(learner, tmp_path)
     for folder in folders:
@@ -156,12 +199,18 @@ def test_an_export_keeps_what_is_not_trained(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], p) for name, p in learner.policy.names().items())
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")], ids=["whole", "adapter"])
+@pytest.mark.parametrize(
+    "lora",
+    [None, LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")],
+    ids=["whole", "adapter"],
+)
 @pytest.mark.parametrize("family", ["qwen3_5", "llama4"])
 def test_a_language_model_is_put_back_under_the_names_and_beside_the_tower_of_its_base(
     family: str, lora: LoraSettings | None, tmp_path: Path
 ) -> None:
-    """transformers trains the text model alone, whose layers have other names than in the files of the whole."""
+    """transformers trains the text model alone, whose layers have other names than in the files of
+    the whole.
+    """
     from transformers import AutoModelForImageTextToText
 
     base = families.with_tower(family, tmp_path / "base")
@@ -186,8 +235,12 @@ def test_a_language_model_is_put_back_under_the_names_and_beside_the_tower_of_it
 
 @pytest.mark.extra("doctor")
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
-def test_a_tower_for_images_is_not_sharded_decayed_or_resumed(optimizer: Any, tmp_path: Path) -> None:
-    """Deeper than the language model: the layers are still those that read texts, and weight decay leaves the tower as it is."""
+def test_a_tower_for_images_is_not_sharded_decayed_or_resumed(
+    optimizer: Any, tmp_path: Path
+) -> None:
+    """Deeper than the language model: the layers are still those that read texts, and weight decay
+    leaves the tower as it is.
+    """
     from rft.extras.doctor import model_check
 
     base = families.with_tower("gemma3", tmp_path / "base")

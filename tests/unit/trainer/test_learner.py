@@ -32,7 +32,9 @@ def gradient(learner: Learner, batch: RankBatch) -> tuple[float, dict[str, torch
     found: dict[str, torch.Tensor] = {}
 
     def keep(lr: float) -> float:
-        found.update({n: p.grad.clone() for n, p in learner.policy.names().items() if p.grad is not None})
+        found.update(
+            {n: p.grad.clone() for n, p in learner.policy.names().items() if p.grad is not None}
+        )
         learner.optimizer.zero_grad()
         return 1.0
 
@@ -48,13 +50,20 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def state(learner: Learner) -> dict[str, torch.Tensor]:
     return {
         n: t.detach().clone()
-        for n, t in [*learner.policy.names().items(), *optim.moments(learner.optimizer, learner.policy.names()).items()]
+        for n, t in [
+            *learner.policy.names().items(),
+            *optim.moments(learner.optimizer, learner.policy.names()).items(),
+        ]
     }
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_untied"])
 def test_shared_prompts_and_any_cut_give_the_plain_gradient(
-    model: str, request: pytest.FixtureRequest, settings: Settings, rows: list[TrainRow], make_batch: Batch
+    model: str,
+    request: pytest.FixtureRequest,
+    settings: Settings,
+    rows: list[TrainRow],
+    make_batch: Batch,
 ) -> None:
     path = str(request.getfixturevalue(model))
     plain = settings(model_path=path, row_layout="padded")
@@ -73,9 +82,12 @@ def test_shared_prompts_and_any_cut_give_the_plain_gradient(
     assert len(batch.micro_batches) > 1
 
 
-def test_a_row_that_stands_twice_has_twice_the_gradient(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+def test_a_row_that_stands_twice_has_twice_the_gradient(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
     drawn = [rows[0], rows[0], rows[0], rows[4], rows[1]]
-    plain, shared = settings(row_layout="padded"), settings()
+    plain = settings(row_layout="padded")
+    shared = settings()
     expected_loss, expected = gradient(Learner(plain), make_batch(drawn, plain))
     loss, found = gradient(Learner(shared), make_batch(drawn, shared))
     assert loss == pytest.approx(expected_loss, abs=1e-6)
@@ -90,13 +102,17 @@ def test_log_probs_are_those_of_the_plain_model(settings: Settings, rows: list[T
     plain = AutoModelForCausalLM.from_pretrained(learner.settings.model_path, dtype=torch.float32)
     for row, found in zip(rows, scored, strict=True):
         with torch.no_grad():
-            logits = plain(torch.from_numpy(row.tokens)[None].long()).logits[0] / row.temperatures[0]
+            logits = (
+                plain(torch.from_numpy(row.tokens)[None].long()).logits[0] / row.temperatures[0]
+            )
         at = np.flatnonzero(row.loss_mask)
         expected = torch.log_softmax(logits, -1)[at - 1, row.tokens[at].tolist()]
         assert np.abs(found["old"] - expected.numpy()).max() < 2e-5
 
 
-def test_sums_over_the_vocabulary_are_those_of_the_plain_model(settings: Settings, rows: list[TrainRow]) -> None:
+def test_sums_over_the_vocabulary_are_those_of_the_plain_model(
+    settings: Settings, rows: list[TrainRow]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     learner = Learner(settings())
@@ -105,9 +121,12 @@ def test_sums_over_the_vocabulary_are_those_of_the_plain_model(settings: Setting
     plain = AutoModelForCausalLM.from_pretrained(learner.settings.model_path, dtype=torch.float32)
     for row, found, before in zip(rows, scored, old, strict=True):
         with torch.no_grad():
-            logits = plain(torch.from_numpy(row.tokens)[None].long()).logits[0] / row.temperatures[0]
+            logits = (
+                plain(torch.from_numpy(row.tokens)[None].long()).logits[0] / row.temperatures[0]
+            )
         logp = torch.log_softmax(logits, -1)[np.flatnonzero(row.loss_mask) - 1].double()
-        p, entropy = logp.exp(), -(logp.exp() * logp).sum(-1)
+        p = logp.exp()
+        entropy = -(logp.exp() * logp).sum(-1)
         assert np.abs(found["old"] - before["old"]).max() < 1e-6
         assert np.abs(found["entropy"] - entropy.numpy()).max() < 5e-5
         assert found["sum_squares"] == pytest.approx((p**2).sum(-1).numpy(), rel=1e-3)
@@ -120,13 +139,18 @@ def test_loss_scale_factor_divides_instead_of_the_longest_response(
     settings: Settings, rows: list[TrainRow], make_batch: Batch
 ) -> None:
     summed = AlgorithmSettings(loss_agg_mode="seq-mean-token-sum-norm")
-    by_length, by_factor = settings(algorithm=summed), settings(algorithm=summed, loss_scale_factor=48)
+    by_length = settings(algorithm=summed)
+    by_factor = settings(algorithm=summed, loss_scale_factor=48)
     _, expected = gradient(Learner(by_length), make_batch(rows, by_length))
     _, found = gradient(Learner(by_factor), make_batch(rows, by_factor))
-    assert apart({n: g * 12 / 48 for n, g in expected.items()}, found) < 1e-6, "max_response_tokens is 12"
+    assert apart({n: g * 12 / 48 for n, g in expected.items()}, found) < 1e-6, (
+        "max_response_tokens is 12"
+    )
 
 
-def test_gradient_checkpointing_changes_nothing(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+def test_gradient_checkpointing_changes_nothing(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
     batch = make_batch(rows, settings())
     _, expected = gradient(Learner(settings()), batch)
     _, found = gradient(Learner(settings(gradient_checkpointing=True)), batch)
@@ -147,7 +171,9 @@ def test_bfloat16_goes_through_fsdp_and_keeps_float32_weights(
         learner.close()
 
 
-def test_a_step_that_is_not_finite_changes_not_one_bit(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+def test_a_step_that_is_not_finite_changes_not_one_bit(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
     learner = Learner(settings())
     assert learner.step(make_batch(rows, learner.settings)).finite
     before = state(learner)
@@ -164,40 +190,63 @@ def test_a_step_that_is_not_finite_changes_not_one_bit(settings: Settings, rows:
     assert all(p.grad is None for p in learner.policy.parameters())
 
 
-@pytest.mark.parametrize("where", ["one advantage", "log-probs of one row", "one gradient", "one weight's gradient, infinite"])
+@pytest.mark.parametrize(
+    "where",
+    ["one advantage", "log-probs of one row", "one gradient", "one weight's gradient, infinite"],
+)
 def test_nothing_that_is_not_finite_gets_into_weights(
     where: str, settings: Settings, rows: list[TrainRow], make_batch: Batch
 ) -> None:
     learner = Learner(settings())
     assert learner.step(make_batch(rows, learner.settings)).finite
-    before, broken = state(learner), rows[-1]
+    before = state(learner)
+    broken = rows[-1]
     if where == "one advantage":
         advantages = np.array([np.nan, *np.ones(int(broken.loss_mask.sum()) - 1)], np.float32)
         broken = msgspec.structs.replace(broken, advantages=advantages)
-    elif where == "log-probs of one row":  # divided by a temperature that float32 has no reciprocal of
-        broken = msgspec.structs.replace(broken, temperatures=np.full(len(broken.tokens), 1e-40, np.float32))
+    elif (
+        where == "log-probs of one row"
+    ):  # divided by a temperature that float32 has no reciprocal of
+        broken = msgspec.structs.replace(
+            broken, temperatures=np.full(len(broken.tokens), 1e-40, np.float32)
+        )
     else:
         bad = float("nan" if where == "one gradient" else "inf")
         weight = next(iter(learner.policy.names().values()))
-        weight.register_hook(lambda g: g.index_put((torch.tensor([3]), torch.tensor([1])), torch.tensor(bad)))
+        weight.register_hook(
+            lambda g: g.index_put((torch.tensor([3]), torch.tensor([1])), torch.tensor(bad))
+        )
     result = learner.step(make_batch([*rows[:-1], broken], learner.settings, step=2))
     assert not result.finite and not np.isfinite(result.grad_norm)
     assert all(torch.equal(t, before[n]) for n, t in state(learner).items())
 
 
-def test_without_rows_momentum_still_moves_the_weights(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+def test_without_rows_momentum_still_moves_the_weights(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
     """Rows of zero advantage may be left out, because it makes no difference to the update."""
-    flat = [TrainRow(**{f: getattr(r, f) for f in r.__struct_fields__} | {"advantages": None}) for r in rows]
+    flat = [
+        TrainRow(**{f: getattr(r, f) for f in r.__struct_fields__} | {"advantages": None})
+        for r in rows
+    ]
     learners = [Learner(settings()) for _ in range(2)]
     for learner, second in zip(learners, (flat, []), strict=True):
         learner.step(make_batch(rows, learner.settings))
-        result = learner.step(RankBatch(step=2, micro_batches=(tuple(second),) if second else (), tokens=100.0, rows=12.0))
+        result = learner.step(
+            RankBatch(
+                step=2, micro_batches=(tuple(second),) if second else (), tokens=100.0, rows=12.0
+            )
+        )
         assert result.grad_norm == 0.0
     assert apart(*map(state, learners)) == 0.0
 
 
-def test_kl_reads_a_frozen_reference(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
-    learner = Learner(settings(algorithm=AlgorithmSettings(kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.1})))
+def test_kl_reads_a_frozen_reference(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
+    learner = Learner(
+        settings(algorithm=AlgorithmSettings(kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.1}))
+    )
     assert learner.reference is not None
     first = learner.step(make_batch(rows, learner.settings))
     second = learner.step(make_batch(rows, learner.settings, step=2))
@@ -207,7 +256,8 @@ def test_kl_reads_a_frozen_reference(settings: Settings, rows: list[TrainRow], m
 def test_saved_and_loaded_goes_on_bit_for_bit(
     settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
 ) -> None:
-    whole, first = Learner(settings()), Learner(settings())
+    whole = Learner(settings())
+    first = Learner(settings())
     for step in (1, 2, 3, 4):
         whole.step(make_batch(rows, whole.settings, step=step))
     for step in (1, 2):
@@ -217,14 +267,19 @@ def test_saved_and_loaded_goes_on_bit_for_bit(
     second.load(str(tmp_path / "trainer"))
     for step in (3, 4):
         second.step(make_batch(rows, second.settings, step=step))
-    expected, found = state(whole), state(second)
+    expected = state(whole)
+    found = state(second)
     assert all(torch.equal(found[n], t) for n, t in expected.items())
 
 
-def test_loading_what_does_not_fit_names_the_file(settings: Settings, tiny_untied: Path, tmp_path: Path) -> None:
+def test_loading_what_does_not_fit_names_the_file(
+    settings: Settings, tiny_untied: Path, tmp_path: Path
+) -> None:
     Learner(settings()).save(str(tmp_path), 0)
     with pytest.raises(
-        CheckpointInvalid, match=r"model-00001-of-00001.safetensors: holds other tensors than this model, e.g. lm_head.weight"
+        CheckpointInvalid,
+        match=r"model-00001-of-00001.safetensors: holds other tensors than this model, e.g. "
+        r"lm_head.weight",
     ):
         Learner(settings(model_path=str(tiny_untied))).load(str(tmp_path))
     with pytest.raises(CheckpointInvalid, match=r"state.json"):
@@ -233,7 +288,12 @@ def test_loading_what_does_not_fit_names_the_file(settings: Settings, tiny_untie
 
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_untied"])
 def test_export_is_a_hugging_face_folder(
-    model: str, request: pytest.FixtureRequest, settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
+    model: str,
+    request: pytest.FixtureRequest,
+    settings: Settings,
+    rows: list[TrainRow],
+    make_batch: Batch,
+    tmp_path: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -244,10 +304,15 @@ def test_export_is_a_hugging_face_folder(
     assert all(torch.equal(p, learner.policy.names()[n]) for n, p in back.named_parameters())
     assert back.generation_config.eos_token_id == 2
     assert AutoTokenizer.from_pretrained(tmp_path / "huggingface").chat_template
-    assert load_file(tmp_path / "huggingface" / "model.safetensors").keys() == learner.policy.names().keys()
+    assert (
+        load_file(tmp_path / "huggingface" / "model.safetensors").keys()
+        == learner.policy.names().keys()
+    )
 
 
-def test_stage_gives_every_tensor_once_and_the_tied_names(settings: Settings, tmp_path: Path) -> None:
+def test_stage_gives_every_tensor_once_and_the_tied_names(
+    settings: Settings, tmp_path: Path
+) -> None:
     from rft.sync.transport.checkpoint import CheckpointTransport
 
     transport = CheckpointTransport(tmp_path)
@@ -259,10 +324,16 @@ def test_stage_gives_every_tensor_once_and_the_tied_names(settings: Settings, tm
     transport.close()
 
 
-def test_engines_that_share_the_gpu_get_what_gathering_took(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_share_the_gpu_get_what_gathering_took(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     happened: list[str] = []
-    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: happened.append("given back"))
-    transport: Any = SimpleNamespace(stage=lambda version, given, tied: happened.extend(name for name, _ in given))
+    monkeypatch.setattr(
+        torch.accelerator.memory, "empty_cache", lambda: happened.append("given back")
+    )
+    transport: Any = SimpleNamespace(
+        stage=lambda version, given, tied: happened.extend(name for name, _ in given)
+    )
     learner = Learner(settings(shares_device=True))
     learner.stage(Version(1, 0), transport)
     assert happened.index("given back") == len(learner.policy.names()) == len(happened) - 1
@@ -272,7 +343,9 @@ def test_engines_that_share_the_gpu_get_what_gathering_took(settings: Settings, 
 
 def test_wrong_settings_say_what_to_do(settings: Settings) -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer.row_layout: needs attn_implementation auto, sdpa or flash_attention_2, not eager"
+        ConfigError,
+        match=r"trainer.row_layout: needs attn_implementation auto, sdpa or flash_attention_2, not "
+        r"eager",
     ):
         Learner(settings(attn_implementation="eager", row_layout="shared"))
     assert Learner(settings(attn_implementation="eager")).settings.row_layout == "padded"
@@ -298,7 +371,8 @@ def test_a_sliding_window_is_the_same_in_shared_and_padded_rows(
     )
     MistralForCausalLM(config).save_pretrained(tmp_path)
     scored = {
-        layout: Learner(settings(model_path=str(tmp_path), row_layout=layout)).score([rows])[0] for layout in ("shared", "padded")
+        layout: Learner(settings(model_path=str(tmp_path), row_layout=layout)).score([rows])[0]
+        for layout in ("shared", "padded")
     }
     for shared, padded in zip(*scored.values(), strict=True):
         np.testing.assert_allclose(shared["old"], padded["old"], atol=1e-5)

@@ -13,7 +13,8 @@ from rft.trainer import logprobs as module
 from rft.trainer.logprobs import token_logprobs, token_statistics
 from rft.types.row_layout import Head
 
-TILES = [(2, 4), (5, 3), (100, 11), (100, 100)]  # tokens, entries of the vocabulary; 7 tokens and 11 entries there are
+# tokens, entries of the vocabulary; 7 tokens and 11 entries there are
+TILES = [(2, 4), (5, 3), (100, 11), (100, 100)]
 
 
 def tiles(monkeypatch: pytest.MonkeyPatch, width: int, kept: int = 0) -> None:
@@ -27,24 +28,34 @@ def tiles(monkeypatch: pytest.MonkeyPatch, width: int, kept: int = 0) -> None:
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("kept", [0, 7 * 6 * 4, 1 << 20])
 def test_values_and_gradients_are_those_of_plain_log_softmax(
-    chunk: int, width: int, with_bias: bool, entropy: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+    chunk: int,
+    width: int,
+    with_bias: bool,
+    entropy: bool,
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiles(monkeypatch, width, kept)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(7, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    hidden = torch.randn(7, 4, requires_grad=True)
+    weight = torch.randn(11, 4, requires_grad=True)
     bias = torch.randn(11, requires_grad=True) if with_bias else None
-    targets, temperatures = torch.randint(0, 11, (7,)), torch.rand(7) + 0.5
+    targets = torch.randint(0, 11, (7,))
+    temperatures = torch.rand(7) + 0.5
     inputs = [t for t in (hidden, weight, bias) if t is not None]
 
     logits = torch.nn.functional.linear(hidden, weight, bias) / temperatures[:, None]
     logp = torch.log_softmax(logits, -1)
     expected = logp.gather(1, targets[:, None])[:, 0]
     expected_entropy = -(logp.exp() * logp).sum(-1)
-    pull, pull_entropy = torch.randn(7), torch.randn(7)
+    pull = torch.randn(7)
+    pull_entropy = torch.randn(7)
     loss = (expected * pull).sum() + ((expected_entropy * pull_entropy).sum() if entropy else 0)
     wanted = torch.autograd.grad(loss, inputs)
 
-    found, found_entropy = token_logprobs(hidden, weight, targets, temperatures, bias=bias, chunk_tokens=chunk, entropy=entropy)
+    found, found_entropy = token_logprobs(
+        hidden, weight, targets, temperatures, bias=bias, chunk_tokens=chunk, entropy=entropy
+    )
     torch.testing.assert_close(found, expected)
     loss = (found * pull).sum()
     if entropy:
@@ -66,13 +77,16 @@ def test_logits_are_scaled_and_capped_before_the_temperature(
     tiles(monkeypatch, 4, kept)
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (7, 11))
-    targets, temperatures = torch.randint(0, 11, (7,)), torch.rand(7, dtype=torch.float64) + 0.5 if tempered else None
+    targets = torch.randint(0, 11, (7,))
+    temperatures = torch.rand(7, dtype=torch.float64) + 0.5 if tempered else None
     z = head.scale * (hidden @ weight.t())
     if head.cap is not None:
         z = head.cap * torch.tanh(z / head.cap)
     logp = (z if temperatures is None else z / temperatures[:, None]).log_softmax(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-    found = token_logprobs(hidden, weight, targets, temperatures, chunk_tokens=3, entropy=True, head=head)
+    found = token_logprobs(
+        hidden, weight, targets, temperatures, chunk_tokens=3, entropy=True, head=head
+    )
     statistics = token_statistics(hidden, weight, targets, temperatures, chunk_tokens=3, head=head)
     pull = torch.randn(2, 7, dtype=torch.float64)
     grads = []
@@ -80,20 +94,32 @@ def test_logits_are_scaled_and_capped_before_the_temperature(
         assert pair[1] is not None
         loss = (pair[0] * pull[0] + pair[1] * pull[1]).sum()
         grads.append(torch.autograd.grad(loss, (hidden, weight)))
-    for mine, theirs in zip([*found, *statistics[:2], *grads[1]], [*expected, *expected, *grads[0]], strict=True):
+    for mine, theirs in zip(
+        [*found, *statistics[:2], *grads[1]], [*expected, *expected, *grads[0]], strict=True
+    ):
         assert mine is not None
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_gradients_in_double_precision_are_finite_differences(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_in_double_precision_are_finite_differences(
+    entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiles(monkeypatch, 4)
     torch.manual_seed(0)
-    given = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3), (11,))]
-    targets, temperatures = torch.randint(0, 11, (5,)), torch.rand(5, dtype=torch.float64) + 0.5
+    given = [
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 3), (11, 3), (11,))
+    ]
+    targets = torch.randint(0, 11, (5,))
+    temperatures = torch.rand(5, dtype=torch.float64) + 0.5
 
-    def made(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = token_logprobs(hidden, weight, targets, temperatures, bias=bias, chunk_tokens=2, entropy=entropy)
+    def made(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        found = token_logprobs(
+            hidden, weight, targets, temperatures, bias=bias, chunk_tokens=2, entropy=entropy
+        )
         return tuple(t for t in found if t is not None)
 
     assert gradcheck(made, given)
@@ -105,21 +131,29 @@ def test_only_wanted_gradients_are_made(frozen: str) -> None:
     given = {"hidden": torch.randn(6, 4), "weight": torch.randn(9, 4)}
     for name, tensor in given.items():
         tensor.requires_grad_(name != frozen)
-    found, _ = token_logprobs(**given, targets=torch.arange(6), temperatures=torch.ones(6), chunk_tokens=4)
+    found, _ = token_logprobs(
+        **given, targets=torch.arange(6), temperatures=torch.ones(6), chunk_tokens=4
+    )
     found.sum().backward()
-    assert {name for name, tensor in given.items() if tensor.grad is not None} == set(given) - {frozen}
+    assert {name for name, tensor in given.items() if tensor.grad is not None} == set(given) - {
+        frozen
+    }
 
 
 def test_half_precision_is_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles(monkeypatch, 16)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(64, 32), torch.randn(200, 32)
-    targets, ones = torch.randint(0, 200, (64,)), torch.ones(64)
+    hidden = torch.randn(64, 32)
+    weight = torch.randn(200, 32)
+    targets = torch.randint(0, 200, (64,))
+    ones = torch.ones(64)
     grads = {}
     for dtype in (torch.float32, torch.bfloat16):
         given = [t.bfloat16().to(dtype).requires_grad_() for t in (hidden, weight)]
         found, entropy = token_logprobs(*given, targets, ones, chunk_tokens=8, entropy=True)
-        assert found.dtype == torch.float32 and entropy is not None and entropy.dtype == torch.float32
+        assert (
+            found.dtype == torch.float32 and entropy is not None and entropy.dtype == torch.float32
+        )
         grads[dtype] = torch.autograd.grad(found.sum() + entropy.sum(), given)
     for exact, rounded in zip(grads[torch.float32], grads[torch.bfloat16], strict=True):
         assert rounded.dtype == torch.bfloat16
@@ -142,10 +176,16 @@ class _Largest(TorchDispatchMode):
 
 def test_no_row_of_logits_is_ever_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles(monkeypatch, 50)
-    hidden, weight = torch.randn(40, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
+    hidden = torch.randn(40, 2, requires_grad=True)
+    weight = torch.randn(1000, 2, requires_grad=True)
     with _Largest() as seen:
         found, entropy = token_logprobs(
-            hidden, weight, torch.zeros(40, dtype=torch.int64), torch.ones(40), chunk_tokens=40, entropy=True
+            hidden,
+            weight,
+            torch.zeros(40, dtype=torch.int64),
+            torch.ones(40),
+            chunk_tokens=40,
+            entropy=True,
         )
         assert entropy is not None
         (found.sum() + entropy.sum()).backward()
@@ -159,11 +199,16 @@ def test_statistics_are_sums_over_the_vocabulary(
 ) -> None:
     tiles(monkeypatch, width)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(7, 4), torch.randn(11, 4)
+    hidden = torch.randn(7, 4)
+    weight = torch.randn(11, 4)
     bias = torch.randn(11) if with_bias else None
-    targets, temperatures = torch.randint(0, 11, (7,)), torch.rand(7) + 0.5
-    logp = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias).double() / temperatures[:, None], -1)
-    p, entropy = logp.exp(), -(logp.exp() * logp).sum(-1)
+    targets = torch.randint(0, 11, (7,))
+    temperatures = torch.rand(7) + 0.5
+    logp = torch.log_softmax(
+        torch.nn.functional.linear(hidden, weight, bias).double() / temperatures[:, None], -1
+    )
+    p = logp.exp()
+    entropy = -(logp.exp() * logp).sum(-1)
     expected = (
         logp.gather(1, targets[:, None])[:, 0],
         entropy,
@@ -177,29 +222,41 @@ def test_statistics_are_sums_over_the_vocabulary(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler itself
+# of the compiler itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_tiles_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles(monkeypatch, 600)
     torch.manual_seed(0)
-    hidden, weight = torch.randn(37, 16, requires_grad=True), torch.randn(1300, 16, requires_grad=True)
-    targets, temperatures = torch.randint(0, 1300, (37,)), torch.rand(37) + 0.5
+    hidden = torch.randn(37, 16, requires_grad=True)
+    weight = torch.randn(1300, 16, requires_grad=True)
+    targets = torch.randint(0, 1300, (37,))
+    temperatures = torch.rand(37) + 0.5
     made = []
     for fused in (False, True):
-        found, entropy = token_logprobs(hidden, weight, targets, temperatures, chunk_tokens=16, entropy=True, fused=fused)
+        found, entropy = token_logprobs(
+            hidden, weight, targets, temperatures, chunk_tokens=16, entropy=True, fused=fused
+        )
         assert entropy is not None
-        made.append((found, entropy, *torch.autograd.grad(found.sum() + entropy.sum(), (hidden, weight))))
+        made.append(
+            (found, entropy, *torch.autograd.grad(found.sum() + entropy.sum(), (hidden, weight)))
+        )
     for plain, compiled in zip(*made, strict=True):
         torch.testing.assert_close(compiled, plain, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.9, 1.0, 0.7])
-def test_half_precision_divides_float32_logits_by_the_temperature(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As engines do: dividing bfloat16 hidden states by a bfloat16 temperature moves log-probs by up to 0.25 nats."""
+def test_half_precision_divides_float32_logits_by_the_temperature(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines do: dividing bfloat16 hidden states by a bfloat16 temperature moves log-probs by
+    up to 0.25 nats.
+    """
     tiles(monkeypatch, 5, 7 * 5 * 4)
     torch.manual_seed(0)
     hidden = (3 * torch.randn(7, 16)).bfloat16().requires_grad_()
-    weight, targets = torch.randn(11, 16).bfloat16(), torch.randint(0, 11, (7,))
+    weight = torch.randn(11, 16).bfloat16()
+    targets = torch.randint(0, 11, (7,))
     asked = None if temperature == 1.0 else torch.full((7,), temperature)
     found, _ = token_logprobs(hidden, weight, targets, asked, chunk_tokens=3)
     logits = (hidden.detach() @ weight.t()).float().requires_grad_()

@@ -1,4 +1,5 @@
-"""An adapter in place of the whole model: what moves, what is published, what the reference is, what is saved, what is refused.
+"""An adapter in place of the whole model: what moves, what is published, what the reference is,
+what is saved, what is refused.
 
 Run as a script it is one of two ranks: `test_lora.py RANK 2 RENDEZVOUS MODEL FOLDER`.
 """
@@ -44,7 +45,9 @@ from tests.helpers import families, ranks
 Settings = Callable[..., LearnerSettings]
 Batch = Callable[..., RankBatch]
 LORA = LoraSettings(rank=4, alpha=8.0)
-KL = AlgorithmSettings(loss_agg_mode="seq-mean-token-mean", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.5})
+KL = AlgorithmSettings(
+    loss_agg_mode="seq-mean-token-mean", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.5}
+)
 QUICK = OptimSettings(lr=1e-2, weight_decay=0.0)
 TINY = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
 
@@ -79,7 +82,9 @@ def logprobs(model: Any, rows: list[TrainRow]) -> np.ndarray:
             logits = model(torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0]
         at = np.flatnonzero(row.loss_mask)
         scaled = (logits[at - 1] / torch.from_numpy(row.temperatures[at])[:, None]).log_softmax(-1)
-        found.append(scaled[torch.arange(len(at)), torch.from_numpy(row.tokens[at].astype(np.int64))].numpy())
+        found.append(
+            scaled[torch.arange(len(at)), torch.from_numpy(row.tokens[at].astype(np.int64))].numpy()
+        )
     return np.concatenate(found)
 
 
@@ -102,31 +107,43 @@ def test_all_linear_layers_are_those_that_texts_go_through(tmp_path: Path) -> No
     """Adapters in a tower for images would have no gradient, and engines name its layers otherwise."""
     base = families.with_images(tmp_path / "base")
     made = [
-        Learner(LearnerSettings(model_path=str(base), lora=LoraSettings(rank=4, target_modules=t))) for t in (None, "all-linear")
+        Learner(LearnerSettings(model_path=str(base), lora=LoraSettings(rank=4, target_modules=t)))
+        for t in (None, "all-linear")
     ]
     for adapter in (learner.policy.adapter for learner in made):
         assert adapter is not None and len(adapter.layers) == 14
         assert all(name.startswith("model.language_model.layers.") for name in adapter.layers)
 
 
-def test_only_the_adapter_moves(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+def test_only_the_adapter_moves(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
     learner = Learner(settings(lora=LORA, optim=QUICK))
-    before, adapter = base(learner), values(learner)
+    before = base(learner)
+    adapter = values(learner)
     assert learner.step(make_batch(rows, learner.settings)).finite
     assert all(torch.equal(before[name], now) for name, now in base(learner).items())
     moved = {name for name, now in values(learner).items() if not torch.equal(adapter[name], now)}
-    assert moved == {name for name in adapter if ".lora_B." in name}, "A has no gradient while B is zero"
+    assert moved == {name for name in adapter if ".lora_B." in name}, (
+        "A has no gradient while B is zero"
+    )
     learner.step(make_batch(rows, learner.settings, step=2))
     assert all(not torch.equal(adapter[name], now) for name, now in values(learner).items())
     held = {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in learner.policy.parameters() if p.requires_grad}
     assert held == {id(p) for p in learner.policy.trainable().values()} and len(held) == 2 * 7 * 2
-    assert set(learner.optimizer.state) == set(learner.policy.trainable().values()), "the base has no moments"
+    assert set(learner.optimizer.state) == set(learner.policy.trainable().values()), (
+        "the base has no moments"
+    )
 
 
-def test_a_new_adapter_changes_nothing_and_is_the_seeds(settings: Settings, rows: list[TrainRow]) -> None:
+def test_a_new_adapter_changes_nothing_and_is_the_seeds(
+    settings: Settings, rows: list[TrainRow]
+) -> None:
     one, again, other = (Learner(settings(lora=LORA, seed=seed)) for seed in (1, 1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(values(one).values(), values(again).values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(values(one).values(), values(again).values(), strict=True)
+    )
     name = key("model.layers.0.mlp.down_proj", "A")
     assert not torch.equal(values(one)[name], values(other)[name])
     a = values(one)[name]
@@ -135,15 +152,31 @@ def test_a_new_adapter_changes_nothing_and_is_the_seeds(settings: Settings, rows
     assert apart(scores(one, rows), scores(Learner(settings()), rows)) == 0.0
 
 
-def test_the_gradient_is_the_same_however_the_step_is_cut(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+def test_the_gradient_is_the_same_however_the_step_is_cut(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
     """Sharing prompts or not, in one micro-batch or many, with activations computed again."""
-    ways = ({}, {"max_token_len_per_gpu": 40}, {"row_layout": "padded"}, {"gradient_checkpointing": True})
+    ways = (
+        {},
+        {"max_token_len_per_gpu": 40},
+        {"row_layout": "padded"},
+        {"gradient_checkpointing": True},
+    )
     found = []
     for way in ways:
-        learner = Learner(settings(lora=LORA, algorithm=KL, optim=replace(QUICK, optimizer_type="sgd", clip_grad=1e9), **way))
+        learner = Learner(
+            settings(
+                lora=LORA,
+                algorithm=KL,
+                optim=replace(QUICK, optimizer_type="sgd", clip_grad=1e9),
+                **way,
+            )
+        )
         with torch.no_grad():
             for name, p in learner.policy.trainable().items():
-                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
+                p.add_(
+                    torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05
+                )
         norm = learner.step(make_batch(rows, learner.settings)).grad_norm
         found.append((norm, torch.cat([v.flatten() for v in values(learner).values()])))
     for norm, after in found[1:]:
@@ -151,20 +184,32 @@ def test_the_gradient_is_the_same_however_the_step_is_cut(settings: Settings, ro
         assert float((after - found[0][1]).abs().max()) < 1e-5
 
 
-def test_clipping_counts_the_adapters_gradient_only(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
-    learner = Learner(settings(lora=LORA, optim=OptimSettings(optimizer_type="sgd", lr=1.0, clip_grad=0.01, weight_decay=0.0)))
+def test_clipping_counts_the_adapters_gradient_only(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
+    learner = Learner(
+        settings(
+            lora=LORA,
+            optim=OptimSettings(optimizer_type="sgd", lr=1.0, clip_grad=0.01, weight_decay=0.0),
+        )
+    )
     before = values(learner)
     assert learner.step(make_batch(rows, learner.settings)).grad_norm > 0.01
     change = torch.cat([(values(learner)[n] - before[n]).flatten() for n in before])
     assert float(change.norm()) == pytest.approx(0.01, rel=1e-4)
 
 
-def test_a_proximal_window_keeps_the_adapter_only(trained: Learner, rows: list[TrainRow], make_batch: Batch) -> None:
+def test_a_proximal_window_keeps_the_adapter_only(
+    trained: Learner, rows: list[TrainRow], make_batch: Batch
+) -> None:
     before = scores(trained, rows)
     trained.remember()
     trained.step(make_batch(rows, trained.settings, step=3))
     (kept,) = trained.score([rows], ("old",), True)
-    assert apart(np.concatenate([k["old"] for k in kept]), before) == 0.0 and apart(scores(trained, rows), before) > 0.01
+    assert (
+        apart(np.concatenate([k["old"] for k in kept]), before) == 0.0
+        and apart(scores(trained, rows), before) > 0.01
+    )
     kept = trained._proximal._kept
     assert kept is not None and set(kept) == set(trained.policy.trainable())
 
@@ -181,8 +226,12 @@ def test_merged_weights_give_the_adapters_logprobs(
     trained.settings = replace(trained.settings, lora=replace(LORA, merge=True))
     trained.stage(Version(1, 2), kept)  # type: ignore[arg-type]
     lm = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    assert set(kept.weights) == {n for n, _ in lm.named_parameters()} and set(kept.tied) == {"lm_head.weight"}
-    lm.load_state_dict({**kept.weights, "lm_head.weight": kept.weights["model.embed_tokens.weight"]})
+    assert set(kept.weights) == {n for n, _ in lm.named_parameters()} and set(kept.tied) == {
+        "lm_head.weight"
+    }
+    lm.load_state_dict(
+        {**kept.weights, "lm_head.weight": kept.weights["model.embed_tokens.weight"]}
+    )
     assert apart(logprobs(lm, rows), scores(trained, rows)) <= 1e-5
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     assert apart(logprobs(plain, rows), scores(trained, rows)) > 0.1
@@ -191,15 +240,22 @@ def test_merged_weights_give_the_adapters_logprobs(
     assert all(torch.equal(exported[n], t) for n, t in kept.weights.items())
 
 
-def test_the_reference_is_the_base(trained: Learner, settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+def test_the_reference_is_the_base(
+    trained: Learner, settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
     plain = Learner(settings())
     assert trained.reference is None, "no second model is loaded"
     assert apart(scores(trained, rows, "ref"), scores(plain, rows)) == 0.0
     assert apart(scores(trained, rows), scores(plain, rows)) > 0.1, "the adapter is on again"
     assert all(p.requires_grad for p in trained.policy.trainable().values())
-    each = np.split((scores(trained, rows) - scores(plain, rows)) ** 2 / 2, np.cumsum([r.loss_mask.sum() for r in rows])[:-1])
+    each = np.split(
+        (scores(trained, rows) - scores(plain, rows)) ** 2 / 2,
+        np.cumsum([r.loss_mask.sum() for r in rows])[:-1],
+    )
     batch = make_batch(rows, trained.settings, step=3)
-    assert trained.step(batch).sums["kl"] == pytest.approx(np.mean([x.mean() for x in each]) * batch.tokens, rel=1e-4)
+    assert trained.step(batch).sums["kl"] == pytest.approx(
+        np.mean([x.mean() for x in each]) * batch.tokens, rel=1e-4
+    )
 
 
 # ---------------------------------------------------------------- files
@@ -213,17 +269,28 @@ def test_a_checkpoint_holds_the_adapter_as_peft_reads_it(
 
     hashes = trained.save(str(tmp_path), 2)
     assert shards.kinds(tmp_path) == {"optimizer"}, "the base is not saved"
-    assert {f"adapters/lora/{name}" for name in (adapterfiles.CONFIG, adapterfiles.WEIGHTS)} <= set(hashes)
-    assert sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) < 0.5 * (tiny_model / "model.safetensors").stat().st_size
+    assert {f"adapters/lora/{name}" for name in (adapterfiles.CONFIG, adapterfiles.WEIGHTS)} <= set(
+        hashes
+    )
+    assert (
+        sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
+        < 0.5 * (tiny_model / "model.safetensors").stat().st_size
+    )
     found = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), str(tmp_path / "adapters" / "lora")
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+        str(tmp_path / "adapters" / "lora"),
     )
     assert apart(logprobs(found, rows), scores(trained, rows)) <= 1e-5
     page = json.loads((tmp_path / "adapters" / "lora" / adapterfiles.CONFIG).read_text())
-    assert page["target_modules"] == sorted(page["target_modules"]) and len(page["target_modules"]) == 7
+    assert (
+        page["target_modules"] == sorted(page["target_modules"])
+        and len(page["target_modules"]) == 7
+    )
 
 
-def test_a_resumed_run_is_the_same_run(trained: Learner, rows: list[TrainRow], make_batch: Batch, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_run(
+    trained: Learner, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
+) -> None:
     trained.save(str(tmp_path), 2)
     again = Learner(trained.settings)
     again.load(str(tmp_path))
@@ -279,11 +346,15 @@ def test_export_merges_or_gives_the_adapter(trained: Learner, tmp_path: Path) ->
     asyncio.run(save())
     trained.export(str(tmp_path / "hf"))
     model = copy_model(tmp_path, tmp_path / "model", None)
-    made, wanted = load_file(model / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    made = load_file(model / "model.safetensors")
+    wanted = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(float((made[n] - wanted[n]).abs().max()) < 1e-6 for n in wanted)
     adapter = copy_model(tmp_path, tmp_path / "adapter", 2, adapter=True)
     assert {p.name for p in adapter.iterdir()} == {adapterfiles.CONFIG, adapterfiles.WEIGHTS}
-    assert all(torch.equal(load_file(adapter / adapterfiles.WEIGHTS)[n], v) for n, v in values(trained).items())
+    assert all(
+        torch.equal(load_file(adapter / adapterfiles.WEIGHTS)[n], v)
+        for n, v in values(trained).items()
+    )
 
 
 def test_export_without_the_base_is_refused(trained: Learner, tmp_path: Path) -> None:
@@ -322,31 +393,55 @@ def test_a_run_goes_on_with_an_adapter_and_keeps_to_it(
     began = replace(trained.settings, lora=LoraSettings(path=str(there)))
     learner = Learner(began)
     start = scores(trained, rows)
-    assert apart(scores(learner, rows), start) == 0.0 and apart(scores(learner, rows, "ref"), start) == 0.0
+    assert (
+        apart(scores(learner, rows), start) == 0.0
+        and apart(scores(learner, rows, "ref"), start) == 0.0
+    )
     assert learner.step(make_batch(rows, began)).sums["kl"] == pytest.approx(0.0, abs=1e-9)
     learner.step(make_batch(rows, began, step=2))
-    assert apart(scores(learner, rows), start) > 0.01 and apart(scores(learner, rows, "ref"), start) == 0.0
+    assert (
+        apart(scores(learner, rows), start) > 0.01
+        and apart(scores(learner, rows, "ref"), start) == 0.0
+    )
     held = {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in learner.policy.parameters() if p.requires_grad} and len(held) == 28
+    assert (
+        held == {id(p) for p in learner.policy.parameters() if p.requires_grad} and len(held) == 28
+    )
     learner.save(str(tmp_path / "second"), 2)
     again = Learner(began)
     again.load(str(tmp_path / "second"))
-    assert apart(scores(again, rows), scores(learner, rows)) == 0.0 and apart(scores(again, rows, "ref"), start) == 0.0
-    shutil.copyfile(tmp_path / "second" / "adapters" / "lora" / adapterfiles.WEIGHTS, there / adapterfiles.WEIGHTS)
+    assert (
+        apart(scores(again, rows), scores(learner, rows)) == 0.0
+        and apart(scores(again, rows, "ref"), start) == 0.0
+    )
+    shutil.copyfile(
+        tmp_path / "second" / "adapters" / "lora" / adapterfiles.WEIGHTS,
+        there / adapterfiles.WEIGHTS,
+    )
     with pytest.raises(CheckpointInvalid, match="which is the reference model, has changed"):
         Learner(began).load(str(tmp_path / "second"))
 
 
-def test_an_adapter_of_pefts_is_read(settings: Settings, rows: list[TrainRow], tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_pefts_is_read(
+    settings: Settings, rows: list[TrainRow], tiny_model: Path, tmp_path: Path
+) -> None:
     """With another scale rule, only some layers, and no word of ours."""
     import peft
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    config = peft.LoraConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=5,
+        use_rslora=True,
+        target_modules=["q_proj", "down_proj"],
+        init_lora_weights=False,
+    )
     model = peft.get_peft_model(lm, config)
     model.save_pretrained(str(tmp_path))
-    learner = Learner(settings(lora=LoraSettings(path=str(tmp_path), base_name=str(tiny_model), merge=True)))
+    learner = Learner(
+        settings(lora=LoraSettings(path=str(tmp_path), base_name=str(tiny_model), merge=True))
+    )
     assert learner.policy.adapter is not None
     assert learner.policy.adapter.form.scale == pytest.approx(5 / 3**0.5)
     assert apart(scores(learner, rows), logprobs(model, rows)) <= 1e-5
@@ -366,10 +461,16 @@ def test_what_is_evaluated_before_the_first_step_has_the_adapter_that_a_run_begi
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    given = [f"model.model_path={tiny_model}", f"model.lora_configs=[{{path: {there}}}]", f"checkpoint_root_dir={tmp_path}"]
+    given = [
+        f"model.model_path={tiny_model}",
+        f"model.lora_configs=[{{path: {there}}}]",
+        f"checkpoint_root_dir={tmp_path}",
+    ]
     plan = resolve(load(TINY, given))
     with plan_for(plan, Target(BASE)) as served:
-        found = AutoModelForCausalLM.from_pretrained(served.engines[0].model_path, dtype=torch.float32)
+        found = AutoModelForCausalLM.from_pretrained(
+            served.engines[0].model_path, dtype=torch.float32
+        )
         assert (Path(served.engines[0].model_path) / "tokenizer.json").is_file()
         assert apart(logprobs(found, rows), scores(trained, rows)) <= 1e-5
     assert not Path(served.engines[0].model_path).exists() and there.exists()
@@ -378,12 +479,20 @@ def test_what_is_evaluated_before_the_first_step_has_the_adapter_that_a_run_begi
 async def test_one_task_is_played_with_the_adapter_that_a_run_begins_with(
     trained: Learner, there: Path, rows: list[TrainRow], tiny_model: Path, tmp_path: Path
 ) -> None:
-    given = [f"model.model_path={tiny_model}", f"model.lora_configs=[{{path: {there}}}]", f"checkpoint_root_dir={tmp_path}"]
-    plan, heated = resolve(load(TINY, given)), [msgspec.structs.replace(r, temperatures=1.0) for r in rows]
+    given = [
+        f"model.model_path={tiny_model}",
+        f"model.lora_configs=[{{path: {there}}}]",
+        f"checkpoint_root_dir={tmp_path}",
+    ]
+    plan = resolve(load(TINY, given))
+    heated = [msgspec.structs.replace(r, temperatures=1.0) for r in rows]
     models = debug_session.Models(plan, lambda _: None)
     try:
         engine = await models.policy(debug_session.policy_settings(plan, "transformers"))
-        found = [await engine.logprobs(ScoreRow(tokens=r.tokens, prompt_length=1, temperature=1.0)) for r in heated]
+        found = [
+            await engine.logprobs(ScoreRow(tokens=r.tokens, prompt_length=1, temperature=1.0))
+            for r in heated
+        ]
     finally:
         await models.close()
     trained_ones = [f[np.flatnonzero(r.loss_mask) - 1] for f, r in zip(found, heated, strict=True)]
@@ -418,7 +527,11 @@ def cut_short(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "settings_", "text"),
     [
-        (shutil.rmtree, {}, "path: .*is not a folder; an adapter is a folder with adapter_config.json"),
+        (
+            shutil.rmtree,
+            {},
+            "path: .*is not a folder; an adapter is a folder with adapter_config.json",
+        ),
         (as_pickle, {}, "other formats can run code"),
         (cut_short, {}, "cannot be read as safetensors"),
         (change_config(use_dora=True), {}, "has use_dora: True; only False"),
@@ -427,16 +540,32 @@ def cut_short(folder: Path) -> None:
         (change_config(rank_pattern={"q_proj": 2}), {}, "has rank_pattern"),
         (change_config(r=0), {}, "has r 0 and lora_alpha"),
         (change_config(r=8), {}, "does not fit the model's .* at rank 8"),
-        (rename_tensors("up_proj", "w1"), {}, r"adapts model.layers.0.mlp.w1, which is no linear layer .* another model"),
+        (
+            rename_tensors("up_proj", "w1"),
+            {},
+            r"adapts model.layers.0.mlp.w1, which is no linear layer .* another model",
+        ),
         (rename_tensors("lora_A", "lora_embedding_A"), {}, "is not of a linear layer's adapter"),
         (rename_tensors("q_proj", "down_proj_"), {}, "another model"),
-        (lambda folder: None, {"rank": 16}, r"lora_rank: is 16, but the adapter in .* has 4; leave it out"),
+        (
+            lambda folder: None,
+            {"rank": 16},
+            r"lora_rank: is 16, but the adapter in .* has 4; leave it out",
+        ),
         (lambda folder: None, {"alpha": 9.0}, r"lora_alpha: is 9, but the adapter in .* has 8"),
-        (lambda folder: None, {"target_modules": ("q_proj",)}, "names other layers than the adapter"),
+        (
+            lambda folder: None,
+            {"target_modules": ("q_proj",)},
+            "names other layers than the adapter",
+        ),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(
-    change: Callable[[Path], None], settings_: dict[str, Any], text: str, there: Path, tiny_model: Path
+    change: Callable[[Path], None],
+    settings_: dict[str, Any],
+    text: str,
+    there: Path,
+    tiny_model: Path,
 ) -> None:
     change(there)
     linear = {n: (o, i) for n, (o, i) in LINEAR(tiny_model).items()}
@@ -452,37 +581,60 @@ def LINEAR(model: Path) -> dict[str, tuple[int, int]]:
     return linear(look(str(model)).tensors)
 
 
-def test_an_adapter_of_another_base_is_refused(there: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_base_is_refused(
+    there: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     linear = LINEAR(tiny_model)
     moved = shutil.copytree(tiny_model, tmp_path / "elsewhere")
-    assert adapterfiles.form(LoraSettings(path=str(there)), linear, str(moved)).rank == 4, "the same weights in another place"
+    assert adapterfiles.form(LoraSettings(path=str(there)), linear, str(moved)).rank == 4, (
+        "the same weights in another place"
+    )
     weights = load_file(moved / "model.safetensors")
     save_file({n: t * 1.001 for n, t in weights.items()}, moved / "model.safetensors")
     with pytest.raises(ConfigError, match="was trained on other weights than those in"):
         adapterfiles.form(LoraSettings(path=str(there)), linear, str(moved))
-    save_file(load_file(there / adapterfiles.WEIGHTS), there / adapterfiles.WEIGHTS)  # one that says nothing of its base
+    # one that says nothing of its base
+    save_file(load_file(there / adapterfiles.WEIGHTS), there / adapterfiles.WEIGHTS)
     change_config(base_model_name_or_path="org/Some-Model")(there)
-    with pytest.raises(ConfigError, match=r"was trained on org/Some-Model, not on org/Other; .*base_model_name"):
+    with pytest.raises(
+        ConfigError, match=r"was trained on org/Some-Model, not on org/Other; .*base_model_name"
+    ):
         adapterfiles.form(LoraSettings(path=str(there), base_name="org/Other"), linear, str(moved))
-    assert adapterfiles.form(LoraSettings(path=str(there), base_name="/models/Some-Model"), linear, str(moved)).rank == 4
+    assert (
+        adapterfiles.form(
+            LoraSettings(path=str(there), base_name="/models/Some-Model"), linear, str(moved)
+        ).rank
+        == 4
+    )
 
 
 # ---------------------------------------------------------------- names and hashes
 
-LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")]
+LAYERS = [
+    f"model.layers.{i}.{name}"
+    for i in range(2)
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
+]
 
 
 def test_layers_are_chosen_by_name() -> None:
     assert choose(LAYERS, "all-linear", None) == tuple(LAYERS)
     assert choose(LAYERS, ("q_proj",), None) == (LAYERS[0], LAYERS[3])
-    assert choose(LAYERS, ("self_attn.q_proj", "model.layers.1.mlp.up_proj"), None) == (LAYERS[0], LAYERS[3], LAYERS[5])
+    assert choose(LAYERS, ("self_attn.q_proj", "model.layers.1.mlp.up_proj"), None) == (
+        LAYERS[0],
+        LAYERS[3],
+        LAYERS[5],
+    )
     assert choose(LAYERS, r".*\.1\..*_proj", None) == tuple(LAYERS[3:])
-    assert choose(LAYERS, "all-linear", ("mlp.up_proj",)) == tuple(n for n in LAYERS if "mlp" not in n)
+    assert choose(LAYERS, "all-linear", ("mlp.up_proj",)) == tuple(
+        n for n in LAYERS if "mlp" not in n
+    )
     for targets, exclude, text in (
         (
             ("q_proj", "query"),
             None,
-            r"target_modules: .*query is no linear layer of the model; there are q_proj, up_proj, v_proj",
+            r"target_modules: .*query is no linear layer of the model; there are q_proj, up_proj, "
+            r"v_proj",
         ),
         ("q_proj,v_proj", None, "target_modules: .*no name of a linear layer"),
         ("all-linear", ("lm_head",), "exclude_modules: .*lm_head is no linear layer"),
@@ -494,14 +646,19 @@ def test_layers_are_chosen_by_name() -> None:
 
 def test_a_config_names_layers_shortly_where_that_is_the_same() -> None:
     form = Form(rank=2, alpha=1.5, modules=tuple(LAYERS[:3]))
-    assert adapterfiles.config_page(form, LAYERS)["target_modules"] == LAYERS[:3], "q_proj alone would be of both layers"
-    assert adapterfiles.config_page(replace(form, modules=(LAYERS[0], LAYERS[3])), LAYERS)["target_modules"] == ["q_proj"]
+    assert adapterfiles.config_page(form, LAYERS)["target_modules"] == LAYERS[:3], (
+        "q_proj alone would be of both layers"
+    )
+    assert adapterfiles.config_page(replace(form, modules=(LAYERS[0], LAYERS[3])), LAYERS)[
+        "target_modules"
+    ] == ["q_proj"]
     assert adapterfiles.config_page(form, LAYERS)["lora_alpha"] == 1.5
 
 
 def test_a_fingerprint_is_of_the_weights(tmp_path: Path) -> None:
     whole = {"a": torch.randn(300, 200), "b": torch.randn(5), "c": torch.zeros(2, 2)}
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
     save_file(whole, one / "model.safetensors", {"format": "pt"})
@@ -517,27 +674,35 @@ def test_a_fingerprint_is_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_rank_larger_than_a_layer_is_refused(settings: Settings) -> None:
-    with pytest.raises(ConfigError, match=r"lora_rank: .*is more than the size \d+ of model.layers.0"):
+    with pytest.raises(
+        ConfigError, match=r"lora_rank: .*is more than the size \d+ of model.layers.0"
+    ):
         Learner(settings(lora=LoraSettings(rank=4096)))
     with pytest.raises(ConfigError, match="lm_head is no linear layer"):
         Learner(settings(lora=LoraSettings(target_modules=("lm_head",))))
 
 
 async def test_the_canarys_scores_are_the_adapters(trained: Learner, rows: list[TrainRow]) -> None:
-    asked = [ScoreRow(tokens=r.tokens, prompt_length=int(np.argmax(r.loss_mask)), temperature=1.0) for r in rows[6:]]
+    asked = [
+        ScoreRow(tokens=r.tokens, prompt_length=int(np.argmax(r.loss_mask)), temperature=1.0)
+        for r in rows[6:]
+    ]
     plain = [replace_row(r) for r in rows[6:]]
     found = await Ranks(trained).score(asked)
     assert apart(np.concatenate(found), scores(trained, plain)) < 1e-5
 
 
 def replace_row(row: TrainRow) -> TrainRow:
-    fields = {f: getattr(row, f) for f in row.__struct_fields__} | {"temperatures": np.ones(len(row.tokens), np.float32)}
+    fields = {f: getattr(row, f) for f in row.__struct_fields__} | {
+        "temperatures": np.ones(len(row.tokens), np.float32)
+    }
     return TrainRow(**fields)
 
 
 # ---------------------------------------------------------------- ranks
 
-VARIANTS: dict[str, dict[str, Any]] = {  # other ways to spread the same step; each must give its gradient
+# other ways to spread the same step; each must give its gradient
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sequence": {"sequence_parallel": 2},
     "host": {"offload_policy": True, "gradient_checkpointing": True},
@@ -570,7 +735,12 @@ def share(rank: int, world: int, step: int, tokens: int = 60) -> RankBatch:
     given = given_rows()
     cut = plan(given, world, Budget(tokens))
     micro = tuple(tuple(given[i] for i in m) for m in cut[rank])
-    return RankBatch(step=step, micro_batches=micro, tokens=float(sum(r.loss_mask.sum() for r in given)), rows=float(len(given)))
+    return RankBatch(
+        step=step,
+        micro_batches=micro,
+        tokens=float(sum(r.loss_mask.sum() for r in given)),
+        rows=float(len(given)),
+    )
 
 
 def replace_batch(batch: RankBatch, **changes: Any) -> RankBatch:
@@ -594,7 +764,8 @@ def of_ranks(model: str, world: int) -> LearnerSettings:
 def one_of_two(rank: int, rendezvous: str, model: str, folder: Path) -> None:
     for name, changes in VARIANTS.items():
         settings = replace(of_ranks(model, 2), **changes)
-        learner, each = Learner(settings, rank, f"{rendezvous}.{name}"), settings.sequence_parallel
+        learner = Learner(settings, rank, f"{rendezvous}.{name}")
+        each = settings.sequence_parallel
         learner.save(str(folder / name / "0"), 0)
         for step in (1, 2):
             learner.step(share(rank // each, 2 // each, step))
@@ -602,7 +773,9 @@ def one_of_two(rank: int, rendezvous: str, model: str, folder: Path) -> None:
         if name == "plain":
             mine = share(0, 1, 3)
             idle = replace_batch(mine, micro_batches=((),) * len(mine.micro_batches))
-            assert learner.step(mine if rank == 0 else idle).finite, "a rank without rows computes along"
+            assert learner.step(mine if rank == 0 else idle).finite, (
+                "a rank without rows computes along"
+            )
             learner.load(str(folder / name / "2"))
             learner.export(str(folder / "huggingface"))
             losses = [learner.step(share(rank, 2, step)).sums["loss"] for step in (3, 4, 5)]
@@ -636,8 +809,11 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", VARIANTS)
 def test_however_it_is_spread_it_is_the_same_adapter(name: str, one: Path, two: Path) -> None:
-    first, same = adapter(one / "0"), adapter(two / name / "0")
-    assert all(torch.equal(first[n], same[n]) for n in first), "the beginning does not depend on how many ranks there are"
+    first = adapter(one / "0")
+    same = adapter(two / name / "0")
+    assert all(torch.equal(first[n], same[n]) for n in first), (
+        "the beginning does not depend on how many ranks there are"
+    )
     for step, limit in ((1, 1e-6), (2, 1e-5)):
         mine, other = (shards.find(f / str(step), "optimizer") for f in (one, two / name))
         assert set(mine) == set(other) and len(list(mine)) == 2 * 28
@@ -649,7 +825,9 @@ def test_one_rank_goes_on_from_two(two: Path, tiny_model: Path) -> None:
     learner = Learner(of_ranks(str(tiny_model), 1))
     learner.load(str(two / "plain" / "2"))
     losses = np.array([learner.step(share(0, 1, step)).sums["loss"] for step in (3, 4, 5)])
-    there = np.sum([json.loads((two / f"losses{rank}.json").read_text()) for rank in range(2)], axis=0)
+    there = np.sum(
+        [json.loads((two / f"losses{rank}.json").read_text()) for rank in range(2)], axis=0
+    )
     assert np.abs(losses - there).max() < 1e-4 * np.abs(there).max()
 
 
@@ -658,8 +836,11 @@ def test_two_ranks_merge_their_rows(two: Path, tiny_model: Path, tmp_path: Path)
     learner = Learner(of_ranks(str(tiny_model), 1))
     learner.load(str(two / "plain" / "2"))
     learner.export(str(tmp_path))
-    mine, theirs = load_file(tmp_path / "model.safetensors"), load_file(two / "huggingface" / "model.safetensors")
-    assert mine.keys() == theirs.keys() and all(float((mine[n] - theirs[n]).abs().max()) < 1e-6 for n in mine)
+    mine = load_file(tmp_path / "model.safetensors")
+    theirs = load_file(two / "huggingface" / "model.safetensors")
+    assert mine.keys() == theirs.keys() and all(
+        float((mine[n] - theirs[n]).abs().max()) < 1e-6 for n in mine
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,11 @@ from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import LearnerSettings
 
-ARGUMENTS = {"gspo": {"clip_range": 0.3}, "mix": {"mu": 0.5}, "mix_chord": {"mu_peak": 0.5, "mu_valley": 0.5}}
+ARGUMENTS = {
+    "gspo": {"clip_range": 0.3},
+    "mix": {"mu": 0.5},
+    "mix_chord": {"mu_peak": 0.5, "mu_valley": 0.5},
+}
 
 
 @pytest.fixture
@@ -49,12 +53,23 @@ def test_any_cut_gives_the_same_gradient(name: str, learner: Learner, rows: list
     model = losses()[name]
     made = []
     for i, row in enumerate(rows):
-        extra = {key: (rng.random(int(row.loss_mask.sum())) < 0.5).astype(np.float32) for key in ("m2po_kept", "cov_chosen")}
-        logprobs = np.where(row.loss_mask, row.logprobs + rng.normal(0, 0.3, len(row.tokens)), 0).astype(np.float32)
+        extra = {
+            key: (rng.random(int(row.loss_mask.sum())) < 0.5).astype(np.float32)
+            for key in ("m2po_kept", "cov_chosen")
+        }
+        logprobs = np.where(
+            row.loss_mask, row.logprobs + rng.normal(0, 0.3, len(row.tokens)), 0
+        ).astype(np.float32)
         pair = str(i // 2) if model.pairs else ""
         is_expert = model.samples == "own" and i % 3 == 0
-        made.append(msgspec.structs.replace(row, extra=extra, logprobs=logprobs, pair=pair, is_expert=is_expert))
-    learner.algorithm = build(AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args=ARGUMENTS.get(name, {})))
+        made.append(
+            msgspec.structs.replace(
+                row, extra=extra, logprobs=logprobs, pair=pair, is_expert=is_expert
+            )
+        )
+    learner.algorithm = build(
+        AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args=ARGUMENTS.get(name, {}))
+    )
     found = []
     for tokens in (4000, 40):
         batch = step_of(made, Budget(tokens))
@@ -71,7 +86,9 @@ def _gradient(learner: Learner, batch: RankBatch) -> tuple[float, dict[str, torc
     found: dict[str, torch.Tensor] = {}
 
     def keep(lr: float) -> float:
-        found.update({n: p.grad.clone() for n, p in learner.policy.names().items() if p.grad is not None})
+        found.update(
+            {n: p.grad.clone() for n, p in learner.policy.names().items() if p.grad is not None}
+        )
         learner.optimizer.zero_grad()
         return 1.0
 

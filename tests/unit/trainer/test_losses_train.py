@@ -1,4 +1,5 @@
-"""Every algorithm with a policy loss of its own for one step on the tiny model, from its own defaults, in several micro-batches.
+"""Every algorithm with a policy loss of its own for one step on the tiny model, from its own
+defaults, in several micro-batches.
 
 The loss of the step is that of all its rows at once in float64.
 """
@@ -31,7 +32,9 @@ from rft.types.task import SamplingArgs
 NAMES = [n for n in algorithms() if algorithm_defaults(n).policy_loss_fn != "ppo"]
 
 
-def experience(task: int, run: int, reward: float, logprobs: np.ndarray | None, **changes: Any) -> Experience:
+def experience(
+    task: int, run: int, reward: float, logprobs: np.ndarray | None, **changes: Any
+) -> Experience:
     """Three prompt tokens and an answer that depend on task and run alone."""
     rng = np.random.default_rng((task, run))
     count = 3 + int(rng.integers(3, 9))
@@ -40,7 +43,8 @@ def experience(task: int, run: int, reward: float, logprobs: np.ndarray | None, 
     tokens[:3] = 5 + task
     given = np.zeros(count, np.float32)
     if logprobs is not None:
-        given[mask] = np.minimum(logprobs + rng.normal(0, 0.3, count - 3), 0)  # of a policy a few steps ago
+        # of a policy a few steps ago
+        given[mask] = np.minimum(logprobs + rng.normal(0, 0.3, count - 3), 0)
     fields: dict[str, Any] = {
         "id": ExperienceId(1, 0, 0, task, run),
         "taskset": "t",
@@ -61,7 +65,8 @@ def lease(rows: Sequence[Experience]) -> Lease:
     groups = []
     for name in dict.fromkeys(str(r.group) for r in rows):
         rewards = tuple(float(r.reward or 0) for r in rows if str(r.group) == name)
-        mean, std = float(np.mean(rewards)), float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
+        mean = float(np.mean(rewards))
+        std = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
         groups.append(GroupStats(group=name, rewards=rewards, mean=mean, std=std))
     return Lease(step=1, frame=encode(rows), groups=tuple(groups))
 
@@ -69,7 +74,14 @@ def lease(rows: Sequence[Experience]) -> Lease:
 @pytest.mark.parametrize("name", NAMES)
 async def test_one_step(name: str, settings: Callable[..., LearnerSettings]) -> None:
     d = algorithm_defaults(name)
-    parts = ("advantage_fn", "advantage_fn_args", "policy_loss_fn", "policy_loss_fn_args", "loss_agg_mode", "entropy_loss_fn")
+    parts = (
+        "advantage_fn",
+        "advantage_fn_args",
+        "policy_loss_fn",
+        "policy_loss_fn_args",
+        "loss_agg_mode",
+        "entropy_loss_fn",
+    )
     algorithm = AlgorithmSettings(**{part: getattr(d, part) for part in parts})
     learner = Learner(settings(algorithm=algorithm, max_token_len_per_gpu=30))
     ranks = Ranks(learner)
@@ -78,22 +90,36 @@ async def test_one_step(name: str, settings: Callable[..., LearnerSettings]) -> 
         with torch.no_grad():
             for p in learner.reference.parameters():
                 p.mul_(1.05)
-    rewards = [(1.0, 0.0)] * 4 if needs.pairs else [(1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 0.0), (1.0, 1.0, 1.0, 1.0)]
+    rewards = (
+        [(1.0, 0.0)] * 4
+        if needs.pairs
+        else [(1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 0.0), (1.0, 1.0, 1.0, 1.0)]
+    )
     every = [(task, run, r) for task, of in enumerate(rewards) for run, r in enumerate(of)]
     bare = [experience(*row, None) for row in every]
     now = await ranks.compute(batch_builder.read(lease(bare), samples="none").rows, ("old",))
     of_experts = {0, 5} if needs.samples == "own" else set()
     rows = [
-        experience(*row, None if needs.samples == "none" or i in of_experts else now[i]["old"], is_expert=i in of_experts)
+        experience(
+            *row,
+            None if needs.samples == "none" or i in of_experts else now[i]["old"],
+            is_expert=i in of_experts,
+        )
         for i, row in enumerate(every)
     ]
     given = batch_builder.read(lease(rows), samples=needs.samples, pairs=needs.pairs)
     computed = await ranks.compute(given.rows, sorted(needs.before)) if needs.before else ()
-    made = batch_builder.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1)
+    made = batch_builder.make(
+        given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1
+    )
     (share,) = made.shares
     trained = [row for micro in share.micro_batches for row in micro]
-    assert len(share.micro_batches) > 1 and len(trained) + made.metrics["experience/skipped_rows"] == len(rows)
-    expected = await _at_once(ranks, trained, share.tokens, share.rows, share.expert_tokens, share.expert_rows)
+    assert len(share.micro_batches) > 1 and len(trained) + made.metrics[
+        "experience/skipped_rows"
+    ] == len(rows)
+    expected = await _at_once(
+        ranks, trained, share.tokens, share.rows, share.expert_tokens, share.expert_rows
+    )
     before = {n: p.detach().clone() for n, p in learner.policy.names().items()}
     report = await ranks.step(made.shares)
     assert report.finite and report.grad_norm > 0
@@ -101,7 +127,9 @@ async def test_one_step(name: str, settings: Callable[..., LearnerSettings]) -> 
     assert any(bool((p != before[n]).any()) for n, p in learner.policy.names().items())
 
 
-async def _at_once(ranks: Ranks, rows: list[TrainRow], tokens: float, count: float, theirs: float, experts: float) -> float:
+async def _at_once(
+    ranks: Ranks, rows: list[TrainRow], tokens: float, count: float, theirs: float, experts: float
+) -> float:
     """The loss of all rows in float64, from the log-probs of the model as it is."""
     what = ("old", "ref") if ranks.algorithm.needs.reference else ("old",)
     plain = [msgspec.structs.replace(r, old=None, ref=None) for r in rows]
@@ -114,16 +142,24 @@ async def _at_once(ranks: Ranks, rows: list[TrainRow], tokens: float, count: flo
     x = LossInputs(
         logprobs=tensor([s["old"] for s in scored]).requires_grad_(),
         old_logprobs=tensor([r.logprobs[r.loss_mask] for r in rows]),
-        advantages=tensor([np.zeros(n) if r.advantages is None else r.advantages for r, n in zip(rows, lengths, strict=True)]),
+        advantages=tensor(
+            [
+                np.zeros(n) if r.advantages is None else r.advantages
+                for r, n in zip(rows, lengths, strict=True)
+            ]
+        ),
         mask=torch.ones(sum(lengths), dtype=torch.bool),
         row=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)),
         num_rows=len(rows),
         denominators=Denominators(tokens, count, 12, expert_tokens=theirs, expert_rows=experts),
         ref_logprobs=tensor([s["ref"] for s in scored]) if "ref" in what else None,
-        is_expert=tensor([np.full(n, r.is_expert) for r, n in zip(rows, lengths, strict=True)]).bool(),
+        is_expert=tensor(
+            [np.full(n, r.is_expert) for r, n in zip(rows, lengths, strict=True)]
+        ).bool(),
         extra={name: tensor([r.extra[name] for r in rows]) for name in rows[0].extra},
         step=1,
     )
-    if ranks.algorithm.needs.pairs:  # micro-batches may be in another order than the pairs, but each pair is whole
+    # micro-batches may be in another order than the pairs, but each pair is whole
+    if ranks.algorithm.needs.pairs:
         assert all(a.pair == b.pair for a, b in zip(rows[0::2], rows[1::2], strict=True))
     return float(ranks.algorithm.loss(x).loss.item())

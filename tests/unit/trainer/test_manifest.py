@@ -23,7 +23,12 @@ USED = Consumption(num_uses=32, digest="ab" * 16, cursor=4)
 
 
 async def save(
-    folder: Path, step: int, *, lineage: int = 1, keep: int = 0, more: Mapping[str, bytes] | None = None
+    folder: Path,
+    step: int,
+    *,
+    lineage: int = 1,
+    keep: int = 0,
+    more: Mapping[str, bytes] | None = None,
 ) -> manifests.Manifest:
     async def fill(aside: Path) -> dict[str, str]:
         assert aside.name.endswith(".tmp")
@@ -59,7 +64,10 @@ def _rewrite(path: Path, old: str, new: str, *, last: bool = False) -> None:
     ("damage", "message"),
     [
         (lambda f: f.write_bytes(b"weights of 9"), "trainer/model.safetensors: xxh3-128"),
-        (lambda f: f.write_bytes(b"short"), "trainer/model.safetensors: 5 bytes, the manifest says 12"),
+        (
+            lambda f: f.write_bytes(b"short"),
+            "trainer/model.safetensors: 5 bytes, the manifest says 12",
+        ),
         (lambda f: f.unlink(), "trainer/model.safetensors: missing"),
         (lambda f: (f.parent.parent / "manifest.json").write_text("{"), "manifest.json: damaged"),
         (lambda f: (f.parent.parent / "manifest.json").write_text(""), "manifest.json: damaged"),
@@ -68,7 +76,9 @@ def _rewrite(path: Path, old: str, new: str, *, last: bool = False) -> None:
             "manifest.json: damaged: its sha256",
         ),
         (
-            lambda f: _rewrite(f.parent.parent / "manifest.json", '"sha256": "', '"shb256": "', last=True),
+            lambda f: _rewrite(
+                f.parent.parent / "manifest.json", '"sha256": "', '"shb256": "', last=True
+            ),
             "manifest.json: damaged",
         ),
         (
@@ -77,7 +87,9 @@ def _rewrite(path: Path, old: str, new: str, *, last: bool = False) -> None:
         ),
     ],
 )
-async def test_damage_names_the_file_and_falls_back(damage, message, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+async def test_damage_names_the_file_and_falls_back(
+    damage, message, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # type: ignore[no-untyped-def]
     await save(tmp_path, 1)
     newest = await save(tmp_path, 2)
     damage(newest.folder / "trainer" / "model.safetensors")
@@ -89,10 +101,16 @@ async def test_damage_names_the_file_and_falls_back(damage, message, tmp_path: P
     assert message in caplog.text and "falling back to" in caplog.text
 
 
-@pytest.mark.parametrize("part", ["manifest.json", "trainer/model.safetensors", "trainer/state.json"])
+@pytest.mark.parametrize(
+    "part", ["manifest.json", "trainer/model.safetensors", "trainer/state.json"]
+)
 async def test_one_changed_byte_anywhere_is_seen(part: str, tmp_path: Path) -> None:
     """At fifty places of each file; one that changes nothing of what a manifest says may pass."""
-    made = await save(tmp_path, 1, more={"trainer/state.json": json.dumps({"step": 1, "updates": 1, "seed": 4}).encode() * 3})
+    made = await save(
+        tmp_path,
+        1,
+        more={"trainer/state.json": json.dumps({"step": 1, "updates": 1, "seed": 4}).encode() * 3},
+    )
     whole = (made.folder / part).read_bytes()
     rng = np.random.default_rng(0)
     for at in rng.choice(len(whole), min(50, len(whole)), replace=False):
@@ -119,7 +137,8 @@ async def test_nothing_whole_is_an_error_not_a_fresh_start(tmp_path: Path) -> No
 async def test_half_written_does_not_count(tmp_path: Path) -> None:
     await save(tmp_path, 1)
     (tmp_path / "global_step_2.tmp" / "trainer").mkdir(parents=True)
-    (tmp_path / "global_step_3" / "trainer").mkdir(parents=True)  # renamed, but killed before its manifest
+    # renamed, but killed before its manifest
+    (tmp_path / "global_step_3" / "trainer").mkdir(parents=True)
     found = manifests.latest(tmp_path)
     assert found is not None and found.version.step == 1
     await save(tmp_path, 3)
@@ -128,7 +147,9 @@ async def test_half_written_does_not_count(tmp_path: Path) -> None:
 
 
 async def test_what_a_save_that_died_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
-    """Of whatever step; but not a checkpoint that was being replaced, nor what is not a checkpoint's."""
+    """Of whatever step; but not a checkpoint that was being replaced, nor what is not a
+    checkpoint's.
+    """
     await save(tmp_path, 1)
     (tmp_path / "global_step_1").rename(tmp_path / "global_step_1.old.tmp")
     for name in ("global_step_2.tmp/trainer", "notes.tmp"):
@@ -155,7 +176,10 @@ async def test_the_same_step_of_an_earlier_lineage_is_replaced(tmp_path: Path) -
 
 
 def test_reading_a_manifest_loads_no_torch() -> None:
-    code = "import sys, rft.trainer.manifest, rft.trainer.settings, rft.trainer.pack; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, rft.trainer.manifest, rft.trainer.settings, rft.trainer.pack; assert "
+        "'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -177,15 +201,21 @@ asyncio.run(Checkpoints(Path(sys.argv[1]), keep=1).save(Version(2, 3), None, use
 
 def _in_a_child(folder: Path, point: str) -> int:
     environment = {**os.environ, "RFT_FAULT": point}
-    return subprocess.run([sys.executable, "-c", SAVE_AGAIN, str(folder)], env=environment, timeout=60).returncode
+    return subprocess.run(
+        [sys.executable, "-c", SAVE_AGAIN, str(folder)], env=environment, timeout=60
+    ).returncode
 
 
 @pytest.mark.parametrize("point", ["checkpoint.replacing", "checkpoint.committed", ""])
-async def test_a_step_that_is_saved_again_is_there_whenever_the_process_dies(tmp_path: Path, point: str) -> None:
+async def test_a_step_that_is_saved_again_is_there_whenever_the_process_dies(
+    tmp_path: Path, point: str
+) -> None:
     await save(tmp_path, 3)
     assert (_in_a_child(tmp_path, point) != 0) == bool(point)
     manifests.recover(tmp_path)
     found = manifests.latest(tmp_path)
-    assert found is not None and found.version == Version(1 if point == "checkpoint.replacing" else 2, 3)
+    assert found is not None and found.version == Version(
+        1 if point == "checkpoint.replacing" else 2, 3
+    )
     await save(tmp_path, 3, lineage=3)
     assert os.listdir(tmp_path) == ["global_step_3"]

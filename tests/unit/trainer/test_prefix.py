@@ -31,7 +31,9 @@ def test_paths_spell_their_rows_and_every_prefix_is_there_once(rows: list[list[i
         assert tree.positions[path].tolist() == list(range(len(row)))
     distinct = {tuple(r[: n + 1]) for r in rows for n in range(len(r))}
     assert len(tree.tokens) == len(distinct) == prefix.shared_length(given_rows)
-    assert sorted(np.concatenate([b.own for b in tree.branches]).tolist()) == list(range(len(tree.tokens)))
+    assert sorted(np.concatenate([b.own for b in tree.branches]).tolist()) == list(
+        range(len(tree.tokens))
+    )
 
 
 @pytest.mark.e2e
@@ -40,4 +42,6 @@ def test_rows_whose_mask_would_be_too_large_share_nothing(rows: list[list[int]])
     tree = prefix.build(arrays(rows), max_mask=0)
     assert all(b.start == 0 for b in tree.branches)
     for most in (0, 10, 40):
-        assert prefix.shared_length(arrays(rows), max_mask=most) == len(prefix.build(arrays(rows), max_mask=most).tokens)
+        assert prefix.shared_length(arrays(rows), max_mask=most) == len(
+            prefix.build(arrays(rows), max_mask=most).tokens
+        )

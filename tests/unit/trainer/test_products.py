@@ -1,4 +1,6 @@
-"""Float32 products by oneDNN: what `torch.mm` gives, for every layout of the operands, and where it takes the place of MKL."""
+"""Float32 products by oneDNN: what `torch.mm` gives, for every layout of the operands, and where it
+takes the place of MKL.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ LAYOUTS: dict[str, Callable[[int, int], torch.Tensor]] = {
 
 @pytest.mark.parametrize("right", LAYOUTS)
 @pytest.mark.parametrize("left", LAYOUTS)
-@pytest.mark.parametrize("shape", [(567, 576, 192), (1, 33, 7), (5, 1, 1), (0, 4, 3), (4, 0, 3), (4, 3, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(567, 576, 192), (1, 33, 7), (5, 1, 1), (0, 4, 3), (4, 0, 3), (4, 3, 0)], ids=str
+)
 def test_every_layout_and_size(left: str, right: str, shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     m, k, n = shape
-    a, b = LAYOUTS[left](m, k), LAYOUTS[right](k, n)
+    a = LAYOUTS[left](m, k)
+    b = LAYOUTS[right](k, n)
     found = products.by_onednn(a, b)
     assert found.dtype == torch.float32 and found.shape == (m, n)
-    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    exact = a.double() @ b.double()
+    sizes = a.double().abs() @ b.double().abs()
     assert bool(((found - exact).abs() <= k * torch.finfo(torch.float32).eps * sizes).all())
 
 
@@ -55,7 +61,9 @@ def names(module: nn.Module, x: torch.Tensor) -> list[str]:
     return [event.name for event in seen.events()]
 
 
-@pytest.mark.parametrize(("vendor", "products_of_a_layer"), [("AuthenticAMD", 3), ("GenuineIntel", 0)])
+@pytest.mark.parametrize(
+    ("vendor", "products_of_a_layer"), [("AuthenticAMD", 3), ("GenuineIntel", 0)]
+)
 def test_linear_layers_and_their_gradients_use_it_on_processors_of_amd(
     vendor: str, products_of_a_layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +73,8 @@ def test_linear_layers_and_their_gradients_use_it_on_processors_of_amd(
     if here is not None:
         here._destroy()
         products.prefer_onednn.cache_clear()
-    layer, x = nn.Linear(8, 5, bias=False), torch.randn(3, 8, requires_grad=True)
+    layer = nn.Linear(8, 5, bias=False)
+    x = torch.randn(3, 8, requires_grad=True)
     library = products.prefer_onednn(told)
     try:
         found = names(layer, x)

@@ -22,7 +22,9 @@ SIZES = {
 CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen3": Qwen3Config(**SIZES)}
 
 
-def model(config: LlamaConfig | Qwen3Config | GemmaConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
+def model(
+    config: LlamaConfig | Qwen3Config | GemmaConfig, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config).to(dtype)
     for p in made.parameters():  # norms begin at 1, which hides what is wrong with their weight
@@ -43,7 +45,11 @@ def run(lm: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         logits = lm(ids).logits
     (logits.float().sin().sum()).backward()
-    return logits.detach(), {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}, sum(kept.values())
+    return (
+        logits.detach(),
+        {n: p.grad for n, p in lm.named_parameters() if p.grad is not None},
+        sum(kept.values()),
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -100,5 +106,9 @@ def test_an_adapter_on_the_last_layer_is_called() -> None:
 @pytest.mark.parametrize("kind", sorted(LEAN))
 def test_kinds_that_the_memory_estimate_counts_on(kind: str) -> None:
     """All their norms and MLPs are known."""
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2))
-    assert recompute.apply(made) == sum(type(m).__name__.endswith(("MLP", "RMSNorm")) for m in made.modules())
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    )
+    assert recompute.apply(made) == sum(
+        type(m).__name__.endswith(("MLP", "RMSNorm")) for m in made.modules()
+    )

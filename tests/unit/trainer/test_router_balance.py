@@ -18,7 +18,8 @@ from rft.trainer.settings import LearnerSettings, LoraSettings
 from tests.helpers import families
 
 Settings = Callable[..., LearnerSettings]
-pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
+# what transformers says of kernels that are not installed
+pytestmark = pytest.mark.filterwarnings("ignore")
 COEF = 0.5
 
 
@@ -42,7 +43,9 @@ def theirs(folder: Path, rows: list[TrainRow]) -> tuple[float, dict[str, torch.T
     return float(loss), {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
 
 
-def mine(learner: Learner, rows: list[TrainRow], budget: Budget) -> tuple[Any, dict[str, torch.Tensor]]:
+def mine(
+    learner: Learner, rows: list[TrainRow], budget: Budget
+) -> tuple[Any, dict[str, torch.Tensor]]:
     (cut,) = plan(rows, 1, budget)
     batch = RankBatch(
         step=1,
@@ -54,7 +57,9 @@ def mine(learner: Learner, rows: list[TrainRow], budget: Budget) -> tuple[Any, d
     found: dict[str, torch.Tensor] = {}
 
     def keep(lr: float) -> float:
-        found.update({n: p.grad.clone() for n, p in learner.policy.trainable().items() if p.grad is not None})
+        found.update(
+            {n: p.grad.clone() for n, p in learner.policy.trainable().items() if p.grad is not None}
+        )
         learner.optimizer.zero_grad()
         return 1.0
 
@@ -66,17 +71,33 @@ def mine(learner: Learner, rows: list[TrainRow], budget: Budget) -> tuple[Any, d
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3_moe", "shared"), ("qwen3_moe", "packed"), ("qwen3_moe", "padded"), ("mixtral", "shared"), ("gpt_oss", "padded")],
+    [
+        ("qwen3_moe", "shared"),
+        ("qwen3_moe", "packed"),
+        ("qwen3_moe", "padded"),
+        ("mixtral", "shared"),
+        ("gpt_oss", "padded"),
+    ],
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_it_is_what_transformers_computes(
-    family: str, layout: Any, checkpointing: bool, tmp_path: Path, settings: Settings, grouped: list[TrainRow]
+    family: str,
+    layout: Any,
+    checkpointing: bool,
+    tmp_path: Path,
+    settings: Settings,
+    grouped: list[TrainRow],
 ) -> None:
     folder = families.make(family, tmp_path / "m")
-    how: dict[str, Any] = {"model_path": str(folder), "row_layout": layout, "gradient_checkpointing": checkpointing}
+    how: dict[str, Any] = {
+        "model_path": str(folder),
+        "row_layout": layout,
+        "gradient_checkpointing": checkpointing,
+    }
     wanted, gradient = theirs(folder, grouped)
     tokens = float(sum(r.loss_mask.sum() for r in grouped))
-    with_it, without = Learner(settings(router_aux_loss_coef=COEF, **how)), Learner(settings(**how))
+    with_it = Learner(settings(router_aux_loss_coef=COEF, **how))
+    without = Learner(settings(**how))
     for cut in (4000, 40):
         budget = Budget(cut, layout)
         (result, full), (_, plain) = mine(with_it, grouped, budget), mine(without, grouped, budget)
@@ -94,7 +115,11 @@ def test_counting_leaves_the_output_layer_out(
     calls: list[int] = []
     heads = policy.token_logprobs
     monkeypatch.setattr(policy, "token_logprobs", lambda *a, **k: calls.append(1) or heads(*a, **k))
-    learner = Learner(settings(model_path=str(families.make("qwen3_moe", tmp_path / "m")), router_aux_loss_coef=COEF))
+    learner = Learner(
+        settings(
+            model_path=str(families.make("qwen3_moe", tmp_path / "m")), router_aux_loss_coef=COEF
+        )
+    )
     calls.clear()  # of the proof at load
     mine(learner, grouped, Budget(4000))
     assert len(calls) == 1
@@ -110,12 +135,18 @@ def test_it_is_off_by_default(tmp_path: Path, settings: Settings, grouped: list[
 
 def test_a_step_without_rows_to_compute_has_none(tmp_path: Path, settings: Settings) -> None:
     """As where all rewards of every group are equal."""
-    learner = Learner(settings(model_path=str(families.make("qwen3_moe", tmp_path / "m")), router_aux_loss_coef=COEF))
+    learner = Learner(
+        settings(
+            model_path=str(families.make("qwen3_moe", tmp_path / "m")), router_aux_loss_coef=COEF
+        )
+    )
     result = learner.step(RankBatch(step=1, micro_batches=(), tokens=10.0, rows=2.0))
     assert result.finite and not result.sums
 
 
-def test_an_adapter_learns_from_it(tmp_path: Path, settings: Settings, grouped: list[TrainRow]) -> None:
+def test_an_adapter_learns_from_it(
+    tmp_path: Path, settings: Settings, grouped: list[TrainRow]
+) -> None:
     lora = LoraSettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj"))
     folder = str(families.make("qwen3_moe", tmp_path / "m"))
     learner = Learner(settings(model_path=folder, lora=lora, router_aux_loss_coef=COEF))

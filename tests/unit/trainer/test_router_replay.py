@@ -1,4 +1,6 @@
-"""Tokens go through the experts that are given, in every layout of rows, and the gradient does not depend on the cut."""
+"""Tokens go through the experts that are given, in every layout of rows, and the gradient does not
+depend on the cut.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,33 @@ from rft.types import experts
 from tests.helpers import families
 
 Settings = Callable[..., LearnerSettings]
-pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "granitemoe", "deepseek_v2", "deepseek_v3", "qwen3_next", "minimax")
+# what transformers says of kernels that are not installed
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILIES = (
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "olmoe",
+    "granitemoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen3_next",
+    "minimax",
+)
 
 
 def forced(rows: list[TrainRow], layers: int, *, seed: int = 0) -> list[TrainRow]:
-    """`rows` with other experts than any router would choose; the rows of a group have those of their prompt in common, but one."""
+    """`rows` with other experts than any router would choose; the rows of a group have those of
+    their prompt in common, but one.
+    """
     draw = np.random.default_rng(seed)
     prompts: dict[str, np.ndarray] = {}
     made = []
     for i, row in enumerate(rows):
         mine = (
-            np.stack([draw.permutation(4)[:2] for _ in range(len(row.inputs) * layers)]).reshape(-1, layers, 2).astype(np.uint8)
+            np.stack([draw.permutation(4)[:2] for _ in range(len(row.inputs) * layers)])
+            .reshape(-1, layers, 2)
+            .astype(np.uint8)
         )
         before = prompts.setdefault(row.group, mine[: int(row.loss_mask.argmax()) - 1])
         mine[: len(before)] = before
@@ -62,7 +79,9 @@ def plainly(folder: Path, rows: list[TrainRow]) -> Iterator[np.ndarray]:
 
 def apart(learner: Learner, rows: list[TrainRow], wanted: list[np.ndarray]) -> float:
     found = learner.score([rows])[0]
-    return max(float(np.abs(mine["old"] - want).max()) for mine, want in zip(found, wanted, strict=True))
+    return max(
+        float(np.abs(mine["old"] - want).max()) for mine, want in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.fixture
@@ -72,7 +91,9 @@ def grouped(rows: list[TrainRow]) -> list[TrainRow]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forced_disagreement_is_replayed(family: str, tmp_path: Path, settings: Settings, grouped: list[TrainRow]) -> None:
+def test_a_forced_disagreement_is_replayed(
+    family: str, tmp_path: Path, settings: Settings, grouped: list[TrainRow]
+) -> None:
     folder = families.make(family, tmp_path / family)
     learner = Learner(settings(model_path=str(folder), router_replay=True))
     assert learner.policy.routers is not None
@@ -80,16 +101,22 @@ def test_a_forced_disagreement_is_replayed(family: str, tmp_path: Path, settings
     wanted = list(plainly(folder, given))
     assert apart(learner, grouped, wanted) > 0.05, "without replay the experts make a difference"
     assert apart(learner, given, wanted) <= 1e-5
-    for layout in {"packed", "padded"} & ({"padded"} if learner.settings.row_layout == "padded" else {"packed", "padded"}):
+    for layout in {"packed", "padded"} & (
+        {"padded"} if learner.settings.row_layout == "padded" else {"packed", "padded"}
+    ):
         other = Learner(settings(model_path=str(folder), router_replay=True, row_layout=layout))
         assert apart(other, given, wanted) <= 1e-5, layout
 
 
-def test_rows_without_experts_choose_themselves(tmp_path: Path, settings: Settings, grouped: list[TrainRow]) -> None:
+def test_rows_without_experts_choose_themselves(
+    tmp_path: Path, settings: Settings, grouped: list[TrainRow]
+) -> None:
     folder = families.make("qwen3_moe", tmp_path / "m")
     learner = Learner(settings(model_path=str(folder), router_replay=True))
     some = [row if i % 2 else grouped[i] for i, row in enumerate(forced(grouped, 2))]
-    short = [r if r.experts is None else msgspec.structs.replace(r, experts=r.experts[:4]) for r in some]
+    short = [
+        r if r.experts is None else msgspec.structs.replace(r, experts=r.experts[:4]) for r in some
+    ]
     for rows in (grouped, some, short):
         assert apart(learner, rows, list(plainly(folder, rows))) <= 1e-5
 
@@ -100,10 +127,16 @@ def test_any_cut_gives_the_same_gradient(
     layout: Any, checkpointing: bool, tmp_path: Path, settings: Settings, grouped: list[TrainRow]
 ) -> None:
     folder = families.make("qwen3_moe", tmp_path / "m")
-    how: dict[str, Any] = {"model_path": str(folder), "row_layout": layout, "gradient_checkpointing": checkpointing}
+    how: dict[str, Any] = {
+        "model_path": str(folder),
+        "row_layout": layout,
+        "gradient_checkpointing": checkpointing,
+    }
     learner = Learner(settings(router_replay=True, **how))
     given = forced(grouped, 2)
-    whole, cut, one = (gradient(learner, given, Budget(tokens, layout)) for tokens in (4000, 60, 25))
+    whole, cut, one = (
+        gradient(learner, given, Budget(tokens, layout)) for tokens in (4000, 60, 25)
+    )
     own = gradient(Learner(settings(**how)), grouped, Budget(4000, layout))
     scale = max(float(g.abs().max()) for g in whole.values())
     for other in (cut, one):
@@ -118,7 +151,9 @@ def gradient(learner: Learner, rows: list[TrainRow], budget: Budget) -> dict[str
     found: dict[str, torch.Tensor] = {}
 
     def keep(lr: float) -> float:
-        found.update({n: p.grad.clone() for n, p in learner.policy.names().items() if p.grad is not None})
+        found.update(
+            {n: p.grad.clone() for n, p in learner.policy.names().items() if p.grad is not None}
+        )
         learner.optimizer.zero_grad()
         return 1.0
 
@@ -127,7 +162,9 @@ def gradient(learner: Learner, rows: list[TrainRow], budget: Budget) -> dict[str
     return found
 
 
-def test_the_policy_without_its_adapter_chooses_itself(tmp_path: Path, settings: Settings, grouped: list[TrainRow]) -> None:
+def test_the_policy_without_its_adapter_chooses_itself(
+    tmp_path: Path, settings: Settings, grouped: list[TrainRow]
+) -> None:
     folder = families.make("qwen3_moe", tmp_path / "m")
     lora = LoraSettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj"))
     learner = Learner(settings(model_path=str(folder), router_replay=True, lora=lora))
@@ -136,8 +173,12 @@ def test_the_policy_without_its_adapter_chooses_itself(tmp_path: Path, settings:
     assert np.abs(learner._reference_logprobs(micro).numpy() - wanted).max() <= 1e-5
 
 
-def test_experts_of_another_model_are_refused(tmp_path: Path, settings: Settings, grouped: list[TrainRow]) -> None:
-    learner = Learner(settings(model_path=str(families.make("qwen3_moe", tmp_path / "m")), router_replay=True))
+def test_experts_of_another_model_are_refused(
+    tmp_path: Path, settings: Settings, grouped: list[TrainRow]
+) -> None:
+    learner = Learner(
+        settings(model_path=str(families.make("qwen3_moe", tmp_path / "m")), router_replay=True)
+    )
     with pytest.raises(ConfigError, match="engine and trainer need the same model"):
         learner.score([forced(grouped, 3)])
 

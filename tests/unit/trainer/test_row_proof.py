@@ -1,4 +1,6 @@
-"""Every layout of rows gives what transformers gives for each row by itself, or the model is refused when it is loaded."""
+"""Every layout of rows gives what transformers gives for each row by itself, or the model is
+refused when it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from tests.helpers import families
 Settings = Callable[..., LearnerSettings]
 MakeRow = Callable[..., TrainRow]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
+# what transformers says of kernels that are not installed
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LAYOUTS = {
     "lfm2": "padded",  # short convolutions
@@ -51,27 +54,44 @@ def group_of_rows(make_row: MakeRow) -> list[TrainRow]:
     draw = np.random.default_rng(0)
     prompt = draw.integers(3, 120, 9).tolist()
     made = [make_row(prompt, draw.integers(3, 120, n).tolist(), group="0") for n in (5, 8, 3)]
-    return [*made, make_row(draw.integers(3, 120, 4).tolist(), draw.integers(3, 120, 16).tolist(), group="1", temperature=0.9)]
+    return [
+        *made,
+        make_row(
+            draw.integers(3, 120, 4).tolist(),
+            draw.integers(3, 120, 16).tolist(),
+            group="1",
+            temperature=0.9,
+        ),
+    ]
 
 
 def apart(learner: Learner, rows: list[TrainRow]) -> float:
     """How far the learner's log-probs are from those of transformers, row by row, in nats."""
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(learner.settings.model_path, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(
+        learner.settings.model_path, dtype=torch.float32
+    ).eval()
     worst = 0.0
     with torch.no_grad():
         for row, mine in zip(rows, learner.score([rows])[0], strict=True):
             ids = torch.from_numpy(row.tokens)[None].long()
             at = torch.from_numpy(row.loss_mask.nonzero()[0])
             temperature = float(np.asarray(row.temperatures).flat[0])
-            logp = (plain(input_ids=ids, use_cache=False).logits[0, at - 1] / temperature).log_softmax(-1)
-            worst = max(worst, float(np.abs(mine["old"] - logp.gather(1, ids[0, at, None])[:, 0].numpy()).max()))
+            logp = (
+                plain(input_ids=ids, use_cache=False).logits[0, at - 1] / temperature
+            ).log_softmax(-1)
+            worst = max(
+                worst,
+                float(np.abs(mine["old"] - logp.gather(1, ids[0, at, None])[:, 0].numpy()).max()),
+            )
     return worst
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_a_family_is_exact(family: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow]) -> None:
+def test_a_family_is_exact(
+    family: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow]
+) -> None:
     folder = families.make(family, tmp_path / family)
     learner = Learner(settings(model_path=str(folder)))
     assert apart(learner, group_of_rows) <= 1e-5
@@ -80,12 +100,29 @@ def test_a_family_is_exact(family: str, tmp_path: Path, settings: Settings, grou
     assert apart(padded, group_of_rows) <= 1e-5
 
 
-FOUND_WRONG: dict[str, dict[str, Any]] = {  # what a review from outside found wrong, beside those of `families`
-    "biogpt": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "scale_embedding": True},
+# what a review from outside found wrong, beside those of `families`
+FOUND_WRONG: dict[str, dict[str, Any]] = {
+    "biogpt": {
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "scale_embedding": True,
+    },
     "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "attn_pdrop": 0.1},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 6, "lru_width": 32},
-    "modernbert-decoder": {"layer_types": ["sliding_attention", "full_attention"], "local_attention": 6},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1},
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "attention"],
+        "attention_window_size": 6,
+        "lru_width": 32,
+    },
+    "modernbert-decoder": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "local_attention": 6,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+    },
     "doge": {"keep_window_size": 6},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "inkling_text": {"logits_mup_width_multiplier": 4.0},
@@ -101,10 +138,17 @@ FOUND_WRONG: dict[str, dict[str, Any]] = {  # what a review from outside found w
 }
 
 
-@pytest.mark.parametrize("family", [f if f == "biogpt" else pytest.param(f, marks=pytest.mark.slow) for f in FOUND_WRONG])
+@pytest.mark.parametrize(
+    "family", [f if f == "biogpt" else pytest.param(f, marks=pytest.mark.slow) for f in FOUND_WRONG]
+)
 @pytest.mark.parametrize("layout", ["auto", "padded"])
 def test_a_family_is_exact_or_refused(
-    family: str, layout: Any, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    layout: Any,
+    tmp_path: Path,
+    settings: Settings,
+    group_of_rows: list[TrainRow],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(families.FAMILIES, family, FOUND_WRONG[family])
     if family == "falcon":  # which derives it
@@ -119,7 +163,8 @@ def test_a_family_is_exact_or_refused(
 
 
 def test_packed_rows_share_nothing(settings: Settings, group_of_rows: list[TrainRow]) -> None:
-    packed, shared = Learner(settings(row_layout="packed")), Learner(settings())
+    packed = Learner(settings(row_layout="packed"))
+    shared = Learner(settings())
     assert shared.settings.row_layout == "shared"
     assert packed._micro_batch(group_of_rows).computed == sum(len(r.inputs) for r in group_of_rows)
     assert shared._micro_batch(group_of_rows).computed < packed._micro_batch(group_of_rows).computed
@@ -129,15 +174,21 @@ def test_packed_rows_share_nothing(settings: Settings, group_of_rows: list[Train
 def _believe(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the model is, its configuration seems to allow `layout`."""
     monkeypatch.setattr(
-        row_proof, "choose", lambda config, asked, device: Choice(layout if asked == "auto" else asked, "no reason")
+        row_proof,
+        "choose",
+        lambda config, asked, device: Choice(layout if asked == "auto" else asked, "no reason"),
     )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed"])
 def test_a_layout_that_is_not_exact_is_left(
-    layout: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    tmp_path: Path,
+    settings: Settings,
+    group_of_rows: list[TrainRow],
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     folder = str(families.make("lfm2", tmp_path / "model"))
     _believe(layout, monkeypatch)
     learner = Learner(settings(model_path=folder))
@@ -145,17 +196,25 @@ def test_a_layout_that_is_not_exact_is_left(
     assert f"{layout} rows are not used, and rows are p" in caplog.text
     assert "packed rows are not used, and rows are padded: the largest difference" in caplog.text
     assert apart(learner, group_of_rows) <= 1e-5
-    with pytest.raises(ConfigError, match=rf"trainer.row_layout: {layout} rows of \w+ are not exact.*Write auto or padded"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"trainer.row_layout: {layout} rows of \w+ are not exact.*Write auto or padded",
+    ):
         Learner(settings(model_path=folder, row_layout=layout))
 
 
 def test_a_model_that_does_not_know_the_layout_is_padded(
-    tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    settings: Settings,
+    group_of_rows: list[TrainRow],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = str(families.make("stablelm", tmp_path / "model"))
     assert apart(Learner(settings(model_path=folder)), group_of_rows) <= 1e-5
     assert "is not told where rows begin" in caplog.text
-    with pytest.raises(ConfigError, match=r"trainer.row_layout: shared rows of \w+ cannot be computed"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.row_layout: shared rows of \w+ cannot be computed"
+    ):
         Learner(settings(model_path=folder, row_layout="shared"))
 
 
@@ -170,9 +229,13 @@ def test_a_model_that_does_not_know_the_layout_is_padded(
     ],
 )
 def test_attention_of_ones_own_is_padded(
-    family: str, changes: dict[str, Any], tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow],
+    family: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    settings: Settings,
+    group_of_rows: list[TrainRow],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setitem(families.FAMILIES, family, changes)
     folder = str(families.make(family, tmp_path / "model"))
     learner = Learner(settings(model_path=folder))
@@ -182,48 +245,80 @@ def test_attention_of_ones_own_is_padded(
         Learner(settings(model_path=folder, row_layout="shared"))
 
 
-def test_a_model_that_is_never_exact_is_refused(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_never_exact_is_refused(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = Policy.numbers
     monkeypatch.setattr(Policy, "numbers", lambda self, batch: numbers(self, batch) + 1e-3)
-    with pytest.raises(SetupError, match=r"padded rows of \w+ are not exact: the largest difference .* cannot train this model"):
+    with pytest.raises(
+        SetupError,
+        match=r"padded rows of \w+ are not exact: the largest difference .* cannot train this "
+        r"model",
+    ):
         Learner(settings())
 
 
 def test_a_noisy_model_does_not_hide_a_wrong_layout(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """Above 1e-5 the noise of float32 allows a difference only where float64 shows that the layout is exact."""
+) -> None:
+    """Above 1e-5 the noise of float32 allows a difference only where float64 shows that the layout
+    is exact.
+    """
     _believe("shared", monkeypatch)
     monkeypatch.setattr(row_proof, "_MULTIPLE", 1e9)
     monkeypatch.setitem(row_proof._CEILING, "float32", 1e9)
     folder = str(families.make("lfm2", tmp_path / "model"))
     with pytest.raises(
-        ConfigError, match=r"shared rows of \w+ are not exact.*the first layers in float64 are \d.\de[+-]00 apart"
+        ConfigError,
+        match=r"shared rows of \w+ are not exact.*the first layers in float64 are \d.\de[+-]00 "
+        r"apart",
     ):
         Learner(settings(model_path=folder, row_layout="shared"))
     numbers = Policy.numbers
-    monkeypatch.setattr(Policy, "numbers", lambda self, batch: numbers(self, batch) + (1e-4 if type(self) is Policy else 0.0))
+    monkeypatch.setattr(
+        Policy,
+        "numbers",
+        lambda self, batch: numbers(self, batch) + (1e-4 if type(self) is Policy else 0.0),
+    )
     assert Learner(settings()).settings.row_layout == "shared"  # as far apart, and exact in float64
 
 
 def test_bfloat16_does_not_hide_a_wrong_layout(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     _believe("shared", monkeypatch)
-    hybrid = settings(model_path=str(families.make("lfm2", tmp_path / "model")), dtype="bfloat16", row_layout="shared")
+    hybrid = settings(
+        model_path=str(families.make("lfm2", tmp_path / "model")),
+        dtype="bfloat16",
+        row_layout="shared",
+    )
     monkeypatch.setattr(row_proof.layer_copy, "free_bytes", lambda device: 0)
-    small = Learner(hybrid)  # there is no room for the copy, and the noise is larger than what is wrong
+    # there is no room for the copy, and the noise is larger than what is wrong
+    small = Learner(hybrid)
     small.close()
-    assert "the layout was not computed in float64 (MemoryError: a copy of its first layers in float64 needs" in caplog.text
+    assert (
+        "the layout was not computed in float64 (MemoryError: a copy of its first layers in "
+        "float64 needs" in caplog.text
+    )
     monkeypatch.undo()
     _believe("shared", monkeypatch)
-    with pytest.raises(ConfigError, match=r"are not exact: the mean difference .* the first layers in float64"):
+    with pytest.raises(
+        ConfigError, match=r"are not exact: the mean difference .* the first layers in float64"
+    ):
         Learner(hybrid)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("family", "layers"), [("lfm2", 2), ("llama", 1), ("jamba", 2), ("deepseek_v3", 2), ("gemma2", 2)])
-def test_the_copy_has_one_layer_of_every_kind(family: str, layers: int, tmp_path: Path, settings: Settings) -> None:
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("lfm2", 2), ("llama", 1), ("jamba", 2), ("deepseek_v3", 2), ("gemma2", 2)],
+)
+def test_the_copy_has_one_layer_of_every_kind(
+    family: str, layers: int, tmp_path: Path, settings: Settings
+) -> None:
     folder = families.make(family, tmp_path / "model")
     state = torch.get_rng_state()
     copied = layer_copy.make(settings(model_path=str(folder), row_layout="padded"))
@@ -233,7 +328,9 @@ def test_the_copy_has_one_layer_of_every_kind(family: str, layers: int, tmp_path
     assert row_proof.copy_apart(settings(model_path=str(folder), row_layout="padded")) < allowed
 
 
-def test_the_copy_is_computed_where_flash_attention_trains(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_is_computed_where_flash_attention_trains(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in for the package, whose kernels take no float64."""
 
     def kernel(*given: Any, **more: Any) -> None:
@@ -242,11 +339,15 @@ def test_the_copy_is_computed_where_flash_attention_trains(settings: Settings, m
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = kernel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(attention, "installed", lambda name, *where: "flash_attention_2" if name == "auto" else name)
+    monkeypatch.setattr(
+        attention, "installed", lambda name, *where: "flash_attention_2" if name == "auto" else name
+    )
     assert row_proof.copy_apart(settings(row_layout="shared", dtype="bfloat16")) < 1e-12
 
 
-def test_the_critic_is_proven_too(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_critic_is_proven_too(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rft.trainer.settings import AlgorithmSettings
 
     ppo = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo")
@@ -254,14 +355,22 @@ def test_the_critic_is_proven_too(settings: Settings, tmp_path: Path, monkeypatc
     hybrid = str(families.make("lfm2", tmp_path / "model"))
     _believe("shared", monkeypatch)
     learner = Learner(settings(algorithm=ppo, critic=CriticSettings(model_path=hybrid)))
-    assert learner.settings.row_layout == "shared" and learner.settings.critic.row_layout == "padded"
+    assert (
+        learner.settings.row_layout == "shared" and learner.settings.critic.row_layout == "padded"
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_is_without_dropout(
-    checkpointing: bool, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], make_batch: Any
+    checkpointing: bool,
+    tmp_path: Path,
+    settings: Settings,
+    group_of_rows: list[TrainRow],
+    make_batch: Any,
 ) -> None:
-    """Dropout that modules keep as a number, and use as a function, is off in training, with checkpointing too."""
+    """Dropout that modules keep as a number, and use as a function, is off in training, with
+    checkpointing too.
+    """
     folder = str(families.make("starcoder2", tmp_path / "model"))
     made = settings(model_path=folder, gradient_checkpointing=checkpointing)
     norms = {Learner(made).step(make_batch(group_of_rows, made)).grad_norm for _ in range(2)}
@@ -276,23 +385,35 @@ def test_training_is_without_dropout(
 def test_a_window_longer_than_the_compared_rows_is_proven_too(
     family: str, tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = str(families.make(family, tmp_path / "model", sliding_window=4096, attention_chunk_size=4096))
+    folder = str(
+        families.make(family, tmp_path / "model", sliding_window=4096, attention_chunk_size=4096)
+    )
     learner = Learner(settings(model_path=folder))
     assert learner.settings.row_layout == "shared"
     config = learner.policy.lm.config
-    assert 4096 in (getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None))
+    assert 4096 in (
+        getattr(config, "sliding_window", None),
+        getattr(config, "attention_chunk_size", None),
+    )
     monkeypatch.setattr(attention, "_reach", lambda module, window: (None, None))
     assert Learner(settings(model_path=folder)).settings.row_layout == "padded"
 
 
 def test_layers_with_state_are_told_where_packed_rows_end(
-    tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    settings: Settings,
+    group_of_rows: list[TrainRow],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on GPUs, where kernels reset a convolution by `seq_idx`; here one in plain torch stands in."""
+    """As on GPUs, where kernels reset a convolution by `seq_idx`; here one in plain torch stands
+    in.
+    """
     from transformers.models.lfm2 import modeling_lfm2
 
     folder = str(families.make("lfm2", tmp_path / "model"))
-    monkeypatch.setattr(row_proof, "choose", lambda config, asked, device: choose(config, asked, device="cuda"))
+    monkeypatch.setattr(
+        row_proof, "choose", lambda config, asked, device: choose(config, asked, device="cuda")
+    )
     without = Learner(settings(model_path=folder))
     assert without.settings.row_layout == "padded"
 
@@ -300,13 +421,17 @@ def test_layers_with_state_are_told_where_packed_rows_end(
         def __init__(self, plain: Any) -> None:
             self.plain = plain
 
-        def __call__(self, x: torch.Tensor, *given: Any, seq_idx: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
+        def __call__(
+            self, x: torch.Tensor, *given: Any, seq_idx: torch.Tensor | None = None, **more: Any
+        ) -> torch.Tensor:
             if seq_idx is None:
                 return self.plain(x, *given, **more)
             rows = x.split(seq_idx[0].bincount().tolist(), dim=-1)
             return torch.cat([self.plain(row, *given, **more) for row in rows], -1)
 
-    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", Resetting(modeling_lfm2.causal_conv1d_fn))
+    monkeypatch.setattr(
+        modeling_lfm2, "causal_conv1d_fn", Resetting(modeling_lfm2.causal_conv1d_fn)
+    )
     learner = Learner(settings(model_path=folder))
     assert learner.settings.row_layout == "packed"
     assert apart(learner, group_of_rows) <= 1e-5
@@ -318,9 +443,16 @@ def test_the_first_batch_is_compared(settings: Settings, group_of_rows: list[Tra
         "first batch: 4 of its rows are what transformers computes: the largest difference"
     )
     norm = learner.policy.lm.model.layers[0].input_layernorm
-    norm.forward = lambda x: x * norm.weight  # wrong in training's layout and in plain rows alike: not what this check is for
+    # wrong in training's layout and in plain rows alike: not what this check is for
+    norm.forward = lambda x: x * norm.weight
     learner.check_rows(group_of_rows)
     forward = learner.policy.forward
-    learner.policy.forward = lambda *a, **k: tuple(None if x is None else x + 2e-3 for x in forward(*a, **k))  # type: ignore[method-assign]
-    with pytest.raises(RunFailed, match="the first batch, as shared rows of LlamaForCausalLM, is not what transformers computes"):
+    learner.policy.forward = lambda *a, **k: tuple(
+        None if x is None else x + 2e-3 for x in forward(*a, **k)
+    )  # type: ignore[method-assign]
+    with pytest.raises(
+        RunFailed,
+        match="the first batch, as shared rows of LlamaForCausalLM, is not what transformers "
+        "computes",
+    ):
         learner.check_rows(group_of_rows)

@@ -29,15 +29,20 @@ class _Layer(nn.Module):
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.tower = _Layer(), nn.Linear(4, 4)
+        self.layer = _Layer()
+        self.tower = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
         out: torch.Tensor = self.layer(x, chosen)
         return out
 
 
-def test_ranks_add_gradients_of_all_experts_of_a_layer_also_of_those_that_one_of_them_does_not_use() -> None:
-    """FSDP2 adds what has a gradient, one behind the other: else an expert of one rank is added to another one of the next rank."""
+def test_ranks_add_gradients_of_all_experts_of_a_layer_also_of_those_that_one_of_them_does_not_use() -> (
+    None
+):
+    """FSDP2 adds what has a gradient, one behind the other: else an expert of one rank is added to
+    another one of the next rank.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         model = _Model()

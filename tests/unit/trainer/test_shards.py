@@ -1,4 +1,6 @@
-"""Sharded files of a checkpoint: damage is named, other cuts are read, what is written later is what was taken."""
+"""Sharded files of a checkpoint: damage is named, other cuts are read, what is written later is
+what was taken.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,19 @@ def cut(folder: Path, whole: dict[str, torch.Tensor], count: int, step: int) -> 
         tensors.write_pieces(path, pieces, {shards.STEP: str(step)})
 
 
-WHOLE = {"w": torch.randn(7, 5), "b": torch.arange(3, dtype=torch.bfloat16), "one": torch.randn(1, 4)}
+WHOLE = {
+    "w": torch.randn(7, 5),
+    "b": torch.arange(3, dtype=torch.bfloat16),
+    "one": torch.randn(1, 4),
+}
 
 
-def test_a_rank_that_helps_to_gather_is_never_ahead_of_the_one_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL counts from where a collective is asked for: a rank that asked for all of them would be ended while a slow disk is written."""
+def test_a_rank_that_helps_to_gather_is_never_ahead_of_the_one_that_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL counts from where a collective is asked for: a rank that asked for all of them would be
+    ended while a slow disk is written.
+    """
     seen: list[str] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: seen.append("waited"))
@@ -68,7 +78,9 @@ def test_any_cut_gives_the_tensors_back(count: int, tmp_path: Path) -> None:
         into = torch.full(t.shape, 9.0)
         files.fill(name, into)
         assert torch.equal(into, t.float())
-    assert set(load_file(files.paths[0])) == set(WHOLE), "any safetensors library reads a file by itself"
+    assert set(load_file(files.paths[0])) == set(WHOLE), (
+        "any safetensors library reads a file by itself"
+    )
 
 
 def test_one_file_of_an_older_checkpoint_is_read(tmp_path: Path) -> None:
@@ -77,15 +89,20 @@ def test_one_file_of_an_older_checkpoint_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "delete", "swap"])
-async def test_damaged_shards_are_named_and_passed_over(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_damaged_shards_are_named_and_passed_over(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def fill(aside: Path, step: int) -> dict[str, str]:
         cut(aside / "trainer", {n: t + step for n, t in WHOLE.items()}, 2, step)
         return {}
 
     checkpoints = Checkpoints(tmp_path, keep=0)
-    first, second = [await checkpoints.save(Version(1, n), None, USED, lambda f, n=n: fill(f, n)) for n in (1, 2)]  # type: ignore[misc]
+    first, second = [
+        await checkpoints.save(Version(1, n), None, USED, lambda f, n=n: fill(f, n)) for n in (1, 2)
+    ]  # type: ignore[misc]
     name = "model-00002-of-00002.safetensors"
-    damaged, other = second.folder / "trainer" / name, first.folder / "trainer" / name
+    damaged = second.folder / "trainer" / name
+    other = first.folder / "trainer" / name
     if how == "flip":
         data = bytearray(damaged.read_bytes())
         data[-3] ^= 0x10
@@ -141,7 +158,8 @@ def test_what_was_taken_is_written_though_training_went_on(
 
 async def test_a_crash_while_writing_leaves_the_earlier_one(tmp_path: Path) -> None:
     """At most one is written at a time; while it is, the one before counts."""
-    started, go = threading.Event(), threading.Event()
+    started = threading.Event()
+    go = threading.Event()
 
     async def fill(aside: Path) -> dict[str, str]:
         cut(aside / "trainer", WHOLE, 2, 2)
@@ -166,7 +184,9 @@ async def test_a_crash_while_writing_leaves_the_earlier_one(tmp_path: Path) -> N
     assert found is not None and found.version.step == 1
 
 
-async def test_the_best_is_kept_beside_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_best_is_kept_beside_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     metrics = tmp_path / "metrics.jsonl"
     lines = [
         {"role": "explorer", "step": s, "time": 0.0, "values": {"reward/x": v}}
@@ -179,7 +199,9 @@ async def test_the_best_is_kept_beside_the_newest(tmp_path: Path, caplog: pytest
     assert not caplog.text
     for _ in range(2):  # saves
         assert BestSteps(metrics, "reward/y", "max")(range(9)) == set()
-    assert caplog.text.count("has no reward/y so far.  Did you mean reward/x?") == 1, "a name that is written wrong is told, once"
+    assert caplog.text.count("has no reward/y so far.  Did you mean reward/x?") == 1, (
+        "a name that is written wrong is told, once"
+    )
 
     async def fill(aside: Path) -> dict[str, str]:
         return {}
@@ -192,8 +214,11 @@ async def test_the_best_is_kept_beside_the_newest(tmp_path: Path, caplog: pytest
 
 
 async def test_one_whose_evaluation_has_not_ended_is_kept(tmp_path: Path) -> None:
-    """Evaluations end many steps later: in the background, or where the trainer has rows to go on with."""
-    metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    """Evaluations end many steps later: in the background, or where the trainer has rows to go on
+    with.
+    """
+    metrics = tmp_path / "metrics.jsonl"
+    folder = tmp_path / "checkpoints"
     folder.mkdir()
 
     async def fill(aside: Path) -> dict[str, str]:
@@ -202,7 +227,9 @@ async def test_one_whose_evaluation_has_not_ended_is_kept(tmp_path: Path) -> Non
     def told(role: str, step: int, **values: float) -> None:
         named = {name.replace("__", "/"): value for name, value in values.items()}
         with metrics.open("a") as file:
-            file.write(json.dumps({"role": role, "step": step, "time": 0.0, "values": named}) + "\n")
+            file.write(
+                json.dumps({"role": role, "step": step, "time": 0.0, "values": named}) + "\n"
+            )
 
     checkpoints = Checkpoints(folder, keep=1, beside=BestSteps(metrics, "eval/x/score", "max"))
 
@@ -215,7 +242,9 @@ async def test_one_whose_evaluation_has_not_ended_is_kept(tmp_path: Path) -> Non
     assert await saved(1, 2, 3) == [1, 3]
     told("eval", 1, eval__y__time=9.0)
     told("synchronizer", 3, sync__version=3, explorer__idle_ratio=0.0)
-    assert await saved(4, 5) == [1, 3, 5], "the other taskset says nothing of it; the next evaluation may be of what is served"
+    assert await saved(4, 5) == [1, 3, 5], (
+        "the other taskset says nothing of it; the next evaluation may be of what is served"
+    )
     told("eval", 1, eval__x__score=0.9, eval__x__time=9.0)
     told("eval", 3, eval__x__due=1, eval__y__due=1)
     told("synchronizer", 6, sync__version=6, explorer__idle_ratio=0.0)
@@ -223,7 +252,8 @@ async def test_one_whose_evaluation_has_not_ended_is_kept(tmp_path: Path) -> Non
     told("eval", 3, eval__x__score=0.5, eval__x__time=9.0)
     told("eval", 6, eval__x__due=1, eval__y__due=1)
     assert await saved(8) == [1, 6, 8], "the best one, and the one that is evaluated"
-    told("synchronizer", 8, sync__version=8)  # the run was killed and goes on: that evaluation never ends
+    # the run was killed and goes on: that evaluation never ends
+    told("synchronizer", 8, sync__version=8)
     assert await saved(9, 10) == [1, 8, 10]
 
 
@@ -235,15 +265,36 @@ def test_the_best_checkpoint_is_found_without_reading_all_metrics_again(tmp_path
     def lines(records: int) -> int:
         with metrics.open("a") as file:
             for step in range(records):
-                file.write(json.dumps({"role": "eval", "step": step, "time": 0.0, "values": {"eval/x/score": step}}) + "\n")
+                file.write(
+                    json.dumps(
+                        {
+                            "role": "eval",
+                            "step": step,
+                            "time": 0.0,
+                            "values": {"eval/x/score": step},
+                        }
+                    )
+                    + "\n"
+                )
         best(range(5))
         with metrics.open("a") as file:
-            file.write(json.dumps({"role": "eval", "step": 3, "time": 0.0, "values": {"eval/x/score": 1e6 + records}}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "role": "eval",
+                        "step": 3,
+                        "time": 0.0,
+                        "values": {"eval/x/score": 1e6 + records},
+                    }
+                )
+                + "\n"
+            )
         with Counted() as counted:
             assert best(range(5)) == {3}
         return counted.lines
 
-    few, many = lines(4), lines(1000)
+    few = lines(4)
+    many = lines(1000)
     assert many < few + 10, (few, many)
     with metrics.open("a") as file:
         file.write("{}\n")
@@ -255,8 +306,13 @@ def test_the_best_checkpoint_is_found_without_reading_all_metrics_again(tmp_path
 def test_every_optimizer_goes_on_bit_for_bit(
     name: Any, settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
 ) -> None:
-    own = settings(optim=OptimSettings(optimizer_type=name, lr=1e-3, momentum=0.9, decay_norms_and_biases=False))
-    whole, second = Learner(own), Learner(own)
+    own = settings(
+        optim=OptimSettings(
+            optimizer_type=name, lr=1e-3, momentum=0.9, decay_norms_and_biases=False
+        )
+    )
+    whole = Learner(own)
+    second = Learner(own)
     for step in (1, 2):
         whole.step(make_batch(rows, own, step=step))
     whole.save(str(tmp_path), 2)
@@ -274,11 +330,18 @@ def test_every_optimizer_goes_on_bit_for_bit(
 
 
 def test_norms_and_biases_can_be_left_undecayed(settings: Settings) -> None:
-    groups = Learner(settings(optim=OptimSettings(decay_norms_and_biases=False, weight_decay=0.1))).optimizer.param_groups
-    assert [(g["weight_decay"], {p.ndim for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1})]
+    groups = Learner(
+        settings(optim=OptimSettings(decay_norms_and_biases=False, weight_decay=0.1))
+    ).optimizer.param_groups
+    assert [(g["weight_decay"], {p.ndim for p in g["params"]}) for g in groups] == [
+        (0.1, {2}),
+        (0.0, {1}),
+    ]
 
 
-def test_only_what_was_asked_for_is_saved(settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path) -> None:
+def test_only_what_was_asked_for_is_saved(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
+) -> None:
     learner = Learner(settings(save_contents=("model",)))
     learner.step(make_batch(rows, learner.settings))
     learner.save(str(tmp_path), 1)
@@ -287,7 +350,8 @@ def test_only_what_was_asked_for_is_saved(settings: Settings, rows: list[TrainRo
     again.load(str(tmp_path))
     assert not again.optimizer.state
     with pytest.raises(
-        CheckpointInvalid, match=r"holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents"
+        CheckpointInvalid,
+        match=r"holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents",
     ):
         Learner(settings(load_contents=("model", "optimizer"))).load(str(tmp_path))
     assert np.array_equal(learner.score([rows])[0][0]["old"], again.score([rows])[0][0]["old"])

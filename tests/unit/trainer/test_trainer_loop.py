@@ -1,4 +1,6 @@
-"""The loop with a real learner, buffer, transport and checkpoints; only the engines' side is played by the test."""
+"""The loop with a real learner, buffer, transport and checkpoints; only the engines' side is played
+by the test.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class Sink:
 
 
 def group(lineage: int, batch: int, *, poison: bool = False) -> bytes:
-    """Two runs; the batch number is their task.  `poison`: a log-prob so low that the ratio's loss is not finite."""
+    """Two runs; the batch number is their task.  `poison`: a log-prob so low that the ratio's loss
+    is not finite.
+    """
     rows = []
     for run in range(2):
         tokens = np.array([1, 40 + batch, 6, 7 + run, 9, 2], np.int32)
@@ -101,7 +105,11 @@ def group(lineage: int, batch: int, *, poison: bool = False) -> bytes:
                 logprobs=np.where(np.arange(6) > 2, -5.5, 0).astype(np.float32),
                 version_spans=(VersionSpan(Version(lineage, 0), 3, 6),),
                 # log-probs at a temperature that float32 cannot divide by are not finite
-                sampling=(SamplingRecord(start=3, end=6, sampling=SamplingArgs(temperature=1e-40 if poison else 1.0)),),
+                sampling=(
+                    SamplingRecord(
+                        start=3, end=6, sampling=SamplingArgs(temperature=1e-40 if poison else 1.0)
+                    ),
+                ),
                 reward=float(run),
             )
         )
@@ -128,11 +136,19 @@ class Stage:
         parent: manifests.Manifest | None = None,
         **changes: Any,
     ):
-        self.sync, self.sink = Sync(), Sink()
+        self.sync = Sync()
+        self.sink = Sink()
         self.settings = TrainerSettings(
-            **{"total_steps": 3, "batch_groups": 1, "batch_rows": None, "checkpoint_dir": tmp_path / "checkpoints", **changes}
+            **{
+                "total_steps": 3,
+                "batch_groups": 1,
+                "batch_rows": None,
+                "checkpoint_dir": tmp_path / "checkpoints",
+                **changes,
+            }
         )
-        self.learner, self.ranks = learner, Ranks(learner)
+        self.learner = learner
+        self.ranks = Ranks(learner)
         self.transport = CheckpointTransport(tmp_path / f"sync{lineage}")
         self.trainer = Trainer(
             self.settings,
@@ -161,7 +177,9 @@ def learner(settings: Callable[..., LearnerSettings]) -> Callable[..., Learner]:
     return lambda **changes: Learner(settings(**changes))
 
 
-async def test_a_run_from_base_model_to_export(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+async def test_a_run_from_base_model_to_export(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(3))
     stage = Stage(buffer, tmp_path, learner(), lineage, save_interval=2)
@@ -169,29 +187,41 @@ async def test_a_run_from_base_model_to_export(buffer: Buffer, tmp_path: Path, l
     assert stage.sync.published == [Version(lineage, 0), Version(lineage, 2), Version(lineage, 3)]
     assert stage.sync.trained_steps == [1, 3] and stage.sync.finished == 3
     assert not np.array_equal(stage.sync.scores[0], stage.sync.scores[1])
-    assert [p.name for p in manifests.committed(stage.settings.checkpoint_dir)] == ["global_step_2", "global_step_3"]
+    assert [p.name for p in manifests.committed(stage.settings.checkpoint_dir)] == [
+        "global_step_2",
+        "global_step_3",
+    ]
     last = manifests.latest(stage.settings.checkpoint_dir)
     assert last is not None and (last.version, last.parent) == (Version(lineage, 3), None)
-    assert last.consumption == await buffer.consumption(lineage, 3) and last.consumption.num_uses == 6
+    assert (
+        last.consumption == await buffer.consumption(lineage, 3) and last.consumption.num_uses == 6
+    )
     assert (last.folder / "huggingface" / "config.json").is_file()
     assert not (stage.settings.checkpoint_dir / "global_step_2" / "huggingface").exists()
     first = stage.sink.records[0]
     assert (first.role, first.step) == ("trainer", 1)
     assert first.values["experience/staleness/max"] == 0.0 and first.values["train/finite"] == 1.0
     assert 0 < first.values["mismatch/abs_diff_mean"] <= first.values["mismatch/abs_diff_max"]
-    assert "mismatch/abs_diff_mean" not in stage.sink.records[1].values  # written by the weights before step 1
+    # written by the weights before step 1
+    assert "mismatch/abs_diff_mean" not in stage.sink.records[1].values
     assert first.values["actor/grad_norm"] > 0 and first.values["time/train_s"] > 0
 
 
-def test_a_step_is_saved_at_its_age_while_the_trainer_waits(tmp_path: Path, learner: Callable[..., Learner]) -> None:
-    """N25: a service waits for rewards, and its last steps were in no checkpoint however long that took."""
+def test_a_step_is_saved_at_its_age_while_the_trainer_waits(
+    tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
+    """N25: a service waits for rewards, and its last steps were in no checkpoint however long that
+    took.
+    """
 
     async def play() -> list[tuple[str, float]]:
         buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
         await buffer.open()
         lineage = (await buffer.start_lineage(None, None)).lineage
         await fill(buffer, lineage, range(2))
-        stage = Stage(buffer, tmp_path, learner(), lineage, save_after_s=600.0, read_deadline_s=1800.0)
+        stage = Stage(
+            buffer, tmp_path, learner(), lineage, save_after_s=600.0, read_deadline_s=1800.0
+        )
         saved: list[tuple[str, float]] = []
         save = stage.trainer._checkpoints.save
 
@@ -221,7 +251,9 @@ async def test_a_publication_that_the_explorer_asks_for_is_no_wait_for_rows(
 
     class Asking(Sync):
         async def wait_for_demand(self, step: int) -> bool:
-            return (step == 1 and Version(lineage, 1) not in self.published) or bool(await asyncio.Event().wait())
+            return (step == 1 and Version(lineage, 1) not in self.published) or bool(
+                await asyncio.Event().wait()
+            )
 
         async def publish(self, manifest: WeightManifest) -> list[Metric]:
             if manifest.version.step == 1:
@@ -244,9 +276,12 @@ async def test_resumed_ends_with_the_weights_of_an_uninterrupted_run(
     await fill(buffer, lineage, range(4))
     whole = Stage(buffer, tmp_path, learner(), lineage, total_steps=4, save_interval=2)
     await whole.trainer.run()
-    expected = load_file(tmp_path / "checkpoints" / "global_step_4" / "trainer" / "model-00001-of-00001.safetensors")
+    expected = load_file(
+        tmp_path / "checkpoints" / "global_step_4" / "trainer" / "model-00001-of-00001.safetensors"
+    )
 
-    (tmp_path / "checkpoints" / "global_step_4" / "manifest.json").unlink()  # as if killed before the commit of step 4
+    # as if killed before the commit of step 4
+    (tmp_path / "checkpoints" / "global_step_4" / "manifest.json").unlink()
     found = manifests.latest(tmp_path / "checkpoints")
     assert found is not None and found.version.step == 2
     second = (await buffer.start_lineage(found.version, found.consumption)).lineage
@@ -266,7 +301,9 @@ async def test_resumed_ends_with_the_weights_of_an_uninterrupted_run(
     assert all(torch.equal(weights[n], t) for n, t in expected.items())
 
 
-async def test_end_of_data_finishes_early(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+async def test_end_of_data_finishes_early(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(1))
     await buffer.writer(lineage).finish("the tasksets are over")
@@ -277,7 +314,10 @@ async def test_end_of_data_finishes_early(buffer: Buffer, tmp_path: Path, learne
 
 
 async def test_non_finite_steps_are_explained_and_end_the_run_with_a_checkpoint(
-    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner], settings: Callable[..., LearnerSettings]
+    buffer: Buffer,
+    tmp_path: Path,
+    learner: Callable[..., Learner],
+    settings: Callable[..., LearnerSettings],
 ) -> None:
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(3), poison=True)
@@ -312,7 +352,9 @@ async def test_one_of_policy_and_critic_that_never_learns_ends_the_run(
     with pytest.raises(RunFailed, match="3 train steps in a row, the last being 3"):
         await stage.trainer.run()
     last = manifests.latest(stage.settings.checkpoint_dir)
-    assert last is not None and last.consumption.num_uses == 6, "the other one has learnt from the rows"
+    assert last is not None and last.consumption.num_uses == 6, (
+        "the other one has learnt from the rows"
+    )
 
 
 async def test_a_step_whose_tokens_are_all_rejected_is_explained_and_the_run_goes_on(
@@ -321,7 +363,9 @@ async def test_a_step_whose_tokens_are_all_rejected_is_explained_and_the_run_goe
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(3))
     correction = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}
-    made = learner(algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction))
+    made = learner(
+        algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction)
+    )
     before = {n: p.detach().clone() for n, p in made.policy.names().items()}
     stage = Stage(buffer, tmp_path, made, lineage)
     await stage.trainer.run()
@@ -330,7 +374,10 @@ async def test_a_step_whose_tokens_are_all_rejected_is_explained_and_the_run_goe
     assert last is not None and last.version.step == 3 and last.consumption.num_uses == 0
     assert (await buffer.audit()).discarded == {"rejected": 6}
     for record in stage.sink.records:
-        assert record.values["rollout_corr/rollout_rs_masked_fraction"] == 1.0 and "actor/loss" not in record.values
+        assert (
+            record.values["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+            and "actor/loss" not in record.values
+        )
 
 
 async def test_several_passes_are_one_use_and_the_window_begins_with_each_version(
@@ -338,7 +385,9 @@ async def test_several_passes_are_one_use_and_the_window_begins_with_each_versio
 ) -> None:
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(4))
-    made = learner(ppo_epochs=3, algorithm=AlgorithmSettings(bypass_old_logprobs=False, proximal_window=True))
+    made = learner(
+        ppo_epochs=3, algorithm=AlgorithmSettings(bypass_old_logprobs=False, proximal_window=True)
+    )
     stage = Stage(buffer, tmp_path, made, lineage, total_steps=4)  # publishes after steps 2 and 4
     await stage.trainer.run()
     last = manifests.latest(stage.settings.checkpoint_dir)
@@ -350,17 +399,26 @@ async def test_several_passes_are_one_use_and_the_window_begins_with_each_versio
     assert told[1]["actor/ppo_kl"] != 0 and told[0]["rollout_corr/kl"] != 0
 
 
-async def test_ppo_goes_on_from_its_checkpoint(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+async def test_ppo_goes_on_from_its_checkpoint(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
     ppo = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo", kl_penalty_fn="k2")
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(4))
     whole = Stage(buffer, tmp_path, learner(algorithm=ppo), lineage, total_steps=4, save_interval=2)
     await whole.trainer.run()
-    names = ("model-00001-of-00001", "critic_model-00001-of-00001", "critic_optimizer-00001-of-00001")
+    names = (
+        "model-00001-of-00001",
+        "critic_model-00001-of-00001",
+        "critic_optimizer-00001-of-00001",
+    )
     folder = tmp_path / "checkpoints" / "global_step_4"
     expected = {n: load_file(folder / "trainer" / f"{n}.safetensors") for n in names}
     values = [r.values for r in whole.sink.records]
-    assert all(v["critic/vf_loss"] > 0 and "critic/vf_explained_var" in v and "advantage/kl" in v for v in values)
+    assert all(
+        v["critic/vf_loss"] > 0 and "critic/vf_explained_var" in v and "advantage/kl" in v
+        for v in values
+    )
     assert values[0]["critic/values/mean"] == 0.0 != values[1]["critic/values/mean"]
 
     (folder / "manifest.json").unlink()
@@ -401,7 +459,9 @@ async def test_stop_ends_a_wait_and_saves(
     await Ranks(learner(save_contents=contents)).load(found.folder)  # its weights are there
 
 
-async def test_weights_that_no_engine_serves_end_the_run(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+async def test_weights_that_no_engine_serves_end_the_run(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(3))
     stage = Stage(buffer, tmp_path, learner(), lineage)
@@ -413,23 +473,34 @@ async def test_weights_that_no_engine_serves_end_the_run(buffer: Buffer, tmp_pat
 async def test_the_shortest_rows_of_the_first_batch_are_checked_once(
     learner: Callable[..., Learner], rows: list[TrainRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, given = learner(), []
-    monkeypatch.setattr(made, "check_rows", lambda rows: given.append([len(r.tokens) for r in rows]))
+    made = learner()
+    given = []
+    monkeypatch.setattr(
+        made, "check_rows", lambda rows: given.append([len(r.tokens) for r in rows])
+    )
     ranks = Ranks(made)
     for _ in range(2):
         await ranks.check_rows(rows)
-    assert given == [sorted(len(r.tokens) for r in rows)[:4]] and len(rows) > 4, "no more is sent to the other ranks"
+    assert given == [sorted(len(r.tokens) for r in rows)[:4]] and len(rows) > 4, (
+        "no more is sent to the other ranks"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
         ({}, "trainer.max_token_len_per_gpu .now 16384"),
-        ({"use_dynamic_bsz": False, "micro_batch_size": 5}, "trainer.micro_batch_size_per_gpu .now 5"),
+        (
+            {"use_dynamic_bsz": False, "micro_batch_size": 5},
+            "trainer.micro_batch_size_per_gpu .now 5",
+        ),
     ],
 )
 async def test_running_out_of_memory_names_the_remedy(
-    changes: dict[str, Any], remedy: str, learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    remedy: str,
+    learner: Callable[..., Learner],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from rft.errors import OutOfMemory
 
@@ -451,8 +522,12 @@ async def test_checkpoints_written_while_steps_go_on_are_the_same(
     async def saved(aside: bool) -> list[dict[str, manifests.FileFact]]:
         lineage = (await buffer.start_lineage(None, None)).lineage
         await fill(buffer, lineage, range(4))
-        made, root = learner(), tmp_path / f"aside {aside}"
-        write, train, trained, news = made.write, made.step, [0], threading.Condition()
+        made = learner()
+        root = tmp_path / f"aside {aside}"
+        write = made.write
+        train = made.step
+        trained = [0]
+        news = threading.Condition()
 
         def after_the_next(folder: str) -> dict[str, str]:
             number = manifests.step_of(Path(folder).parent.with_suffix(""))
@@ -467,17 +542,32 @@ async def test_checkpoints_written_while_steps_go_on_are_the_same(
                 news.notify_all()
             return result
 
-        made.write, made.step = after_the_next, step  # type: ignore[method-assign]
-        stage = Stage(buffer, root, made, lineage, total_steps=4, save_interval=1, max_checkpoints_to_keep=0, async_save=aside)
+        made.write = after_the_next  # type: ignore[method-assign]
+        made.step = step
+        stage = Stage(
+            buffer,
+            root,
+            made,
+            lineage,
+            total_steps=4,
+            save_interval=1,
+            max_checkpoints_to_keep=0,
+            async_save=aside,
+        )
         await stage.trainer.run()
         found = [manifests.read(f) for f in manifests.committed(root / "checkpoints")]
         assert [m.version.step for m in found] == [1, 2, 3, 4]
-        return [{name: fact for name, fact in m.files.items() if name.startswith("trainer/")} for m in found]
+        return [
+            {name: fact for name, fact in m.files.items() if name.startswith("trainer/")}
+            for m in found
+        ]
 
     files = await saved(True)
     assert files == await saved(False)
     weights = "trainer/model-00001-of-00001.safetensors"
-    assert all(a[weights] != b[weights] for a, b in itertools.pairwise(files)), "each is of its own step"
+    assert all(a[weights] != b[weights] for a, b in itertools.pairwise(files)), (
+        "each is of its own step"
+    )
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run(
@@ -486,7 +576,16 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run(
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(4))
     made = learner()
-    stage = Stage(buffer, tmp_path, made, lineage, total_steps=4, save_interval=1, max_checkpoints_to_keep=0, async_save=True)
+    stage = Stage(
+        buffer,
+        tmp_path,
+        made,
+        lineage,
+        total_steps=4,
+        save_interval=1,
+        max_checkpoints_to_keep=0,
+        async_save=True,
+    )
 
     def full(folder: str) -> dict[str, str]:
         raise OSError(28, "No space left on device", folder)

@@ -23,7 +23,9 @@ def row(task: int, run: int, *versions: int) -> Experience:
         tokens=np.arange(n, dtype=np.int32),
         loss_mask=np.arange(n) > 0,
         logprobs=np.zeros(n, np.float32),
-        version_spans=tuple(VersionSpan(Version(1, v), i + 1, i + 2) for i, v in enumerate(versions)),
+        version_spans=tuple(
+            VersionSpan(Version(1, v), i + 1, i + 2) for i, v in enumerate(versions)
+        ),
         reward=1.0,
     )
 
@@ -38,9 +40,15 @@ def test_a_window() -> None:
     assert window.closed() == {}, "no version has come"
     window.publish(8)
     found = window.closed()
-    assert found["buffer/stale_samples_processed"] == 1, "task 1; of task 0 one run ended under the newest version"
+    assert found["buffer/stale_samples_processed"] == 1, (
+        "task 1; of task 0 one run ended under the newest version"
+    )
     assert found["buffer/stale_trajectories_processed"] == 3
-    assert (found["buffer/partial_num"], found["buffer/partial_ratio"], found["buffer/max_partial_span"]) == (1, 0.2, 1)
+    assert (
+        found["buffer/partial_num"],
+        found["buffer/partial_ratio"],
+        found["buffer/max_partial_span"],
+    ) == (1, 0.2, 1)
     assert found["trainer/idle_ratio"] == pytest.approx(0.25)
     assert all(found[theirs] == found[ours] for ours, theirs in NAMES.items())
     window.rows([row(3, 0, 0, 4, 8), row(4, 0, 8)])
@@ -51,7 +59,9 @@ def test_a_window() -> None:
 
 
 def test_rows_of_an_earlier_life() -> None:
-    """After a resume: weights older than all versions of this process are stale, those it began with are not."""
+    """After a resume: weights older than all versions of this process are stale, those it began
+    with are not.
+    """
     window = Window()
     window.publish(6)
     window.rows([row(0, 0, 4), row(1, 0, 6), row(2, 0, 2, 6)])

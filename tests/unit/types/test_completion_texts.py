@@ -47,7 +47,9 @@ def test_a_stop_text_that_closes_a_tag_is_read(text: str, stop: str, written: st
         ("    return 7", {}, "    return 7", "    return 7"),
     ],
 )
-def test_an_answer_is_read_behind_its_thought(text: str, fields: dict[str, object], with_thought: str, answer: str) -> None:
+def test_an_answer_is_read_behind_its_thought(
+    text: str, fields: dict[str, object], with_thought: str, answer: str
+) -> None:
     """G3."""
     c = completion(text, **fields)
     run = Transcript(turns=(msgspec.structs.replace(make_transcript("").turns[0], completion=c),))

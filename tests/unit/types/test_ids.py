@@ -10,7 +10,10 @@ import pytest
 from rft.types.ids import Version
 
 
-@pytest.mark.parametrize(("text", "version"), [("2:30", Version(2, 30)), ("2:30.1", Version(2, 30, 1)), ("1:0", Version(1, 0))])
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("2:30", Version(2, 30)), ("2:30.1", Version(2, 30, 1)), ("1:0", Version(1, 0))],
+)
 def test_a_label_reads_as_it_was_written(text: str, version: Version) -> None:
     assert str(version) == text and Version.parse(text) == version
     assert Version.parse("2:30.0") == Version(2, 30), "the first attempt may be written, too"

@@ -1,4 +1,6 @@
-"""What the noise of a model allows: neither one seed's worst token nor a fixed number of nats decides."""
+"""What the noise of a model allows: neither one seed's worst token nor a fixed number of nats
+decides.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import pytest
 
 from rft.types.noise import Difference, allowed
 
-SEEDS, TOKENS = 2000, 64
+SEEDS = 2000
+TOKENS = 64
 
 
 def drawn(seed: int, scale: float) -> np.ndarray:
@@ -18,8 +21,12 @@ def drawn(seed: int, scale: float) -> np.ndarray:
 
 @pytest.mark.parametrize("scale", [0.01, 0.06, 0.5])
 def test_rounding_is_never_refused_and_twice_the_limit_always(scale: float) -> None:
-    """U1: whatever the size of the noise is, which a fixed limit of 0.25 nats on the largest cannot do."""
-    refused, missed, above = 0, 0, 0
+    """U1: whatever the size of the noise is, which a fixed limit of 0.25 nats on the largest cannot
+    do.
+    """
+    refused = 0
+    missed = 0
+    above = 0
     for seed in range(SEEDS):
         limit = allowed(Difference.of(drawn(seed, scale)), "bfloat16")
         right = drawn(SEEDS + seed, scale)

@@ -16,7 +16,10 @@ FULL: dict[str, Any] = {"num_hidden_layers": 2}
     ("config", "types"),
     [
         (FULL, ["full_attention"]),
-        ({"layer_types": ["full_attention", "linear_attention"]}, ["full_attention", "linear_attention"]),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            ["full_attention", "linear_attention"],
+        ),
         ({"text_config": {"layer_types": ["conv"]}, "layer_types": ["full_attention"]}, ["conv"]),
         ({"sliding_window": 4096}, ["sliding_attention", "full_attention"]),
         ({"sliding_window": 4096, "use_sliding_window": False}, ["full_attention"]),
@@ -32,9 +35,19 @@ FULL: dict[str, Any] = {"num_hidden_layers": 2}
         ({"layers_block_type": ["mamba", "hybrid"]}, ["mamba", "hybrid"]),
     ],
 )
-def test_layer_types_are_read_from_the_configuration(config: dict[str, Any], types: list[str]) -> None:
+def test_layer_types_are_read_from_the_configuration(
+    config: dict[str, Any], types: list[str]
+) -> None:
     assert layer_types(config) == types
-    exact = not set(types) & {"linear_attention", "conv", "mamba", "hybrid", "recurrent", "indexed_attention", "biased attention"}
+    exact = not set(types) & {
+        "linear_attention",
+        "conv",
+        "mamba",
+        "hybrid",
+        "recurrent",
+        "indexed_attention",
+        "biased attention",
+    }
     assert choose(config).layout == ("shared" if exact else "padded")
     if not exact:
         with pytest.raises(ConfigError, match=r"trainer.row_layout: .*Write auto or padded"):
@@ -43,7 +56,9 @@ def test_layer_types_are_read_from_the_configuration(config: dict[str, Any], typ
 
 def test_an_unknown_layer_type_is_refused_with_the_way_out() -> None:
     config = {"layer_types": ["full_attention", "quantum_attention"]}
-    with pytest.raises(ConfigError, match=r"trainer.row_layout: .*layers of type quantum_attention.*Write padded"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.row_layout: .*layers of type quantum_attention.*Write padded"
+    ):
         choose(config)
     assert choose(config, "padded").layout == "padded"
 
@@ -58,14 +73,26 @@ def test_heads_that_change_logits_are_found_in_text_config_too() -> None:
 @pytest.mark.parametrize("kind", ["linear_attention", "mamba", "conv"])
 def test_layers_with_state_may_be_packed_on_gpus(kind: str) -> None:
     config = {"layer_types": ["full_attention", kind]}
-    assert choose(config, device="cuda").layout == "packed" == choose(config, "packed", device="cuda").layout
+    assert (
+        choose(config, device="cuda").layout
+        == "packed"
+        == choose(config, "packed", device="cuda").layout
+    )
     assert choose(config).layout == "padded"
-    with pytest.raises(ConfigError, match=f"{kind} carries state over row boundaries.  Write auto or padded"):
+    with pytest.raises(
+        ConfigError, match=f"{kind} carries state over row boundaries.  Write auto or padded"
+    ):
         choose(config, "shared", device="cuda")
 
 
 def test_rope_that_changes_with_the_longest_row() -> None:
-    phi = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096, "max_position_embeddings": 131072}
+    phi = {
+        "rope_scaling": {"type": "longrope"},
+        "original_max_position_embeddings": 4096,
+        "max_position_embeddings": 131072,
+    }
     assert changing_rope(phi) == ("longrope", 4096)
-    assert changing_rope({"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 2048}) == ("dynamic", 2048)
+    assert changing_rope(
+        {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 2048}
+    ) == ("dynamic", 2048)
     assert changing_rope({"rope_parameters": {"rope_type": "yarn"}}) is None

@@ -29,13 +29,20 @@ from rft.types.thoughts import opens_thought, split_thought
         ("", True, "", ""),
     ],
 )
-def test_an_answer_is_split_behind_its_thought(text: str, opened: bool, thought: str, answer: str) -> None:
+def test_an_answer_is_split_behind_its_thought(
+    text: str, opened: bool, thought: str, answer: str
+) -> None:
     assert split_thought(text, opened=opened) == (thought, answer)
 
 
 @pytest.mark.parametrize(
     ("prompt", "opens"),
-    [("assistant\n<think>\n", True), ("<think>\n\n</think>\n\n", False), ("Think inside <think>.", False), ("", False)],
+    [
+        ("assistant\n<think>\n", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("Think inside <think>.", False),
+        ("", False),
+    ],
 )
 def test_a_prompt_may_open_a_thought(prompt: str, opens: bool) -> None:
     assert opens_thought(prompt) is opens

@@ -24,7 +24,9 @@ def two_turns(**more: Any) -> Any:
     spans = (VersionSpan(Version(1, 0), 2, 4), VersionSpan(Version(1, 1), 7, 10))
     mask = np.isin(np.arange(10), (2, 3, 7, 9))
     logprobs = np.where(mask, -np.arange(10) / 7, 0).astype(np.float32)
-    return msgspec.structs.replace(row(NAME, tokens=10), loss_mask=mask, logprobs=logprobs, version_spans=spans, **more)
+    return msgspec.structs.replace(
+        row(NAME, tokens=10), loss_mask=mask, logprobs=logprobs, version_spans=spans, **more
+    )
 
 
 @given(st.lists(LOGPROB, min_size=6, max_size=6), st.lists(LOGPROB, min_size=6, max_size=6))
@@ -50,10 +52,20 @@ def test_what_was_not_trained_is_null() -> None:
 
 
 def test_what_is_not_known_is_null() -> None:
-    made = token_logprobs.beside(two_turns(has_logprobs=False), np.array([-1, -np.inf, np.nan, -0.0], np.float32))
-    assert [p for p in json.loads(made.pairs) if p is not None] == [[None, -1, None], *[[None, None, None]] * 2, [None, 0, None]]
+    made = token_logprobs.beside(
+        two_turns(has_logprobs=False), np.array([-1, -np.inf, np.nan, -0.0], np.float32)
+    )
+    assert [p for p in json.loads(made.pairs) if p is not None] == [
+        [None, -1, None],
+        *[[None, None, None]] * 2,
+        [None, 0, None],
+    ]
     read = token_logprobs.of_trainer(made.token_start, made.pairs)
-    assert np.array_equal(read.logprobs, np.array([0, 0, -1, np.nan, 0, 0, 0, np.nan, 0, 0], np.float32), equal_nan=True)
+    assert np.array_equal(
+        read.logprobs,
+        np.array([0, 0, -1, np.nan, 0, 0, 0, np.nan, 0, 0], np.float32),
+        equal_nan=True,
+    )
     older = token_logprobs.of_trainer(1, "[[-1,-2],null]")  # of format 4
     assert np.array_equal(older.logprobs, np.array([0, -2, 0]))
     assert np.array_equal(older.advantages, np.array([0, np.nan, 0]), equal_nan=True)

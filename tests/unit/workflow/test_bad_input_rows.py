@@ -1,5 +1,6 @@
-"""Bad runs and faults that reach the explorer, its workflows and its models: which test shows what becomes of each; and those that
-have no other home."""
+"""Bad runs and faults that reach the explorer, its workflows and its models: which test shows what
+becomes of each; and those that have no other home.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ TABLE = {
         "unit/explorer/test_explorer.py::test_one_stuck_run_holds_up_nobody_else",
         "unit/explorer/test_explorer_limits.py::test_deadlines_are_counted",
     ),
-    "F14 malformed rollouts": ("unit/buffer/test_buffer_bad_input.py::test_it_is_refused_and_counted",),
+    "F14 malformed rollouts": (
+        "unit/buffer/test_buffer_bad_input.py::test_it_is_refused_and_counted",
+    ),
     "F22 hang without death": (
         "unit/explorer/test_explorer_limits.py::test_an_engine_that_answers_nothing_any_more_ends_the_run_with_its_reason",
         "unit/explorer/test_explorer_limits.py::test_a_slow_engine_is_named_and_the_log_says_so_at_its_interval",
@@ -112,7 +115,9 @@ def test_every_row_has_its_tests(row: str) -> None:
     for where in TABLE[row]:
         file, _, name = where.partition("::")
         tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-        assert name in {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}, where
+        assert name in {
+            n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        }, where
 
 
 async def test_a_run_that_changes_its_task_changes_nothing_for_others() -> None:
@@ -135,6 +140,8 @@ async def test_a_run_that_changes_its_task_changes_nothing_for_others() -> None:
         num_runs=3,
     )
     engine = ScriptedEngine(answer=lambda m: "4")
-    group = await run_group(task, Recipes().of(task), engine, GroupId(1, 0, 0, 0), limits=RunLimits(20.0))
+    group = await run_group(
+        task, Recipes().of(task), engine, GroupId(1, 0, 0, 0), limits=RunLimits(20.0)
+    )
     assert group.rewards == [2.0, 2.0, 2.0] and task.row == {"choices": ["a", "b"], "other": 1}
     assert {c.messages[0]["content"] for c in engine.calls} == {"2+2?"}

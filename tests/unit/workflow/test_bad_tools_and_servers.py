@@ -1,5 +1,6 @@
-"""What models and tools do wrong in a conversation (I18), what strangers send to the endpoint of agents (I22), and
-servers that break off in mid-answer (F23)."""
+"""What models and tools do wrong in a conversation (I18), what strangers send to the endpoint of
+agents (I22), and servers that break off in mid-answer (F23).
+"""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ async def agent_of(agent: Callable[[str, str], Any]) -> WorkflowResult:
     class Agent(AgentWorkflow):
         async def agent(self, task: Task, base_url: str, api_key: str) -> float:
             await agent(base_url, api_key)
-            async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20) as own:
+            async with httpx.AsyncClient(
+                base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20
+            ) as own:
                 answer = await own.post("chat/completions", json=CHAT)
             assert answer.status_code == 200, answer.text
             return 1.0
@@ -127,22 +130,36 @@ async def test_strangers_get_nothing_and_change_nothing() -> None:
                 ("wrong type", {**good, "Content-Type": "application/xml"}, b"<messages/>"),
                 ("large", good, b" " * (100 << 20)),
             ]:
-                seen[name] = (await c.post("chat/completions", headers=headers, content=body)).status_code
+                seen[name] = (
+                    await c.post("chat/completions", headers=headers, content=body)
+                ).status_code
             seen["wrong method"] = (await c.get("chat/completions", headers=good)).status_code
-            seen["above the folder"] = (await c.get("../../../etc/passwd", headers=good)).status_code
+            seen["above the folder"] = (
+                await c.get("../../../etc/passwd", headers=good)
+            ).status_code
         # 1 KiB units; our own 100 MiB body counts too, in this process
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (400 << 10)
 
     result = await agent_of(agent)
     assert seen == {
-        "no token": 401, "wrong token": 401, "other scheme": 401, "not JSON": 400, "not UTF-8": 400, "nested": 413, "wrong type": 400,
-        "large": 413, "wrong method": 405, "above the folder": 404,
-    }  # fmt: skip
+        "no token": 401,
+        "wrong token": 401,
+        "other scheme": 401,
+        "not JSON": 400,
+        "not UTF-8": 400,
+        "nested": 413,
+        "wrong type": 400,
+        "large": 413,
+        "wrong method": 405,
+        "above the folder": 404,
+    }
     assert len(result.transcript.turns) == 1, "nothing of it is recorded"
 
 
 async def test_connections_that_say_nothing_hold_up_nobody() -> None:
-    """Slow or silent clients: the run's own calls are answered, and the run ends with them still open."""
+    """Slow or silent clients: the run's own calls are answered, and the run ends with them still
+    open.
+    """
     writers: list[asyncio.StreamWriter] = []
 
     async def agent(base_url: str, api_key: str) -> None:
@@ -150,13 +167,19 @@ async def test_connections_that_say_nothing_hold_up_nobody() -> None:
         for i in range(300):
             _, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(
-                [b"", b"POST /v1/chat/comp", b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{"][i % 3]
+                [
+                    b"",
+                    b"POST /v1/chat/comp",
+                    b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{",
+                ][i % 3]
             )
             writers.append(writer)
 
     result = await agent_of(agent)
     assert result.reward == 1.0
-    assert len(writers) == 300 and not any(writer.is_closing() for writer in writers), "they are still open"
+    assert len(writers) == 300 and not any(writer.is_closing() for writer in writers), (
+        "they are still open"
+    )
     for writer in writers:
         writer.close()
 
@@ -166,17 +189,32 @@ WHOLE = json.dumps({"choices": [{"message": {"content": "7"}, "finish_reason": "
 
 @pytest.mark.parametrize("breaks", ["half a body", "half a header", "at once", "no HTTP"])
 async def test_a_server_that_breaks_off_is_asked_again(breaks: str) -> None:
-    """Twice it breaks off, then it answers; one that never answers is asked max_retries times more and no oftener."""
-    asked, bad = 0, 2
+    """Twice it breaks off, then it answers; one that never answers is asked max_retries times more
+    and no oftener.
+    """
+    asked = 0
+    bad = 2
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal asked
         head = await reader.readuntil(b"\r\n\r\n")
-        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+        length = next(
+            int(line.split(b":")[1])
+            for line in head.split(b"\r\n")
+            if line.lower().startswith(b"content-length")
+        )
         await reader.readexactly(length)
         asked += 1
-        answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(WHOLE), WHOLE)
-        cut = {"half a body": len(answer) - 20, "half a header": 20, "at once": 0, "no HTTP": len(answer)}[breaks]
+        answer = (
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(WHOLE), WHOLE)
+        )
+        cut = {
+            "half a body": len(answer) - 20,
+            "half a header": 20,
+            "at once": 0,
+            "no HTTP": len(answer),
+        }[breaks]
         if asked <= bad:
             answer = (b"hello? " if breaks == "no HTTP" else b"") + answer[:cut]
         writer.write(answer)
@@ -191,7 +229,8 @@ async def test_a_server_that_breaks_off_is_asked_again(breaks: str) -> None:
         request = GenerateRequest(messages=({"role": "user", "content": "?"},))
         (c,) = await engine.generate(request)
         assert c.text == "7" and asked == 3
-        asked, bad = 0, 99
+        asked = 0
+        bad = 99
         with pytest.raises(EngineFailed, match="no answer after 3 requests"):
             await engine.generate(request)
         assert asked == 3

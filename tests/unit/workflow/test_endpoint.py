@@ -31,7 +31,10 @@ from rft.workflow.recipes import Recipes
 
 ID = GroupId(1, 0, 3, 5)
 HI = [{"role": "user", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +43,9 @@ def plugins():
 
 
 def task(**changes):
-    return Task(**{"taskset": "t", "index": 0, "prompt": "hi", "truth": "4", "workflow": "w", **changes})
+    return Task(
+        **{"taskset": "t", "index": 0, "prompt": "hi", "truth": "4", "workflow": "w", **changes}
+    )
 
 
 def agent(play, **flags):
@@ -52,7 +57,9 @@ def agent(play, **flags):
 
 async def play(engine, workflow, *, timeout_s=20.0, **of_task):
     of = task(workflow=workflow, **of_task)
-    return await run_group(of, Recipes().of(of), engine, ID, limits=RunLimits(max_timeout_s=timeout_s))
+    return await run_group(
+        of, Recipes().of(of), engine, ID, limits=RunLimits(max_timeout_s=timeout_s)
+    )
 
 
 def session(engine, **of_task):
@@ -62,7 +69,9 @@ def session(engine, **of_task):
 
 
 def client(d) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=d.base_url, headers={"Authorization": f"Bearer {d.api_key}"}, timeout=20)
+    return httpx.AsyncClient(
+        base_url=d.base_url, headers={"Authorization": f"Bearer {d.api_key}"}, timeout=20
+    )
 
 
 class Calls(ScriptedEngine):
@@ -70,7 +79,10 @@ class Calls(ScriptedEngine):
 
     async def generate(self, request):
         call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-        return [msgspec.structs.replace(c, text="", tool_calls=(call,)) for c in await super().generate(request)]
+        return [
+            msgspec.structs.replace(c, text="", tool_calls=(call,))
+            for c in await super().generate(request)
+        ]
 
 
 async def test_an_agent_is_recorded_token_by_token():
@@ -78,11 +90,22 @@ async def test_an_agent_is_recorded_token_by_token():
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as c:
             first = await c.chat.completions.create(model="gpt-x", messages=HI, logprobs=True, n=1)
             choice = first.choices[0]
-            assert first.model == "gpt-x" and choice.finish_reason == "stop" and choice.logprobs is not None
+            assert (
+                first.model == "gpt-x"
+                and choice.finish_reason == "stop"
+                and choice.logprobs is not None
+            )
             content = choice.logprobs.content or []
-            assert len(content) == first.usage.completion_tokens and all(c.token.startswith("token_id:") for c in content)
-            more = [*HI, choice.message, {"role": "user", "content": [{"type": "text", "text": "more"}]}]
-            said, usage = "", None
+            assert len(content) == first.usage.completion_tokens and all(
+                c.token.startswith("token_id:") for c in content
+            )
+            more = [
+                *HI,
+                choice.message,
+                {"role": "user", "content": [{"type": "text", "text": "more"}]},
+            ]
+            said = ""
+            usage = None
             stream = await c.chat.completions.create(
                 model="gpt-x", messages=more, stream=True, stream_options={"include_usage": True}
             )
@@ -90,16 +113,22 @@ async def test_an_agent_is_recorded_token_by_token():
                 said += (chunk.choices[0].delta.content or "") if chunk.choices else ""
                 usage = chunk.usage or usage
             assert usage is not None and usage.completion_tokens == len(said) + 1
-            other = await c.chat.completions.create(model="gpt-x", messages=[{"role": "user", "content": "else"}], n=2)
+            other = await c.chat.completions.create(
+                model="gpt-x", messages=[{"role": "user", "content": "else"}], n=2
+            )
             assert [x.index for x in other.choices] == [0, 1]
         return {"right": float(said == "five"), "short": 0.5}
 
     engine = ScriptedEngine("four", "five", "six", "seven")
     group = await play(engine, agent(chats), num_runs=1)
-    assert [r.reward for r in group.rows] == [1.5] * 3 and group.rewards == [1.5], "chains: one talk of two turns, two others"
+    assert [r.reward for r in group.rows] == [1.5] * 3 and group.rewards == [1.5], (
+        "chains: one talk of two turns, two others"
+    )
     assert group.rows[0].reward_parts == {"right": 1.0, "short": 0.5}
     assert [r.num_response_tokens for r in group.rows] == [10, 4, 6]
-    assert engine.calls[1].prefix_messages == 2 and engine.calls[1].prefix_tokens is not None, "goes on from its own tokens"
+    assert engine.calls[1].prefix_messages == 2 and engine.calls[1].prefix_tokens is not None, (
+        "goes on from its own tokens"
+    )
     assert engine.calls[2].n == 2
     calls = engine.calls[1]
     whole = np.concatenate([calls.prefix_tokens])
@@ -114,16 +143,26 @@ async def test_tool_calls_come_and_go_back():
             assert got.choices[0].finish_reason == "tool_calls" and message.content is None
             assert message.tool_calls[0].function.name == "add"
             back = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
-            stream = await c.chat.completions.create(model="m", messages=[*HI, message, back], tools=[TOOL], stream=True)
-            names = [d.function.name async for chunk in stream for d in chunk.choices[0].delta.tool_calls or []]
+            stream = await c.chat.completions.create(
+                model="m", messages=[*HI, message, back], tools=[TOOL], stream=True
+            )
+            names = [
+                d.function.name
+                async for chunk in stream
+                for d in chunk.choices[0].delta.tool_calls or []
+            ]
             assert names == ["add"]
-            await c.chat.completions.create(model="m", messages=HI, tools=[TOOL], tool_choice="none")
+            await c.chat.completions.create(
+                model="m", messages=HI, tools=[TOOL], tool_choice="none"
+            )
         return 1.0
 
     engine = Calls("x", "y", "z")
     group = await play(engine, agent(tools))
     assert group.rows[0].reason == "" and [len(r.messages) for r in group.rows] == [4, 2]
-    assert [len(c.tools) for c in engine.calls] == [1, 1, 0] and engine.calls[1].prefix_messages == 2
+    assert [len(c.tools) for c in engine.calls] == [1, 1, 0] and engine.calls[
+        1
+    ].prefix_messages == 2
 
 
 async def test_many_runs_share_a_server_and_nothing_else():
@@ -133,14 +172,20 @@ async def test_many_runs_share_a_server_and_nothing_else():
         seen.append((base_url, api_key))
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as c:
             for _ in range(3):
-                await c.chat.completions.create(model="m", messages=[{"role": "user", "content": api_key}])
+                await c.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": api_key}]
+                )
         return 1.0
 
     group = await play(ScriptedEngine(answer=lambda m: m[-1]["content"]), agent(own), num_runs=8)
     assert len({u.split("/run/")[0] for u, _ in seen}) == 1 and len({k for _, k in seen}) == 8
     for run in range(8):
         rows = [r for r in group.rows if r.id.run == run]
-        assert len(rows) == 3 and len({r.prompt_text for r in rows}) == 1 and rows[0].response_text == rows[0].prompt_text
+        assert (
+            len(rows) == 3
+            and len({r.prompt_text for r in rows}) == 1
+            and rows[0].response_text == rows[0].prompt_text
+        )
     assert not endpoint._SHARED, "the server is gone with its last run"
 
 
@@ -157,33 +202,57 @@ async def test_keys_open_their_own_run_only():
             (a.base_url, None, 401),
             (a.base_url, a.api_key[:-1], 401),
         ]:
-            got = await http.post(f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+            got = await http.post(
+                f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
+            )
             assert got.status_code == status, got.text
         assert got.json()["error"]["code"] == "invalid_api_key"
         assert len(one.completions) == 2 and not two.completions
         async with serve(two, task()) as late:
             pass
-        got = await http.post(f"{root}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {late.api_key}"})
+        got = await http.post(
+            f"{root}/v1/chat/completions",
+            json=body,
+            headers={"Authorization": f"Bearer {late.api_key}"},
+        )
         assert got.status_code == 401, "a key dies with its run"
         assert (await http.get(f"{root}/health")).json() == {"status": "ok"}
-        got = await http.get(f"{a.base_url}/models", headers={"Authorization": f"Bearer {a.api_key}"})
+        got = await http.get(
+            f"{a.base_url}/models", headers={"Authorization": f"Bearer {a.api_key}"}
+        )
         assert [m["id"] for m in got.json()["data"]] == ["policy"]
         got = await http.get(f"{root}/v2/nothing")
         assert got.status_code == 404 and got.json()["error"]["type"] == "invalid_request_error"
 
 
 BAD = [
-    ({}, "messages"), ({"messages": []}, "messages"), ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}]}, "messages[0].tool_calls[0]"),
     ({"messages": [*HI, {"role": "assistant", "content": "x", "weight": 0}, *HI]}, "messages[1]"),
-    ({"n": 0}, "n"), ({"n": True}, "n"), ({"n": 1000}, "n"), ({"stream": "yes"}, "stream"), ({"temperature": "hot"}, "temperature"),
-    ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"), ({"stop": [1]}, "stop"), ({"seed": "a"}, "seed"),
-    ({"tools": {}}, "tools"), ({"tools": [{"type": "web"}]}, "tools[0]"), ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice"), ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"), ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": 2}, "logprobs"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"), ({"functions": []}, "functions"), ({"tempreature": 1}, "tempreature"),
-]  # fmt: skip
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 1000}, "n"),
+    ({"stream": "yes"}, "stream"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"stop": [1]}, "stop"),
+    ({"seed": "a"}, "seed"),
+    ({"tools": {}}, "tools"),
+    ({"tools": [{"type": "web"}]}, "tools[0]"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"functions": []}, "functions"),
+    ({"tempreature": 1}, "tempreature"),
+]
 
 
 async def test_what_cannot_be_served_is_refused_by_name():
@@ -193,10 +262,16 @@ async def test_what_cannot_be_served_is_refused_by_name():
             whole = body if "messages" in body or not body else {"messages": HI, **body}
             got = await http.post("/chat/completions", json=whole)
             error = got.json()["error"]
-            assert (got.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), (body, error)
+            assert (got.status_code, error["param"], error["type"]) == (
+                400,
+                param,
+                "invalid_request_error",
+            ), (body, error)
         for content in (b"{", b"[]"):
             assert (await http.post("/chat/completions", content=content)).status_code == 400
-        got = await http.post("/chat/completions", json={"messages": [{"role": "user", "content": "x" * 5000}]})
+        got = await http.post(
+            "/chat/completions", json={"messages": [{"role": "user", "content": "x" * 5000}]}
+        )
         assert got.status_code == 400 and got.json()["error"]["code"] == "context_length_exceeded"
         got = await http.post("/responses", json={"input": "hi"})
         assert got.status_code == 404 and "/v1/chat/completions" in got.json()["error"]["message"]
@@ -206,15 +281,29 @@ async def test_what_cannot_be_served_is_refused_by_name():
 async def test_completions_take_texts_and_tokens():
     ctx, opened = session(ScriptedEngine(answer=lambda m: "yes"))
     async with opened as d, client(d) as http:
-        got = (await http.post("/completions", json={"prompt": ["a", "b"], "n": 2, "logprobs": 1})).json()
-        assert [c["index"] for c in got["choices"]] == [0, 1, 2, 3] and got["object"] == "text_completion"
+        got = (
+            await http.post("/completions", json={"prompt": ["a", "b"], "n": 2, "logprobs": 1})
+        ).json()
+        assert [c["index"] for c in got["choices"]] == [0, 1, 2, 3] and got[
+            "object"
+        ] == "text_completion"
         assert len(got["choices"][0]["logprobs"]["token_logprobs"]) == 4
-        got = (await http.post("/completions", json={"prompt": [5, 6], "return_token_ids": True})).json()["choices"][0]
-        assert got["prompt_token_ids"] == [5, 6] and got["token_ids"] == ctx.completions[-1].tokens.tolist()
+        got = (
+            await http.post("/completions", json={"prompt": [5, 6], "return_token_ids": True})
+        ).json()["choices"][0]
+        assert (
+            got["prompt_token_ids"] == [5, 6]
+            and got["token_ids"] == ctx.completions[-1].tokens.tolist()
+        )
         stream = (await http.post("/completions", json={"prompt": "a", "stream": True})).text
-        assert stream.endswith("data: [DONE]\n\n") and json.loads(stream.splitlines()[0][6:])["choices"][0]["text"] == "yes"
+        assert (
+            stream.endswith("data: [DONE]\n\n")
+            and json.loads(stream.splitlines()[0][6:])["choices"][0]["text"] == "yes"
+        )
         for prompt in (None, "", [], [-1], [1.5]):
-            assert (await http.post("/completions", json={"prompt": prompt})).status_code == 400, prompt
+            assert (await http.post("/completions", json={"prompt": prompt})).status_code == 400, (
+                prompt
+            )
     assert len(ctx.completions) == 6
 
 
@@ -224,18 +313,35 @@ async def test_the_tasksets_sampling_wins_unless_the_agent_may_choose():
     for rule, same in (("taskset", (1.0, 1.0, 7)), ("request", (0.3, 0.5, 9))):
         engine = ScriptedEngine(answer=lambda m: "a")
         of = task(sampling=sampling)
-        async with serve(RunContext(engine, of, run=0, request_id="r"), of, sampling=rule) as d, client(d) as http:
+        async with (
+            serve(RunContext(engine, of, run=0, request_id="r"), of, sampling=rule) as d,
+            client(d) as http,
+        ):
             got = await http.post("/chat/completions", json={"messages": HI, **wanted})
         s = engine.calls[0].sampling
-        assert (s.temperature, s.top_p, s.max_tokens) == same and s.stop == ("\n",) and s.seed is not None
-        assert got.headers.get("x-rft-ignored") == ("temperature, top_p" if rule == "taskset" else None)
+        assert (
+            (s.temperature, s.top_p, s.max_tokens) == same
+            and s.stop == ("\n",)
+            and s.seed is not None
+        )
+        assert got.headers.get("x-rft-ignored") == (
+            "temperature, top_p" if rule == "taskset" else None
+        )
 
 
-@pytest.mark.parametrize(("rule", "both"), [("taskset", ("</answer>", "Observation:")), ("request", ("Observation:",))])
+@pytest.mark.parametrize(
+    ("rule", "both"), [("taskset", ("</answer>", "Observation:")), ("request", ("Observation:",))]
+)
 async def test_a_request_adds_to_the_tasksets_stops(rule, both):
     """They no longer ended an answer once a request named stops of its own."""
-    engine, of = ScriptedEngine(answer=lambda m: "a"), task(sampling=SamplingArgs(stop=("</answer>",), min_tokens=2))
-    async with serve(RunContext(engine, of, run=0, request_id="r"), of, sampling=rule) as d, client(d) as http:
+    engine, of = (
+        ScriptedEngine(answer=lambda m: "a"),
+        task(sampling=SamplingArgs(stop=("</answer>",), min_tokens=2)),
+    )
+    async with (
+        serve(RunContext(engine, of, run=0, request_id="r"), of, sampling=rule) as d,
+        client(d) as http,
+    ):
         for more in ({}, {"stop": ["Observation:"]}):
             await http.post("/chat/completions", json={"messages": HI, **more})
     assert [c.sampling.stop for c in engine.calls] == [("</answer>",), both]
@@ -260,17 +366,21 @@ async def test_an_agent_with_a_seed_of_its_own_plays_its_runs_differently(rule):
     for place in (None, lambda run: seed_for(42, 3, 5, run)):
         engine, name = ScriptedEngine(answer=lambda m: "a"), agent(seeded, sampling=rule)
         of = task(workflow=name, num_runs=3)
-        await run_group(of, Recipes().of(of), engine, ID, limits=RunLimits(max_timeout_s=20), seed=place)
+        await run_group(
+            of, Recipes().of(of), engine, ID, limits=RunLimits(max_timeout_s=20), seed=place
+        )
         found.append(drawn(engine))
         assert len(set(found[-1])) == 3 and all(a == b != c for a, b, c in found[-1])
-    assert found[1] == [tuple(seed_for(s, seed_for(42, 3, 5, run)(0))(0) for s in (7, 7, 8)) for run in range(3)], (
-        "as the run's seed"
-    )
+    assert found[1] == [
+        tuple(seed_for(s, seed_for(42, 3, 5, run)(0))(0) for s in (7, 7, 8)) for run in range(3)
+    ], "as the run's seed"
 
 
 async def test_rewards_are_posted_for_the_run_or_a_step():
     def posts(self, task, base_url, api_key):
-        with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20) as http:
+        with httpx.Client(
+            base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20
+        ) as http:
             step = {"reward": 0.25, "target": "step"}
             assert http.post("/reward", json=step).status_code == 400, "no call yet"
             for bad in (
@@ -284,19 +394,33 @@ async def test_rewards_are_posted_for_the_run_or_a_step():
             ):
                 assert http.post("/reward", content=json.dumps(bad)).status_code == 400, bad
             for reward in (0.25, 0.5):
-                http.post("/chat/completions", json={"messages": [{"role": "user", "content": str(reward)}]})
-                assert http.post("/reward", json={**step, "reward": reward, "info": {"state": "s"}}).status_code == 200
+                http.post(
+                    "/chat/completions",
+                    json={"messages": [{"role": "user", "content": str(reward)}]},
+                )
+                assert (
+                    http.post(
+                        "/reward", json={**step, "reward": reward, "info": {"state": "s"}}
+                    ).status_code
+                    == 200
+                )
             assert http.post("/reward", json={"reward": {"a": 1, "b": 2}}).status_code == 200
 
     group = await play(ScriptedEngine(answer=lambda m: "a"), agent(posts))
-    assert [r.reward for r in group.rows] == [0.25, 0.5] and group.rewards == [3.0] and group.rows[0].info == {"state": "s"}
+    assert (
+        [r.reward for r in group.rows] == [0.25, 0.5]
+        and group.rewards == [3.0]
+        and group.rows[0].info == {"state": "s"}
+    )
 
 
 async def test_a_run_past_its_deadline_has_no_open_calls():
     over = asyncio.Event()
 
     async def waits(self, task, base_url, api_key):
-        async with httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20) as http:
+        async with httpx.AsyncClient(
+            base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20
+        ) as http:
             try:
                 await http.post("/chat/completions", json={"messages": HI})
             finally:
@@ -357,7 +481,9 @@ sys.exit(int(os.environ.get("CODE", "0")))
 async def test_a_program_is_an_agent():
     command = [sys.executable, "-c", PROGRAM]
     engine = ScriptedEngine(answer=lambda m: "4")
-    group = await play(engine, "agent_command_workflow", workflow_args={"command": command}, reward="exact_answer")
+    group = await play(
+        engine, "agent_command_workflow", workflow_args={"command": command}, reward="exact_answer"
+    )
     assert group.rewards == [1.0], group.rows[0].reason
     assert group.rows[0].info["agent_output"] == "4\n"
     args = {"command": command, "env": {"CODE": "3"}}
@@ -380,7 +506,9 @@ async def test_a_program_that_hangs_is_killed_with_its_children(tmp_path):
     args = {"command": [sys.executable, "-c", HANGS, str(file)]}
     engine = ScriptedEngine("a")
     engine.hold()
-    run = asyncio.ensure_future(play(engine, "agent_command_workflow", workflow_args=args, timeout_s=60))
+    run = asyncio.ensure_future(
+        play(engine, "agent_command_workflow", workflow_args=args, timeout_s=60)
+    )
     await engine.waiting(1, timeout_s=30)
     child = os.pidfd_open(int(file.read_text()))
     run.cancel()
@@ -397,12 +525,21 @@ async def test_the_shipped_react_agent():
     group = await play(engine, "react_agent_workflow", reward="final_answer")
     (row,) = group.rows
     assert row.reward == 1.0 and row.messages[3] == {"role": "user", "content": "Observation: 4"}
-    calculate = sys.modules[REGISTRY.get("workflow", "react_agent_workflow").obj.__module__].calculate
-    assert [calculate(x) for x in ("7/2", "-3+1", "1/0", "__import__('os')", "2**9", "1+" * 300, "1e999")] == [
-        "3.5", "-2", "error: division by zero", "error: only numbers and + - * / are allowed",
-        "error: only numbers and + - * / are allowed", "error: the expression is too long",
+    calculate = sys.modules[
+        REGISTRY.get("workflow", "react_agent_workflow").obj.__module__
+    ].calculate
+    assert [
+        calculate(x)
+        for x in ("7/2", "-3+1", "1/0", "__import__('os')", "2**9", "1+" * 300, "1e999")
+    ] == [
+        "3.5",
+        "-2",
+        "error: division by zero",
+        "error: only numbers and + - * / are allowed",
+        "error: only numbers and + - * / are allowed",
+        "error: the expression is too long",
         "error: cannot convert float infinity to integer",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_program_that_is_not_there_is_named_before_anything_runs(tmp_path):
@@ -415,13 +552,19 @@ def test_a_program_that_is_not_there_is_named_before_anything_runs(tmp_path):
         ({"command": [str(tmp_path / "agent.py")]}, False),
     ):
         of = task(workflow="agent_command_workflow", workflow_args=args)
-        with contextlib.nullcontext() if there else pytest.raises(ConfigError, match="is no program here"):
+        with (
+            contextlib.nullcontext()
+            if there
+            else pytest.raises(ConfigError, match="is no program here")
+        ):
             Recipes().of(of)
 
 
 def test_a_library_that_is_missing_is_named_before_anything_runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(SetupError, match=r"react_agent_workflow needs openai: pip install 'rft-platform\[agent\]'"):
+    with pytest.raises(
+        SetupError, match=r"react_agent_workflow needs openai: pip install 'rft-platform\[agent\]'"
+    ):
         Recipes().of(Task(taskset="t", index=0, prompt="?", workflow="react_agent_workflow"))
 
 
@@ -431,10 +574,17 @@ async def test_observers_ask_without_being_recorded():
         assert told["api_key"] == "sesame" and told["base_url"].startswith("http://127.0.0.1:")
         async with openai.AsyncOpenAI(**told) as c:
             got = await c.chat.completions.create(model="x", messages=HI, temperature=0.2)
-            assert got.choices[0].message.content == "seen" and engine.calls[0].sampling.temperature == 0.2
+            assert (
+                got.choices[0].message.content == "seen"
+                and engine.calls[0].sampling.temperature == 0.2
+            )
             assert [m.id async for m in c.models.list()] == ["policy"]
         async with httpx.AsyncClient(timeout=20) as http:
-            got = await http.post(f"{told['base_url']}/reward", json={"reward": 1}, headers={"Authorization": "Bearer sesame"})
+            got = await http.post(
+                f"{told['base_url']}/reward",
+                json={"reward": 1},
+                headers={"Authorization": "Bearer sesame"},
+            )
             assert got.status_code == 404
         port = int(told["base_url"].split(":")[2].split("/")[0])
         with pytest.raises(SetupError, match="cannot listen"):
@@ -457,7 +607,12 @@ async def test_a_real_engine_sees_exactly_the_text_of_a_completion(tiny_model):
     from rft.engine.transformers import TransformersEngine
 
     engine = await TransformersEngine.start(
-        EngineSettings(engine_type="transformers", model_path=str(tiny_model), max_model_len=64, fixed_weights=True)
+        EngineSettings(
+            engine_type="transformers",
+            model_path=str(tiny_model),
+            max_model_len=64,
+            fixed_weights=True,
+        )
     )
     try:
         ctx, opened = session(engine, sampling=SamplingArgs(max_tokens=3))
@@ -465,23 +620,34 @@ async def test_a_real_engine_sees_exactly_the_text_of_a_completion(tiny_model):
             body = {"prompt": "a<|im_start|>b", "n": 2, "return_token_ids": True}
             choices = (await http.post("/completions", json=body)).json()["choices"]
             chat = (
-                await http.post("/chat/completions", json={"messages": HI, "logprobs": True, "return_token_ids": True})
+                await http.post(
+                    "/chat/completions",
+                    json={"messages": HI, "logprobs": True, "return_token_ids": True},
+                )
             ).json()
     finally:
         await engine.close()
     assert [c["prompt_token_ids"] for c in choices] == [choices[0]["prompt_token_ids"]] * 2
     assert len(choices[0]["prompt_token_ids"]) == 3, "one byte, one mark, one byte"
     last = ctx.completions[-1]
-    assert chat["choices"][0]["token_ids"] == last.tokens.tolist() and chat["prompt_token_ids"] == last.prompt_tokens.tolist()
+    assert (
+        chat["choices"][0]["token_ids"] == last.tokens.tolist()
+        and chat["prompt_token_ids"] == last.prompt_tokens.tolist()
+    )
     logprobs = [t["logprob"] for t in chat["choices"][0]["logprobs"]["content"]]
-    assert np.allclose(logprobs, last.logprobs) and chat["usage"]["completion_tokens"] == len(last.tokens)
+    assert np.allclose(logprobs, last.logprobs) and chat["usage"]["completion_tokens"] == len(
+        last.tokens
+    )
 
 
 async def test_a_call_that_the_engine_aborted_is_asked_again_and_not_recorded():
     class Aborts(ScriptedEngine):
         async def generate(self, request):
             done = await super().generate(request)
-            return [msgspec.structs.replace(c, finish_reason="abort") if c.text == "four" else c for c in done]
+            return [
+                msgspec.structs.replace(c, finish_reason="abort") if c.text == "four" else c
+                for c in done
+            ]
 
     async def asks(self, task, base_url, api_key):
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=1) as c:
@@ -497,17 +663,34 @@ async def test_a_tool_call_that_a_client_writes_anew_is_still_the_answer():
 
     class Compact(ScriptedEngine):
         async def generate(self, request):
-            call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}
-            return [msgspec.structs.replace(c, text="", tool_calls=(call,)) for c in await super().generate(request)]
+            call = {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "add", "arguments": '{"a":1,"b":2}'},
+            }
+            return [
+                msgspec.structs.replace(c, text="", tool_calls=(call,))
+                for c in await super().generate(request)
+            ]
 
     engine = Compact("x", "y", "z")
     _ctx, opened = session(engine)
     async with opened as d, client(d) as http:
         for arguments in ('{"b": 2, "a": 1}', '{"a": 1, "b": 3}'):
-            call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+            call = {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "add", "arguments": arguments},
+            }
             said = {"role": "assistant", "content": None, "tool_calls": [call]}
             if not engine.calls:
-                assert (await http.post("/chat/completions", json={"messages": HI, "tools": [TOOL]})).status_code == 200
+                assert (
+                    await http.post("/chat/completions", json={"messages": HI, "tools": [TOOL]})
+                ).status_code == 200
             more = [*HI, said, {"role": "tool", "tool_call_id": "call_1", "content": "3"}]
-            assert (await http.post("/chat/completions", json={"messages": more, "tools": [TOOL]})).status_code == 200
-    assert [c.prefix_messages for c in engine.calls] == [0, 2, 0], "the second one says something else"
+            assert (
+                await http.post("/chat/completions", json={"messages": more, "tools": [TOOL]})
+            ).status_code == 200
+    assert [c.prefix_messages for c in engine.calls] == [0, 2, 0], (
+        "the second one says something else"
+    )

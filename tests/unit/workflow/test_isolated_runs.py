@@ -1,4 +1,6 @@
-"""Unsafe workflows in processes of their own: the same records as in ours, and nothing of them is left."""
+"""Unsafe workflows in processes of their own: the same records as in ours, and nothing of them is
+left.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,19 @@ def recipes():
 
 
 async def play(recipes, name, *, num_runs=1, timeout_s=60.0, engine=None, seed=None, **args):
-    task = Task(taskset="t", index=0, prompt="2+2?", truth="4", workflow=name, workflow_args=args, num_runs=num_runs)
+    task = Task(
+        taskset="t",
+        index=0,
+        prompt="2+2?",
+        truth="4",
+        workflow=name,
+        workflow_args=args,
+        num_runs=num_runs,
+    )
     engine = engine or ScriptedEngine(answer=lambda m: "4")
-    return await run_group(task, recipes.of(task), engine, ID, limits=RunLimits(timeout_s), seed=seed)
+    return await run_group(
+        task, recipes.of(task), engine, ID, limits=RunLimits(timeout_s), seed=seed
+    )
 
 
 async def test_a_run_gives_the_same_records_as_in_our_process(recipes, monkeypatch):
@@ -59,10 +71,22 @@ async def test_a_run_gives_the_same_records_as_in_our_process(recipes, monkeypat
     there, here = await both(seed=lambda run: seed_for(7, run), tail="!")
     assert there.accepted and [r.status for r in there.rows] == ["complete"] * 4
     for a, b in zip(there.rows, here.rows, strict=True):
-        assert a.id == b.id and a.reward == b.reward and a.reward_parts == b.reward_parts and a.info == b.info
-        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs) and a.messages == b.messages
+        assert (
+            a.id == b.id
+            and a.reward == b.reward
+            and a.reward_parts == b.reward_parts
+            and a.info == b.info
+        )
+        assert (
+            np.array_equal(a.tokens, b.tokens)
+            and np.array_equal(a.logprobs, b.logprobs)
+            and a.messages == b.messages
+        )
         assert a.sampling == b.sampling and a.version_spans == b.version_spans  # with the seeds
-    assert os.getpid() not in {r.metrics["pid"] for r in there.rows} and len({r.metrics["pid"] for r in there.rows}) == 2
+    assert (
+        os.getpid() not in {r.metrics["pid"] for r in there.rows}
+        and len({r.metrics["pid"] for r in there.rows}) == 2
+    )
     assert there.rows[0].info == {"run": 0, "state": "first"}
 
 
@@ -73,7 +97,9 @@ async def test_runs_may_be_played_together(recipes):
 
 async def test_several_answers_to_one_call_are_all_kept(recipes):
     answers = iter("ab")
-    group = await play(recipes, "unsafe_samples", engine=ScriptedEngine(answer=lambda m: next(answers)))
+    group = await play(
+        recipes, "unsafe_samples", engine=ScriptedEngine(answer=lambda m: next(answers))
+    )
     assert [r.response_text for r in group.rows] == ["a", "b"] and group.rewards == [2.0]
 
 
@@ -102,7 +128,9 @@ async def test_an_answer_that_comes_too_late_holds_up_no_later_call(recipes):
     models = {"judge": Slow(answer=lambda m: "late")}
     task = Task(taskset="t", index=0, prompt="2+2?", workflow="unsafe_impatient", num_runs=1)
     engine = ScriptedEngine(answer=answer)
-    group = await run_group(task, recipes.of(task), engine, ID, limits=RunLimits(20.0), models=models)
+    group = await run_group(
+        task, recipes.of(task), engine, ID, limits=RunLimits(20.0), models=models
+    )
     assert [r.reason for r in group.rows if r.status == "failed"] == [] and group.rewards == [1.0]
 
 
@@ -116,7 +144,9 @@ def stranger():
 
 async def test_a_dead_server_costs_no_run_and_signals_nobody(recipes, stranger):
     await play(recipes, "unsafe_twice")
-    server = recipes.of(Task(taskset="t", index=0, prompt="?", workflow="unsafe_twice")).place._server
+    server = recipes.of(
+        Task(taskset="t", index=0, prompt="?", workflow="unsafe_twice")
+    ).place._server
     server._children.add(stranger.pid)  # as if it had the id of a run that died with its server
     server._process.kill()
     server._process.wait()
@@ -129,7 +159,9 @@ async def test_a_dead_server_costs_no_run_and_signals_nobody(recipes, stranger):
 
 async def test_a_server_outlives_being_asked_for_a_child_that_it_has_not(recipes, stranger):
     await play(recipes, "unsafe_twice")
-    server = recipes.of(Task(taskset="t", index=0, prompt="?", workflow="unsafe_twice")).place._server
+    server = recipes.of(
+        Task(taskset="t", index=0, prompt="?", workflow="unsafe_twice")
+    ).place._server
     first = server._process
     server._children.add(stranger.pid)
     assert server.kill(stranger.pid) is None
@@ -139,10 +171,15 @@ async def test_a_server_outlives_being_asked_for_a_child_that_it_has_not(recipes
 def test_a_fork_that_fails_is_told_and_the_server_goes_on(monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end, other = socket.socketpair()
-    monkeypatch.setattr(os, "fork", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable")))
+    monkeypatch.setattr(
+        os, "fork", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
+    )
     with ours, theirs, end, other:
         for _ in range(2):
-            ours.sendmsg([b"Twice"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [other.fileno()]))])
+            ours.sendmsg(
+                [b"Twice"],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [other.fileno()]))],
+            )
             assert isolated_child._served(theirs, None)
             assert ours.recv(500) == b"BlockingIOError: [Errno 11] Resource temporarily unavailable"
         ours.send(b"reap 1")
@@ -203,7 +240,9 @@ async def test_a_dead_engine_is_no_failed_run(recipes):
 
 async def test_a_prompt_that_is_too_long_is_named(recipes):
     task = Task(taskset="t", index=0, prompt="x" * 5000, workflow="unsafe_twice", num_runs=1)
-    group = await run_group(task, recipes.of(task), ScriptedEngine(), ID, limits=RunLimits(60.0, max_retry_times=3))
+    group = await run_group(
+        task, recipes.of(task), ScriptedEngine(), ID, limits=RunLimits(60.0, max_retry_times=3)
+    )
     assert group.rows[0].reason.startswith("PromptTooLong: ") and group.runs[0].attempts == 1
 
 
@@ -224,9 +263,15 @@ def test_classes_that_cannot_be_isolated_are_refused():
 
 def children() -> list[str]:
     """What runs have left behind: descendants other than the servers themselves, and is not ending."""
-    servers = [c for c in psutil.Process().children() if "rft.workflow.isolated_child" in " ".join(c.cmdline())]
+    servers = [
+        c
+        for c in psutil.Process().children()
+        if "rft.workflow.isolated_child" in " ".join(c.cmdline())
+    ]
     found = [p for s in servers for p in s.children(recursive=True)]
-    found += [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "86399"]]
+    found += [
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "86399"]
+    ]
     return [str(p.pid) for p in psutil.wait_procs(found, timeout=10)[1]]
 
 
@@ -241,4 +286,6 @@ async def test_a_model_that_tells_its_experts_keeps_them(recipes):
             ]
 
     group = await play(recipes, "unsafe_twice", engine=Routed(answer=lambda m: "4"))
-    assert [r.reason for r in group.rows] == ["", ""] and all((r.routed_experts == 7).all() for r in group.rows)
+    assert [r.reason for r in group.rows] == ["", ""] and all(
+        (r.routed_experts == 7).all() for r in group.rows
+    )

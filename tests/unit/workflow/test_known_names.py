@@ -45,7 +45,9 @@ def plugins() -> None:
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_every_name_is_there_or_has_a_reason(kind: str, name: str) -> None:
     there = name in REGISTRY.names(kind)
-    reasons = {"workflow": recipes.INSTEAD, "reward": rewards.INSTEAD, "operator": REFUSED}.get(kind, {})
+    reasons = {"workflow": recipes.INSTEAD, "reward": rewards.INSTEAD, "operator": REFUSED}.get(
+        kind, {}
+    )
     assert there != (name in reasons)
 
 
@@ -60,16 +62,34 @@ def test_the_reasons_are_what_a_configuration_is_told() -> None:
         assert why in str(e.value)
 
 
-KINDS: tuple[Any, ...] = (None, True, -1, 0, 1.5, 1e400, "x", "\ud800", [], [1], [{}], {}, {"x": {"y": [None]}}, [{"name": 3}])
+KINDS: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    1e400,
+    "x",
+    "\ud800",
+    [],
+    [1],
+    [{}],
+    {},
+    {"x": {"y": [None]}},
+    [{"name": 3}],
+)
 
 
 @pytest.mark.parametrize("kind", ["workflow", "reward"])
 def test_arguments_of_other_kinds_are_taken_or_refused_by_name(kind: str) -> None:
-    """Every argument of every shipped workflow and reward with values of other kinds: ConfigError, or it is taken; never another error."""
+    """Every argument of every shipped workflow and reward with values of other kinds: ConfigError,
+    or it is taken; never another error.
+    """
     tried = refused = 0
     for name in REGISTRY.names(kind):
         plugin = REGISTRY.get(kind, name)
-        if plugin.args is None or (kind == "reward" and name == "weighted_reward"):  # its parts are rewards of their own
+        # its parts are rewards of their own
+        if plugin.args is None or (kind == "reward" and name == "weighted_reward"):
             continue
         for field in plugin.args.model_fields:  # type: ignore[attr-defined]
             for value in KINDS:
@@ -79,5 +99,9 @@ def test_arguments_of_other_kinds_are_taken_or_refused_by_name(kind: str) -> Non
                 except ConfigError as e:
                     refused += 1
                     assert e.key in ("taskset.args", f"workflow_args.{field}"), (name, field, value)
-                    assert field in f"{e.key}: {e.message}" and len(str(e)) < 2000, (name, field, value)
+                    assert field in f"{e.key}: {e.message}" and len(str(e)) < 2000, (
+                        name,
+                        field,
+                        value,
+                    )
     assert tried > 500 and refused > tried / 4

@@ -1,4 +1,6 @@
-"""What a reward or a workflow receives is read-only; what is trained is what the engine wrote (finding R1)."""
+"""What a reward or a workflow receives is read-only; what is trained is what the engine wrote
+(finding R1).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SLIPS: dict[str, Callable[[Turn], Any]] = {
     "zero the tokens": lambda turn: turn.completion.tokens.fill(0),
     "sort the tokens": lambda turn: turn.completion.tokens.sort(),
     "zero the prompt": lambda turn: turn.completion.prompt_tokens.__setitem__(slice(None), 0),
-    "shift the log-probs": lambda turn: np.add(turn.completion.logprobs, -1, out=turn.completion.logprobs),
+    "shift the log-probs": lambda turn: np.add(
+        turn.completion.logprobs, -1, out=turn.completion.logprobs
+    ),
     "change a message": lambda turn: turn.messages[0].update(content="?"),
     "rename a call": lambda turn: turn.completion.tool_calls[0]["function"].update(name="pay"),
     "forget a tool": lambda turn: turn.tools[0].clear(),
@@ -41,7 +45,9 @@ class Talk(Workflow):
 
 
 def played(workflow: type[Workflow], reward: Any) -> WorkflowResult:
-    model = ScriptedModel(answer=lambda messages: tool_call("add", a=2) if len(messages) == 1 else "It is 4.")
+    model = ScriptedModel(
+        answer=lambda messages: tool_call("add", a=2) if len(messages) == 1 else "It is 4."
+    )
     return run_workflow(workflow, TASK, model, reward=reward, may_fail=True)
 
 
@@ -115,11 +121,21 @@ def test_a_workflow_may_change_the_messages_it_adds() -> None:
     result = played(Careful, one)
     assert [run.reward for run in result.runs] == [1.0, 1.0]
     first = result.runs[0].experiences[0]
-    assert first.messages[0]["content"] == "2+2?" and "note" not in first.messages[1]["tool_calls"][0]
+    assert (
+        first.messages[0]["content"] == "2+2?" and "note" not in first.messages[1]["tool_calls"][0]
+    )
 
 
 def test_a_task_belongs_to_each_run() -> None:
-    task = Task(taskset="t", index=0, prompt="?", row={"a": [1]}, workflow="w", workflow_args={"b": [2]}, reward_args={"c": [3]})
+    task = Task(
+        taskset="t",
+        index=0,
+        prompt="?",
+        row={"a": [1]},
+        workflow="w",
+        workflow_args={"b": [2]},
+        reward_args={"c": [3]},
+    )
     own = task.own()
     own.row["a"].append(1)
     own.workflow_args["b"].append(1)

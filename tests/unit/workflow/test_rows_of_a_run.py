@@ -34,7 +34,16 @@ def plugins():
 
 
 def task(**changes):
-    return Task(**{"taskset": "sums", "index": 7, "prompt": "2+2?", "truth": "4", "workflow": "simple_workflow", **changes})
+    return Task(
+        **{
+            "taskset": "sums",
+            "index": 7,
+            "prompt": "2+2?",
+            "truth": "4",
+            "workflow": "simple_workflow",
+            **changes,
+        }
+    )
 
 
 async def play(engine, task, *, models=None):
@@ -42,7 +51,9 @@ async def play(engine, task, *, models=None):
     recipes.of(task)
     await recipes.prepare(models or {})
     try:
-        return await run_group(task, await recipes.get(task), engine, ID, limits=LIMITS, models=models or {})
+        return await run_group(
+            task, await recipes.get(task), engine, ID, limits=LIMITS, models=models or {}
+        )
     finally:
         await recipes.close()
 
@@ -53,7 +64,10 @@ async def test_a_row_keeps_the_gold_answer_that_its_reward_compared_it_with():
         return ctx.transcript(score=Score(value=1.0))
 
     reward("test_any")(lambda task, transcript: 1.0)
-    asked = [task(reward="test_any", truth=truth) for truth in ("4", 4, "\ud800", "4" * 201, {"target": "4"})]
+    asked = [
+        task(reward="test_any", truth=truth)
+        for truth in ("4", 4, "\ud800", "4" * 201, {"target": "4"})
+    ]
     asked.append(task(workflow=custom(scores_itself)))
     kept = [(await play(ScriptedEngine(*["4"] * 8), a)).rows[0].info for a in asked]
     assert kept == [*({"gold_answer": x} for x in ("4", "4", "\\ud800")), {}, {}, {}]
@@ -70,7 +84,11 @@ async def test_rewards_of_calls_that_add_up_to_more_than_can_be_stored_are_an_er
     asked = [task(workflow=custom(asks_twice), truth=truth) for truth in (4e17, 6e17)]
     less, much = [(await play(ScriptedEngine("5", "4"), a)).rows[0] for a in asked]
     assert (less.status, less.reward) == ("complete", 8e17)
-    assert much.status == "failed" and "the reward of the calls of" in much.reason and "at most 1e+18" in much.reason
+    assert (
+        much.status == "failed"
+        and "the reward of the calls of" in much.reason
+        and "at most 1e+18" in much.reason
+    )
 
 
 def custom(run):
@@ -85,11 +103,18 @@ async def test_step_wise_rows_have_the_rewards_of_their_steps():
             ctx.score_step(points, parts={"points": points}, env_state_hash=state)
         return ctx.transcript(layout="steps", info={"map": 4})
 
-    group = await play(ScriptedEngine("left", "right", "up", "down"), task(workflow=custom(walk), num_runs=2))
+    group = await play(
+        ScriptedEngine("left", "right", "up", "down"), task(workflow=custom(walk), num_runs=2)
+    )
     assert group.accepted and group.rewards == [1.25, 1.25], "the run's reward is the return"
-    assert [str(r.id).split(".")[4:] for r in group.rows] == [[f"{run:04d}", "00", f"{s:04d}"] for run in (0, 1) for s in (0, 1)]
+    assert [str(r.id).split(".")[4:] for r in group.rows] == [
+        [f"{run:04d}", "00", f"{s:04d}"] for run in (0, 1) for s in (0, 1)
+    ]
     assert [r.reward for r in group.rows] == [0.25, 1.0] * 2
-    assert [r.info for r in group.rows[:2]] == [{"map": 4, "env_state_hash": "a"}, {"map": 4, "env_state_hash": "b"}]
+    assert [r.info for r in group.rows[:2]] == [
+        {"map": 4, "env_state_hash": "a"},
+        {"map": 4, "env_state_hash": "b"},
+    ]
     assert [r.prompt_text for r in group.rows[:2]] == ["state a", "state b"]
     assert [x.id for x in decode(encode(group.rows))] == [r.id for r in group.rows]
 
@@ -100,13 +125,20 @@ async def test_one_reward_is_given_to_every_step():
         await ctx.chat([{"role": "user", "content": "two"}])
         return ctx.transcript(layout="steps")
 
-    group = await play(ScriptedEngine("5", "4"), task(workflow=custom(spread), reward="exact_answer"))
+    group = await play(
+        ScriptedEngine("5", "4"), task(workflow=custom(spread), reward="exact_answer")
+    )
     assert [r.reward for r in group.rows] == [1.0, 1.0] and group.rewards == [1.0]
 
 
 @pytest.mark.parametrize(
     ("layout", "whole", "why"),
-    [("joined", 1.0, "give one of them"), ("chains", 1.0, "give one of them"), ("joined", 0.75, ""), ("steps", 1.0, "")],
+    [
+        ("joined", 1.0, "give one of them"),
+        ("chains", 1.0, "give one of them"),
+        ("joined", 0.75, ""),
+        ("steps", 1.0, ""),
+    ],
 )
 async def test_a_row_has_one_reward(layout, whole, why):
     async def both(self, task, ctx):
@@ -119,7 +151,9 @@ async def test_a_row_has_one_reward(layout, whole, why):
     group = await play(ScriptedEngine("5", "4"), task(workflow=custom(both)))
     assert why in group.rows[0].reason and group.accepted is not bool(why), group.rows[0].reason
     if not why:
-        assert [r.reward for r in group.rows] == ([0.75] if layout == "joined" else [0.25, 0.5]) and group.rewards == [whole]
+        assert [r.reward for r in group.rows] == (
+            [0.75] if layout == "joined" else [0.25, 0.5]
+        ) and group.rewards == [whole]
 
 
 @pytest.mark.extra("judge_lab")
@@ -151,7 +185,9 @@ async def test_an_answer_is_given_back_as_a_message(given):
         await ctx.chat([*task.chat(), given(answer), {"role": "user", "content": "Sure?"}])
         return ctx.transcript()
 
-    (row,) = (await play(ScriptedEngine("5", "4"), task(workflow=custom(forgets), reward="exact_answer"))).rows
+    (row,) = (
+        await play(ScriptedEngine("5", "4"), task(workflow=custom(forgets), reward="exact_answer"))
+    ).rows
     assert "a message must be a dict" in row.reason and "answer.message" in row.reason
 
 
@@ -170,8 +206,12 @@ async def test_a_call_that_could_not_be_scored_has_no_reward():
     """It was trained with 0."""
 
     async def judged(self, task, ctx):
-        for n, score in enumerate((Score(value=0.5), Score(value=None, reason="the verdict cannot be read"))):
-            (completion,) = await ctx.policy.generate(ctx.request([{"role": "user", "content": str(n)}]))
+        for n, score in enumerate(
+            (Score(value=0.5), Score(value=None, reason="the verdict cannot be read"))
+        ):
+            (completion,) = await ctx.policy.generate(
+                ctx.request([{"role": "user", "content": str(n)}])
+            )
             ctx.record(Turn(messages=(), completion=completion, score=score))
         return ctx.transcript(layout="steps")
 
@@ -210,14 +250,22 @@ def turn(prompt, answer):
 @settings(max_examples=300, deadline=None)
 def test_a_call_joins_the_newest_chain_that_it_goes_on_from(data):
     few = st.lists(st.integers(0, 2), max_size=3)
-    turns, chains = [], []
+    turns = []
+    chains = []
     for _ in range(data.draw(st.integers(1, 12))):
-        begin = data.draw(st.sampled_from([[], *([*t.completion.prompt_tokens, *t.completion.tokens] for t in turns)]))
+        begin = data.draw(
+            st.sampled_from(
+                [[], *([*t.completion.prompt_tokens, *t.completion.tokens] for t in turns)]
+            )
+        )
         turns.append(turn([*begin, *data.draw(few)], data.draw(few)))
     for now in turns:
         prompt = now.completion.prompt_tokens.tolist()
         for chain in reversed(chains):
-            before = [*chain[-1].completion.prompt_tokens.tolist(), *chain[-1].completion.tokens.tolist()]
+            before = [
+                *chain[-1].completion.prompt_tokens.tolist(),
+                *chain[-1].completion.tokens.tolist(),
+            ]
             if prompt[: len(before)] == before:
                 chain.append(now)
                 break
@@ -231,12 +279,15 @@ def test_a_call_costs_the_same_however_many_a_run_has():
     """Lines of Python for each call that begins a chain of its own."""
 
     def lines(count):
-        told = Transcript(turns=tuple(turn([i, *range(i % 7)], [1, 2]) for i in range(count)), layout="chains")
+        told = Transcript(
+            turns=tuple(turn([i, *range(i % 7)], [1, 2]) for i in range(count)), layout="chains"
+        )
         with Counted() as counted:
             assert len(cut(told)) == count
         return counted.lines / count
 
-    few, many = lines(20), lines(400)
+    few = lines(20)
+    many = lines(400)
     assert many < 1.25 * few, (few, many)
 
 
@@ -245,7 +296,9 @@ def test_a_chat_that_goes_on_is_compared_with_its_last_call_alone(monkeypatch):
     sums = play_run._prefix_sums
     monkeypatch.setattr(play_run, "_prefix_sums", lambda turn: summed.append(turn) or sums(turn))
     grown = [turn(range(3 * i + 1), [3 * i + 1, 3 * i + 2]) for i in range(20)]
-    assert [len(c) for c in cut(Transcript(turns=tuple(grown), layout="chains"))] == [20] and len(summed) == 1
+    assert [len(c) for c in cut(Transcript(turns=tuple(grown), layout="chains"))] == [20] and len(
+        summed
+    ) == 1
     told = [*grown, turn([7], [8]), turn(range(61), [1])]  # another talk, then back to the first
     assert [len(c) for c in cut(Transcript(turns=tuple(told), layout="chains"))] == [21, 1]
 
@@ -257,8 +310,12 @@ async def test_a_run_without_scores_of_its_calls_is_cut_once(monkeypatch):
         return ctx.transcript(layout="chains")
 
     times = []
-    monkeypatch.setattr(play_run, "cut", lambda transcript: times.append(transcript) or cut(transcript))
-    group = await play(ScriptedEngine("5", "4"), task(workflow=custom(talks), reward="exact_answer"))
+    monkeypatch.setattr(
+        play_run, "cut", lambda transcript: times.append(transcript) or cut(transcript)
+    )
+    group = await play(
+        ScriptedEngine("5", "4"), task(workflow=custom(talks), reward="exact_answer")
+    )
     assert group.rewards == [1.0] and len(times) == 1
 
 
@@ -272,9 +329,16 @@ async def test_the_traceback_of_a_failed_run_begins_at_the_authors_lines():
     reward("test_leaves")(leaves)
     (left,) = (await play(ScriptedEngine("4"), task(reward="test_leaves"))).rows
     (broken,) = (await play(ScriptedEngine("4"), task(workflow=custom(breaks)))).rows
-    for row, name, says in ((left, "leaves", "called sys.exit(3)"), (broken, "breaks", "KeyError: 'none'")):
+    for row, name, says in (
+        (left, "leaves", "called sys.exit(3)"),
+        (broken, "breaks", "KeyError: 'none'"),
+    ):
         first, place, *_, last = row.info["traceback"].splitlines()
-        assert first == "Traceback (most recent call last):" and place.endswith(f"in {name}") and says in last, row.info
+        assert (
+            first == "Traceback (most recent call last):"
+            and place.endswith(f"in {name}")
+            and says in last
+        ), row.info
 
 
 async def test_joined_calls_that_do_not_go_on_are_refused():
@@ -297,11 +361,15 @@ async def test_a_workflow_that_strips_thoughts_is_told_of_chains(layout):
         await ctx.chat([*task.chat(), shown, {"role": "user", "content": "Sure?"}])
         return ctx.transcript(score=Score(value=1.0), layout=layout)
 
-    rows = (await play(ScriptedEngine("<think>2+2</think>4", "4"), task(workflow=custom(strips)))).rows
+    rows = (
+        await play(ScriptedEngine("<think>2+2</think>4", "4"), task(workflow=custom(strips)))
+    ).rows
     if layout == "chains":
         assert [r.status for r in rows] == ["complete", "complete"]
     else:
-        assert [r.status for r in rows] == ["failed"] and 'write ctx.transcript(layout="chains")' in rows[0].reason
+        assert [r.status for r in rows] == [
+            "failed"
+        ] and 'write ctx.transcript(layout="chains")' in rows[0].reason
 
 
 @reward("test_ranks")
@@ -328,8 +396,12 @@ async def test_a_group_reward_sees_all_runs_that_ended_well():
         return ctx.transcript()
 
     name = custom(may_fail)
-    group = await play(ScriptedEngine("aaa", "a"), task(workflow=name, reward="test_ranks", num_runs=3))
-    assert [r.reward for r in group.rows] == [1.0, None, 0.0] and group.rows[0].reward_parts == {"rank": 1.0}
+    group = await play(
+        ScriptedEngine("aaa", "a"), task(workflow=name, reward="test_ranks", num_runs=3)
+    )
+    assert [r.reward for r in group.rows] == [1.0, None, 0.0] and group.rows[0].reward_parts == {
+        "rank": 1.0
+    }
     assert group.rows[1].reason == "RuntimeError: no luck" and group.accepted
 
 
@@ -343,7 +415,9 @@ class ShortList:
 
 async def test_a_group_reward_that_returns_too_little_fails_all_runs():
     group = await play(ScriptedEngine("a", "b"), task(reward="test_short_list", num_runs=2))
-    assert {r.status for r in group.rows} == {"failed"} and "one result for each of 2 runs" in group.rows[0].reason
+    assert {r.status for r in group.rows} == {
+        "failed"
+    } and "one result for each of 2 runs" in group.rows[0].reason
 
 
 @workflow("test_tree")
@@ -380,7 +454,9 @@ async def test_a_workflow_may_play_all_runs_of_a_task(name):
 
 async def test_a_workflow_that_returns_too_few_runs_fails_all():
     group = await play(ScriptedEngine("a"), task(workflow="test_tree_short", num_runs=2))
-    assert {r.status for r in group.rows} == {"failed"} and "list of 2 transcripts" in group.rows[0].reason
+    assert {r.status for r in group.rows} == {"failed"} and "list of 2 transcripts" in group.rows[
+        0
+    ].reason
 
 
 class Teacher:
@@ -400,8 +476,16 @@ async def test_a_teacher_scores_every_token_that_was_written():
         return ctx.transcript(score=Score(value=0.0))
 
     name = custom(taught)
-    (row,) = (await play(ScriptedEngine("55", "4"), task(workflow=name), models={"teacher": Teacher()})).rows
-    assert row.teacher_logprobs is not None and row.teacher_logprobs[row.loss_mask].tolist() == [-1, -2, -3, -1, -2]
+    (row,) = (
+        await play(ScriptedEngine("55", "4"), task(workflow=name), models={"teacher": Teacher()})
+    ).rows
+    assert row.teacher_logprobs is not None and row.teacher_logprobs[row.loss_mask].tolist() == [
+        -1,
+        -2,
+        -3,
+        -1,
+        -2,
+    ]
     assert not row.teacher_logprobs[~row.loss_mask].any()
     cool = task(workflow=name, sampling=SamplingArgs(temperature=0.7))
     await play(ScriptedEngine("55", "4"), cool, models={"teacher": (teacher := Teacher())})
@@ -436,14 +520,25 @@ async def test_a_group_reward_that_is_late_ends_its_runs_by_their_deadline():
             await asyncio.Event().wait()
 
     asked = task(reward="test_never_compares", num_runs=2)
-    group = await run_group(asked, Recipes().of(asked), ScriptedEngine("a", "b"), ID, limits=RunLimits(max_timeout_s=0.1))
-    assert [r.ended for r in group.runs] == ["timeout"] * 2, "which the dynamic timeout and rollout/timeouts count"
+    group = await run_group(
+        asked,
+        Recipes().of(asked),
+        ScriptedEngine("a", "b"),
+        ID,
+        limits=RunLimits(max_timeout_s=0.1),
+    )
+    assert [r.ended for r in group.runs] == ["timeout"] * 2, (
+        "which the dynamic timeout and rollout/timeouts count"
+    )
     assert group.rows[0].reason == "timeout: reward test_never_compares took longer than 0.1 s"
 
 
 async def test_a_call_that_names_other_tools_tells_the_model_of_them():
     """It went on from the tokens of the call before, which tell of the tools of then."""
-    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("search", "pay")]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {}}}
+        for name in ("search", "pay")
+    ]
 
     async def learns_tools(self, task, ctx):
         messages = task.chat()
@@ -470,7 +565,14 @@ async def test_parts_of_text_are_joined_and_images_are_refused():
         text = {"type": "text", "text": "2+2"}
         await ctx.chat([{"role": "user", "content": [text, {"type": "text", "text": "?"}]}])
         with pytest.raises(ValueError, match="images"):
-            await ctx.chat([{"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": "data:"}}]}])
+            await ctx.chat(
+                [
+                    {
+                        "role": "user",
+                        "content": [text, {"type": "image_url", "image_url": {"url": "data:"}}],
+                    }
+                ]
+            )
         return ctx.transcript(score=Score(value=1.0))
 
     group = await play(ScriptedEngine("4"), task(workflow=custom(sends_parts)))
@@ -484,7 +586,10 @@ async def test_an_answer_that_calls_with_nan_is_gone_on_from():
     class Calls(ScriptedEngine):
         async def generate(self, request):
             call = {"id": "1", "type": "function", "function": function}
-            return [msgspec.structs.replace(c, tool_calls=(call,)) for c in await super().generate(request)]
+            return [
+                msgspec.structs.replace(c, tool_calls=(call,))
+                for c in await super().generate(request)
+            ]
 
     async def calls_tool(self, task, ctx):
         answer = await ctx.chat(task.chat())
@@ -499,4 +604,7 @@ async def test_a_reward_without_parts_is_no_reward():
     """It counted as 0."""
     reward("test_no_parts")(lambda task, transcript: {})
     group = await play(ScriptedEngine("4"), task(reward="test_no_parts"))
-    assert (group.accepted, group.rows[0].reward) == (False, None) and "dict without parts" in group.rows[0].reason
+    assert (group.accepted, group.rows[0].reward) == (
+        False,
+        None,
+    ) and "dict without parts" in group.rows[0].reason

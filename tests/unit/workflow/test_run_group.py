@@ -31,8 +31,18 @@ def plugins():
 
 
 def task(truth="4", *, num_runs=1, **changes):
-    return Task(**{"taskset": "sums", "index": 7, "prompt": "2+2?", "truth": truth, "workflow": "simple_workflow",
-                   "reward": "exact_answer", "num_runs": num_runs, **changes})  # fmt: skip
+    return Task(
+        **{
+            "taskset": "sums",
+            "index": 7,
+            "prompt": "2+2?",
+            "truth": truth,
+            "workflow": "simple_workflow",
+            "reward": "exact_answer",
+            "num_runs": num_runs,
+            **changes,
+        }
+    )
 
 
 async def play(engine, task, *, limits=LIMITS, **more):
@@ -52,7 +62,12 @@ async def test_a_group_is_scored_run_by_run():
     assert group.accepted and group.versions == [Version(1, 0)]
     row = group.rows[2]
     assert str(row.id) == "0001.00.00000003.000005.0002.00.0000"
-    assert (row.status, row.finish_reason, row.prompt_text, row.response_text) == ("complete", "stop", "2+2?", "It is 4.")
+    assert (row.status, row.finish_reason, row.prompt_text, row.response_text) == (
+        "complete",
+        "stop",
+        "2+2?",
+        "It is 4.",
+    )
     assert row.messages[-1] == {"role": "assistant", "content": "It is 4."}
     assert row.taskset == "sums" and row.task_index == 7 and row.workflow == "simple_workflow"
     assert [c.request_id for c in engine.calls] == [f"{r.id}-0" for r in group.rows]
@@ -60,21 +75,39 @@ async def test_a_group_is_scored_run_by_run():
 
 
 async def test_truncated_and_empty_answers_are_kept():
-    group = await play(ScriptedEngine("4 and more", "4 and more"), task(num_runs=2, sampling=SamplingArgs(max_tokens=2)))
+    group = await play(
+        ScriptedEngine("4 and more", "4 and more"),
+        task(num_runs=2, sampling=SamplingArgs(max_tokens=2)),
+    )
     assert [r.status for r in group.rows] == ["truncated", "truncated"] and group.accepted
     empty = await play(ScriptedEngine("", ""), task(num_runs=2))
-    assert [(r.status, r.reward, r.num_response_tokens) for r in empty.rows] == [("complete", 0.0, 1)] * 2
+    assert [(r.status, r.reward, r.num_response_tokens) for r in empty.rows] == [
+        ("complete", 0.0, 1)
+    ] * 2
 
 
 async def test_multi_turn_is_one_sequence():
     async def twice(self, task, ctx):
         first = await ctx.chat(task.chat())
-        await ctx.chat([*task.chat(), {"role": "assistant", "content": first.text}, {"role": "user", "content": "Sure?"}])
-        return ctx.transcript(score=Score(value=0.5, parts={"sure": 0.5}), metrics={"turns": 2}, info={"note": "x"})
+        await ctx.chat(
+            [
+                *task.chat(),
+                {"role": "assistant", "content": first.text},
+                {"role": "user", "content": "Sure?"},
+            ]
+        )
+        return ctx.transcript(
+            score=Score(value=0.5, parts={"sure": 0.5}), metrics={"turns": 2}, info={"note": "x"}
+        )
 
     custom(twice)
     (row,) = (await play(ScriptedEngine("5", "4"), task(workflow="test_twice"))).rows
-    assert row.reward == 0.5 and row.reward_parts == {"sure": 0.5} and row.metrics == {"turns": 2.0} and row.info == {"note": "x"}
+    assert (
+        row.reward == 0.5
+        and row.reward_parts == {"sure": 0.5}
+        and row.metrics == {"turns": 2.0}
+        and row.info == {"note": "x"}
+    )
     assert len(row.sampling) == 2 and row.num_response_tokens == 4
     assert bytes(row.tokens[row.loss_mask & (row.tokens < 256)].astype(np.uint8)) == b"54"
 
@@ -86,11 +119,22 @@ async def test_what_user_code_raises_becomes_a_record_with_its_traceback():
 
     custom(broken)
     engine = ScriptedEngine(answer=lambda m: "4")
-    group = await play(engine, task(workflow="test_broken", num_runs=2), limits=RunLimits(20.0, max_retry_times=2))
+    group = await play(
+        engine, task(workflow="test_broken", num_runs=2), limits=RunLimits(20.0, max_retry_times=2)
+    )
     assert not group.accepted and group.reason == "failed" and group.wholly_failed
     row = group.rows[1]
-    assert (row.status, row.reason, row.reward, row.num_tokens) == ("failed", "KeyError: 'no such thing'", None, 0)
-    assert row.id.attempt == 2 and row.info["attempts"] == 3 and 'raise KeyError("no such thing")' in row.info["traceback"]
+    assert (row.status, row.reason, row.reward, row.num_tokens) == (
+        "failed",
+        "KeyError: 'no such thing'",
+        None,
+        0,
+    )
+    assert (
+        row.id.attempt == 2
+        and row.info["attempts"] == 3
+        and 'raise KeyError("no such thing")' in row.info["traceback"]
+    )
     assert len(engine.calls) == 6 and len({c.request_id for c in engine.calls}) == 6
 
 
@@ -105,7 +149,9 @@ async def test_a_retry_can_succeed():
         return ctx.transcript()
 
     custom(flaky)
-    group = await play(ScriptedEngine("4"), task(workflow="test_flaky"), limits=RunLimits(20.0, max_retry_times=1))
+    group = await play(
+        ScriptedEngine("4"), task(workflow="test_flaky"), limits=RunLimits(20.0, max_retry_times=1)
+    )
     assert group.accepted and group.rows[0].id.attempt == 1 and group.runs[0].attempts == 2
 
 
@@ -184,7 +230,11 @@ def blocking_stop(self, task, ctx):
 )
 async def test_bad_workflows_are_named(run, reason):
     custom(run)
-    (row,) = (await play(ScriptedEngine(answer=lambda m: "4"), task(workflow=f"test_{run.__name__}", reward=None))).rows
+    (row,) = (
+        await play(
+            ScriptedEngine(answer=lambda m: "4"), task(workflow=f"test_{run.__name__}", reward=None)
+        )
+    ).rows
     assert row.status == "failed"
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(row.reason)
@@ -196,13 +246,20 @@ async def test_a_reward_that_raises_leaves_the_run_unscored_and_is_not_played_ag
         raise ConnectionError("judge is gone")
 
     engine = ScriptedEngine(answer=lambda m: "4")
-    group = await play(engine, task(reward="test_broken_judge", num_runs=2), limits=RunLimits(20.0, max_retry_times=3))
-    assert [r.reward for r in group.rows] == [None, None] and group.rows[0].reason == "ConnectionError: judge is gone"
+    group = await play(
+        engine,
+        task(reward="test_broken_judge", num_runs=2),
+        limits=RunLimits(20.0, max_retry_times=3),
+    )
+    assert [r.reward for r in group.rows] == [None, None] and group.rows[
+        0
+    ].reason == "ConnectionError: judge is gone"
     assert len(engine.calls) == 2
 
 
 @pytest.mark.parametrize(
-    ("values", "accepted", "reason"), [((1.0, None), False, "too_few"), ((None, None), False, "unscored"), ((1.0, 0.0), True, "")]
+    ("values", "accepted", "reason"),
+    [((1.0, None), False, "too_few"), ((None, None), False, "unscored"), ((1.0, 0.0), True, "")],
 )
 async def test_groups_need_two_scored_members(values, accepted, reason):
     @reward(f"test_values_{values}")
@@ -229,10 +286,14 @@ async def test_deadline():
 
     custom(stuck)
     custom(stubborn)
-    (row,) = (await play(ScriptedEngine(), task(workflow="test_stuck"), limits=RunLimits(0.05))).rows
+    (row,) = (
+        await play(ScriptedEngine(), task(workflow="test_stuck"), limits=RunLimits(0.05))
+    ).rows
     assert row.reason == "timeout: workflow test_stuck took longer than 0.05 s"
     began = asyncio.get_running_loop().time()
-    (row,) = (await play(ScriptedEngine(), task(workflow="test_stubborn"), limits=RunLimits(0.05))).rows
+    (row,) = (
+        await play(ScriptedEngine(), task(workflow="test_stubborn"), limits=RunLimits(0.05))
+    ).rows
     assert row.reason.startswith("timeout") and asyncio.get_running_loop().time() - began < 2.0
     forever.set()
 
@@ -260,7 +321,8 @@ async def test_blocking_workflows_play_in_threads_of_their_own():
     (thread,) = [t for t in threading.enumerate() if t.name == f"run-{row.id}"]
     free.set()
     await asyncio.to_thread(thread.join, 10)
-    assert row.reason.startswith("timeout") and engine.calls == []  # a run past its deadline cannot call the model any more
+    # a run past its deadline cannot call the model any more
+    assert row.reason.startswith("timeout") and engine.calls == []
 
 
 async def test_a_blocking_run_that_is_over_has_no_call_under_way():
@@ -305,7 +367,9 @@ async def test_a_dead_engine_is_no_failed_run():
 
 async def test_a_prompt_that_is_too_long_is_not_tried_again():
     engine = ScriptedEngine()
-    (row,) = (await play(engine, task(prompt="x" * 5000), limits=RunLimits(20.0, max_retry_times=5))).rows
+    (row,) = (
+        await play(engine, task(prompt="x" * 5000), limits=RunLimits(20.0, max_retry_times=5))
+    ).rows
     assert row.reason.startswith("PromptTooLong: ") and row.id.attempt == 0
 
 
@@ -314,7 +378,11 @@ async def test_seeds_depend_on_the_place_alone():
     for engine in (a, b):
         await play(engine, task(num_runs=3), seed=lambda run: seed_for(42, 3, 5, run))
     seeds = [c.sampling.seed for c in a.calls]
-    assert seeds == [c.sampling.seed for c in b.calls] and len(set(seeds)) == 3 and all(0 <= s < 2**31 for s in seeds)
+    assert (
+        seeds == [c.sampling.seed for c in b.calls]
+        and len(set(seeds)) == 3
+        and all(0 <= s < 2**31 for s in seeds)
+    )
     assert seed_for(42, 3, 5, 0)(0) != seed_for(42, 3, 5, 0)(1) != seed_for(43, 3, 5, 0)(1)
     await play(a, task())
     assert a.calls[-1].sampling.seed is None
@@ -325,7 +393,8 @@ def test_recipes_check_names_and_arguments():
     assert recipes.of(task()) is recipes.of(task(truth="5"))
     with pytest.raises(
         ConfigError,
-        match=r"unknown argument .stile. for workflow .math_workflow.\.  Known: style, system_prompt\.  Did you mean style",
+        match=r"unknown argument .stile. for workflow .math_workflow.\.  Known: style, "
+        r"system_prompt\.  Did you mean style",
     ):
         recipes.of(task(workflow="math_workflow", workflow_args={"stile": "tags"}))
     with pytest.raises(ConfigError, match="Did you mean simple_workflow"):
@@ -338,10 +407,14 @@ def test_a_workflow_that_cannot_be_made_is_refused_before_a_run():
     class Takes(BaseModel):
         size: int = 1
 
-    workflow("test_wants")(type("Wants", (Workflow,), {"run": run, "__init__": lambda self, instruction: None}))
+    workflow("test_wants")(
+        type("Wants", (Workflow,), {"run": run, "__init__": lambda self, instruction: None})
+    )
     workflow("test_takes_none", args=Takes)(type("TakesNone", (Workflow,), {"run": run}))
     with pytest.raises(
-        ConfigError, match=r"sums\.workflow_args: .*test_wants' cannot be called .*missing a required argument: 'instru"
+        ConfigError,
+        match=r"sums\.workflow_args: .*test_wants' cannot be called .*missing a required argument: "
+        r"'instru",
     ):
         Recipes().of(task(workflow="test_wants"))
     Recipes().of(task(workflow="test_wants", workflow_args={"instruction": "x"}))
@@ -374,10 +447,14 @@ async def test_a_reward_that_waits_for_its_turn_is_not_late(how):
         "penalty": ("test_takes_its_time", {"enable_overlong_penalty": True, "cache_length": 10}),
     }[how]
     group = await play(
-        ScriptedEngine(answer=lambda m: "4"), task(reward=name, reward_args=args, num_runs=5), limits=RunLimits(0.5)
+        ScriptedEngine(answer=lambda m: "4"),
+        task(reward=name, reward_args=args, num_runs=5),
+        limits=RunLimits(0.5),
     )
     assert [r.reason for r in group.rows] == [""] * 5, "five times 0.15 s is more than 0.5 s"
-    (late,) = (await play(ScriptedEngine("4"), task(reward=name, reward_args=args), limits=RunLimits(0.05))).rows
+    (late,) = (
+        await play(ScriptedEngine("4"), task(reward=name, reward_args=args), limits=RunLimits(0.05))
+    ).rows
     assert late.reason == f"timeout: reward {name} took longer than 0.05 s"
 
 
@@ -388,29 +465,46 @@ async def test_numbers_of_numpy_are_metrics():
 
     custom(counts)
     (row,) = (await play(ScriptedEngine("4"), task(workflow="test_counts"))).rows
-    assert row.metrics == {"a": 0.5, "b": 3.0, "c": 2.0} and decode(encode([row]))[0].metrics == row.metrics
+    assert (
+        row.metrics == {"a": 0.5, "b": 3.0, "c": 2.0}
+        and decode(encode([row]))[0].metrics == row.metrics
+    )
 
 
-@pytest.mark.parametrize("overrides", [{"temperature": 0}, {"top_p": 0.9}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize(
+    "overrides", [{"temperature": 0}, {"top_p": 0.9}, {"repetition_penalty": 1.1}]
+)
 async def test_a_call_whose_log_probs_no_trainer_can_compute_fails_its_run_alone(overrides):
     async def draws(self, task, ctx):
         first = await ctx.chat(task.chat(), temperature=0.5, max_tokens=4, stop=["x"])
         messages = [*task.chat(), first.message, {"role": "user", "content": "Sure?"}]
         if ctx.run == 1:
             await ctx.chat(messages, **overrides)
-        await ctx.policy.generate(ctx.request(messages, **overrides))  # is not recorded, and not trained
+        # is not recorded, and not trained
+        await ctx.policy.generate(ctx.request(messages, **overrides))
         return ctx.transcript()
 
     custom(draws)
     asked, answers = task(workflow="test_draws", num_runs=3), ScriptedEngine(answer=lambda m: "4")
     group = await play(answers, asked, limits=RunLimits(20.0, reproducible=True))
     assert [r.status for r in group.rows] == ["complete", "failed", "complete"] and group.accepted
-    assert "model call 1 has temperature 0, or a top_p" in group.rows[1].reason and "ctx.policy.generate" in group.rows[1].reason
-    assert not any(r.failed for r in (await play(answers, asked)).runs), "an evaluation, or a loss that reads no log-probs"
-    rejecting = [r.status for r in (await play(answers, asked, limits=RunLimits(20.0, drawn=True))).rows]
-    assert rejecting[1] == ("failed" if overrides.get("temperature") == 0 else "complete"), "a correction knows no greedy tokens"
+    assert (
+        "model call 1 has temperature 0, or a top_p" in group.rows[1].reason
+        and "ctx.policy.generate" in group.rows[1].reason
+    )
+    assert not any(r.failed for r in (await play(answers, asked)).runs), (
+        "an evaluation, or a loss that reads no log-probs"
+    )
+    rejecting = [
+        r.status for r in (await play(answers, asked, limits=RunLimits(20.0, drawn=True))).rows
+    ]
+    assert rejecting[1] == ("failed" if overrides.get("temperature") == 0 else "complete"), (
+        "a correction knows no greedy tokens"
+    )
     greedy = task(workflow="test_draws", sampling=SamplingArgs(temperature=0))
-    assert (await play(answers, greedy, limits=RunLimits(20.0, reproducible=True))).rows[0].status == "complete"
+    assert (await play(answers, greedy, limits=RunLimits(20.0, reproducible=True))).rows[
+        0
+    ].status == "complete"
 
 
 async def test_what_a_run_or_its_reward_changes_in_a_task_is_changed_for_no_other():
@@ -422,19 +516,36 @@ async def test_what_a_run_or_its_reward_changes_in_a_task_is_changed_for_no_othe
         return ctx.transcript(info={"asked": ctx.transcript().turns[0].messages[0]["content"]})
 
     async def later(task, transcript):
-        return float(len(task.truth) + len(task.row["more"])) + len(task.truth.pop()) + 0 * len(task.row.pop("more"))
+        return (
+            float(len(task.truth) + len(task.row["more"]))
+            + len(task.truth.pop())
+            + 0 * len(task.row.pop("more"))
+        )
 
     custom(eats)
-    reward("test_eats")(lambda task, transcript: 10.0 * task.row["more"].pop("points") + len(task.truth.pop() + task.truth.pop()))
+    reward("test_eats")(
+        lambda task, transcript: (
+            10.0 * task.row["more"].pop("points") + len(task.truth.pop() + task.truth.pop())
+        )
+    )
     reward("test_eats_later")(later)
-    given = {"truth": ["a", "bc"], "row": {"more": {"name": "f", "points": 7}}, "tools": ({"function": {"name": "g"}},)}
+    given = {
+        "truth": ["a", "bc"],
+        "row": {"more": {"name": "f", "points": 7}},
+        "tools": ({"function": {"name": "g"}},),
+    }
     asked = task(
-        **given, messages=({"role": "user", "content": [{"type": "text", "text": "?"}]},), workflow="test_eats", num_runs=3
+        **given,
+        messages=({"role": "user", "content": [{"type": "text", "text": "?"}]},),
+        workflow="test_eats",
+        num_runs=3,
     )
     for name, value in (("test_eats", 73.0), ("test_eats_later", 6.0)):
         made = Task(**{**{f: getattr(asked, f) for f in asked.__struct_fields__}, "reward": name})
         group = await play(ScriptedEngine(answer=lambda m: "4"), made)
-        assert [r.reward for r in group.rows] == [value] * 3 and [r.info["asked"] for r in group.rows] == ["?bc"] * 3
+        assert [r.reward for r in group.rows] == [value] * 3 and [
+            r.info["asked"] for r in group.rows
+        ] == ["?bc"] * 3
     assert asked.truth == ["a", "bc"] and asked.tools == ({"function": {"name": "g"}},)
 
 
@@ -446,10 +557,17 @@ async def test_a_group_that_fails_is_played_again():
             attempts.append([c.request_id for c in contexts])
             if len(attempts) == 1:
                 raise RuntimeError("once")
-            return [c.transcript(score=Score(value=float(len((await c.chat(task.chat())).text)))) for c in contexts]
+            return [
+                c.transcript(score=Score(value=float(len((await c.chat(task.chat())).text))))
+                for c in contexts
+            ]
 
     workflow("test_together")(Together)
     asked = task(workflow="test_together", num_runs=2, reward=None)
     group = await play(ScriptedEngine("a", "b"), asked, limits=RunLimits(20.0, max_retry_times=1))
-    assert group.accepted and group.rewards == [1.0, 1.0] and [r.attempts for r in group.runs] == [2, 2]
+    assert (
+        group.accepted
+        and group.rewards == [1.0, 1.0]
+        and [r.attempts for r in group.runs] == [2, 2]
+    )
     assert [str(r.id) for r in group.rows] == attempts[1] and attempts[0] != attempts[1]

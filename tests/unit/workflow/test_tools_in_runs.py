@@ -63,14 +63,24 @@ class Own(ToolWorkflow):
         return [weather, add, slow]
 
 
-TASK = Task(taskset="t", index=0, prompt="weather?", truth="3", workflow="x", sampling=SamplingArgs(max_tokens=8000))
+TASK = Task(
+    taskset="t",
+    index=0,
+    prompt="weather?",
+    truth="3",
+    workflow="x",
+    sampling=SamplingArgs(max_tokens=8000),
+)
 
 
 def test_schema_from_signature_and_docstring():
     schema = FunctionTool(weather).schema["function"]
     assert (schema["name"], schema["description"]) == ("weather", "Forecast for a city.")
     p = schema["parameters"]
-    assert p["required"] == ["city"] and p["properties"]["city"] == {"type": "string", "description": "name in English"}
+    assert p["required"] == ["city"] and p["properties"]["city"] == {
+        "type": "string",
+        "description": "name in English",
+    }
     assert p["properties"]["days"] == {"type": "integer", "default": 1, "description": "how many"}
     assert p["properties"]["unit"]["enum"] == ["C", "F"] and p["additionalProperties"] is False
     props = FunctionTool(add).schema["function"]["parameters"]["properties"]
@@ -86,28 +96,55 @@ def test_schema_from_signature_and_docstring():
 @pytest.mark.parametrize(
     ("text", "form", "found"),
     [
-        ('x <tool_call>{"name": "a", "arguments": {"k": 1}}</tool_call>', "auto", [("a", {"k": 1}, "")]),
-        ('<tool_call>[{"name": "a"}, {"name": "b"}]</tool_call>', "hermes", [("a", {}, ""), ("b", {}, "")]),
+        (
+            'x <tool_call>{"name": "a", "arguments": {"k": 1}}</tool_call>',
+            "auto",
+            [("a", {"k": 1}, "")],
+        ),
+        (
+            '<tool_call>[{"name": "a"}, {"name": "b"}]</tool_call>',
+            "hermes",
+            [("a", {}, ""), ("b", {}, "")],
+        ),
         ('{"name": "a", "parameters": {"k": 1}}', "json", [("a", {"k": 1}, "")]),
-        ('so:\n```json\n[{"name": "a", "arguments": "{\\"k\\": 2}"}]\n```', "auto", [("a", {"k": 2}, "")]),
+        (
+            'so:\n```json\n[{"name": "a", "arguments": "{\\"k\\": 2}"}]\n```',
+            "auto",
+            [("a", {"k": 2}, "")],
+        ),
         ('<tool_call>{"name": "a", "arguments": ""}</tool_call>', "auto", [("a", {}, "")]),
-        ('<tool_call>{"type": "function", "function": {"name": "a", "arguments": "{}"}}</tool_call>', "auto", [("a", {}, "")]),
+        (
+            '<tool_call>{"type": "function", "function": {"name": "a", "arguments": '
+            '"{}"}}</tool_call>',
+            "auto",
+            [("a", {}, "")],
+        ),
         ("<tool_call>{oops</tool_call>", "auto", [("", {}, "this tool call is no JSON")]),
         ("<tool_call>[1]</tool_call>", "auto", [("", {}, 'must be an object with "name"')]),
-        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "auto", [("a", {}, '"arguments" must be an object')]),
+        (
+            '<tool_call>{"name": "a", "arguments": [1]}</tool_call>',
+            "auto",
+            [("a", {}, '"arguments" must be an object')],
+        ),
         ('{"answer": 3}', "json", []),
         ("the answer is 3", "auto", []),
         ('{"name": "a"}', "hermes", []),
     ],
 )
-def test_calls_in_text(text: str, form: str, found: list[tuple[str, dict[str, object], str]]) -> None:
+def test_calls_in_text(
+    text: str, form: str, found: list[tuple[str, dict[str, object], str]]
+) -> None:
     calls = in_text(text, form)  # type: ignore[arg-type]
     assert [(c.name, c.arguments) for c in calls] == [f[:2] for f in found]
-    assert all(says in c.error and bool(says) == bool(c.error) for c, (_, _, says) in zip(calls, found, strict=True))
+    assert all(
+        says in c.error and bool(says) == bool(c.error)
+        for c, (_, _, says) in zip(calls, found, strict=True)
+    )
 
 
 PAY = '<tool_call>{"name": "pay", "arguments": {"amount": %s}}</tool_call>'
-DRAFT, REAL = PAY % 500, PAY % 5
+DRAFT = PAY % 500
+REAL = PAY % 5
 
 
 @pytest.mark.parametrize(
@@ -134,7 +171,8 @@ DRAFT, REAL = PAY % 500, PAY % 5
         ('<think>{"name": "pay", "arguments": {"amount": 500}}</think>No.', False, []),
         ('<think>No.</think>{"name": "pay", "arguments": {"amount": 5}}', False, [5]),
         (
-            '```json\n{"name": "pay", "arguments": {"amount": 500}}\n```</think>{"name": "pay", "arguments": {"amount": 5}}',
+            '```json\n{"name": "pay", "arguments": {"amount": 500}}\n```</think>{"name": "pay", '
+            '"arguments": {"amount": 5}}',
             True,
             [5],
         ),
@@ -143,9 +181,15 @@ DRAFT, REAL = PAY % 500, PAY % 5
 def test_a_thought_has_no_calls(text: str, opened: bool, amounts: list[object]) -> None:
     """Finding G2."""
     made = Completion(
-        prompt_tokens=np.zeros(1, np.int32), tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), text=text,
-        finish_reason="stop", version_spans=(), sampling=SamplingArgs(), in_thought=opened,
-    )  # fmt: skip
+        prompt_tokens=np.zeros(1, np.int32),
+        tokens=np.zeros(1, np.int32),
+        logprobs=np.zeros(1, np.float32),
+        text=text,
+        finish_reason="stop",
+        version_spans=(),
+        sampling=SamplingArgs(),
+        in_thought=opened,
+    )
     calls = find(made)
     assert [c.arguments.get("amount") for c in calls] == amounts and not any(c.error for c in calls)
 
@@ -162,7 +206,9 @@ def test_a_drafted_call_is_not_run():
 
             return [pay]
 
-    model = ScriptedModel(f"<think>Perhaps {DRAFT}? No.</think>{REAL}", f"<think>Again {DRAFT}?</think>Done.")
+    model = ScriptedModel(
+        f"<think>Perhaps {DRAFT}? No.</think>{REAL}", f"<think>Again {DRAFT}?</think>Done."
+    )
     result = run_workflow(Pays, TASK, model, reward=lambda task, transcript: 1.0)
     assert paid == [5] and result.metrics["tool_calls"] == 1
 
@@ -177,11 +223,15 @@ def test_results_and_errors_are_told_and_counted():
         call("add", a=1, b=2) + call("add", a=3, b=4) + call("add", a=5, b=6),
         "It is 3.",
     )
-    (row,) = run_workflow(Own, TASK, model, reward="exact_answer", workflow_args={"max_parallel_calls": 2}).group.rows
+    (row,) = run_workflow(
+        Own, TASK, model, reward="exact_answer", workflow_args={"max_parallel_calls": 2}
+    ).group.rows
     said = [m["content"] for m in row.messages if m["role"] == "tool"]
     assert said[0] == "Oslo: 2 sunny days, C" and said[1] == "Error: LookupError: no such city"
     assert "town: Extra inputs are not permitted" in said[2] and "city: Field required" in said[2]
-    assert "there is no tool 'sing'; there is: weather, add, slow" in said[3] and "no JSON" in said[4]
+    assert (
+        "there is no tool 'sing'; there is: weather, add, slow" in said[3] and "no JSON" in said[4]
+    )
     assert said[5:] == ['{"sum":3}', '{"sum":7}', "Error: not run; at most 2 calls in one answer"]
     assert (row.reward, row.metrics["tool_calls"], row.metrics["tool_errors"]) == (1.0, 8.0, 5.0)
     assert [t["function"]["name"] for t in model.calls[0].tools] == ["weather", "add", "slow"]
@@ -199,18 +249,34 @@ def test_the_engines_parser_wins_and_ids_are_kept():
 
 def test_the_system_message_may_tell_of_the_tools():
     model = ScriptedModel("3")
-    run_workflow(Own, TASK, model, reward="exact_answer", workflow_args={"tools_in": "system", "result_role": "user"})
+    run_workflow(
+        Own,
+        TASK,
+        model,
+        reward="exact_answer",
+        workflow_args={"tools_in": "system", "result_role": "user"},
+    )
     assert '"name":"weather"' in model.calls[0].messages[0]["content"] and not model.calls[0].tools
 
 
 def test_turns_have_veRLs_names_too():
     forever = ScriptedModel(answer=lambda m: call("add", a=1, b=1))
-    row = run_workflow(Own, TASK, forever, reward="exact_answer", workflow_args={"max_assistant_turns": 3}).group.rows[0]
+    row = run_workflow(
+        Own, TASK, forever, reward="exact_answer", workflow_args={"max_assistant_turns": 3}
+    ).group.rows[0]
     assert row.metrics["turns"] == 3.0
-    row = run_workflow(Own, TASK, forever, reward="exact_answer", workflow_args={"max_user_turns": 1}).group.rows[0]
+    row = run_workflow(
+        Own, TASK, forever, reward="exact_answer", workflow_args={"max_user_turns": 1}
+    ).group.rows[0]
     assert row.metrics["turns"] == 2.0 and row.info["stopped"] == "max_user_turns"
     with pytest.raises(ConfigError, match="are the same"):
-        run_workflow(Own, TASK, forever, reward="exact_answer", workflow_args={"max_turns": 3, "max_assistant_turns": 4})
+        run_workflow(
+            Own,
+            TASK,
+            forever,
+            reward="exact_answer",
+            workflow_args={"max_turns": 3, "max_assistant_turns": 4},
+        )
 
 
 async def test_a_slow_tool_is_not_waited_for():
@@ -221,17 +287,22 @@ async def test_a_slow_tool_is_not_waited_for():
 
 @pytest.mark.extra("sandbox")
 async def test_waiting_for_a_free_sandbox_is_not_the_time_of_a_tool():
-    """With many runs at the same time all but the first calls were told that their program took too long."""
+    """With many runs at the same time all but the first calls were told that their program took too
+    long.
+    """
     from rft.extras.sandbox.code_sandbox import Sandbox
 
-    sandbox, go = Sandbox(size=1), threading.Event()
+    sandbox = Sandbox(size=1)
+    go = threading.Event()
 
     async def execute() -> str:
         await sandbox._done(lambda: None)
         return "done"
 
     busy = asyncio.ensure_future(sandbox._done(go.wait))
-    running = asyncio.ensure_future(Toolbox([FunctionTool(execute)], timeout_s=0.05).run(in_text(call("execute"))))
+    running = asyncio.ensure_future(
+        Toolbox([FunctionTool(execute)], timeout_s=0.05).run(in_text(call("execute")))
+    )
     try:
         assert not (await asyncio.wait({running}, timeout=0.3))[0]
     finally:
@@ -263,7 +334,9 @@ class VerlTool:
 async def test_verls_methods_may_block_and_are_called_after_create():
     """An ordinary `execute` stopped all runs while it worked, and no `tool_timeout` held for it."""
     made = VerlTool()
-    box = Toolbox([toolrun.ClassTool(made, {"type": "function", "function": {"name": "t"}})], parallel=2)
+    box = Toolbox(
+        [toolrun.ClassTool(made, {"type": "function", "function": {"name": "t"}})], parallel=2
+    )
     assert [r.text for r in await box.run(in_text(call("t") + call("t")))] == ["True", "True"]
     await box.close()
     assert made.created == [] and made.threads == {"tool execute", "tool release"}
@@ -309,7 +382,12 @@ async def test_a_tool_that_cannot_be_released_keeps_no_other_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "text"), [("left", "abcd...(truncated)"), ("right", "(truncated)...ghij"), ("middle", "ab...(truncated)...ij")]
+    ("side", "text"),
+    [
+        ("left", "abcd...(truncated)"),
+        ("right", "(truncated)...ghij"),
+        ("middle", "ab...(truncated)...ij"),
+    ],
 )
 def test_long_results_are_cut(side: str, text: str) -> None:
     box = Toolbox(length=4, side=side)  # type: ignore[arg-type]
@@ -396,7 +474,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "tools.py").write_text(TOOLS)
     (tmp_path / "tools.yaml").write_text(FILE)
     (tmp_path / "servers.json").write_text(
-        f'{{"mcpServers": {{"demo": {{"command": "{sys.executable}", "args": ["{tmp_path / "tools.py"}"]}}}}}}'
+        f'{{"mcpServers": {{"demo": {{"command": "{sys.executable}", "args": '
+        f'["{tmp_path / "tools.py"}"]}}}}}}'
     )
     return tmp_path
 
@@ -404,12 +483,18 @@ def folder(tmp_path: Path) -> Path:
 def test_a_tool_file(folder: Path) -> None:
     model = ScriptedModel(call("count", by=2), call("count", by=1), call("shout", text="hi"), "3")
     args = {"tool_config_path": str(folder / "tools.yaml")}
-    (row,) = run_workflow("tool_workflow", TASK, model, reward="exact_answer", workflow_args=args).group.rows
+    (row,) = run_workflow(
+        "tool_workflow", TASK, model, reward="exact_answer", workflow_args=args
+    ).group.rows
     assert [m["content"] for m in row.messages if m["role"] == "tool"] == ["now 7", "now 8", "HI"]
-    assert row.metrics["tool_reward"] == 0.5, "what tools give is kept; the taskset's reward decides"
+    assert row.metrics["tool_reward"] == 0.5, (
+        "what tools give is kept; the taskset's reward decides"
+    )
 
 
-async def test_a_tool_file_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tool_file_in_the_home_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(folder))
     names = [t.schema["function"]["name"] for t in await toolrun.load_tool_file("~/tools.yaml")]
     assert names == ["count", "shout"], "the files that it names are beside it"
@@ -420,7 +505,10 @@ async def test_a_tool_file_in_the_home_folder(folder: Path, monkeypatch: pytest.
     [
         ("tools: 3", "must hold a list `tools`"),
         ("tools: [{class_name: Nowhere}]", "needs `function`, or `class_name`"),
-        ("tools: [{class_name: 'tools.py:Counter', config: {start: 1}}]", "tool_schema must be OpenAI's form"),
+        (
+            "tools: [{class_name: 'tools.py:Counter', config: {start: 1}}]",
+            "tool_schema must be OpenAI's form",
+        ),
         ("tools: [{class_name: x, config: {type: mcp}}]", "needs mcp.mcp_servers_config_path"),
         ("tools: [", "cannot be read"),
     ],
@@ -442,7 +530,10 @@ async def test_a_server_in_this_process() -> None:
         return str(2 * n)
 
     (tool,) = await toolrun._McpServer("demo", app).tools()
-    assert tool.schema["function"]["name"] == "double" and tool.schema["function"]["description"] == "Twice as much."
+    assert (
+        tool.schema["function"]["name"] == "double"
+        and tool.schema["function"]["description"] == "Twice as much."
+    )
     box = Toolbox([tool])
     results = await box.run([*in_text(call("double", n=4)), *in_text("<tool_call>{</tool_call>")])
     assert results[0].text == "8" and results[1].error
@@ -454,7 +545,9 @@ async def test_an_mcp_server(folder: Path) -> None:
     model = ScriptedModel(call("double", n=4), call("double", n=400), "3")
     where = str(folder / "servers.json")
     args = {"mcp_config_path": where, "mcp_tools": ["double"]}
-    result = await run_workflow_async("tool_workflow", TASK, model, reward="exact_answer", workflow_args=args, timeout_s=60)
+    result = await run_workflow_async(
+        "tool_workflow", TASK, model, reward="exact_answer", workflow_args=args, timeout_s=60
+    )
     (row,) = result.group.rows
     said = [m["content"] for m in row.messages if m["role"] == "tool"]
     assert said[0] == "8" and said[1].startswith("Error: ") and row.metrics["tool_errors"] == 1.0
@@ -482,15 +575,26 @@ async def test_mcp_servers_that_cannot_be_started(folder: Path) -> None:
 
 
 async def test_what_a_server_writes_to_its_standard_error_is_in_the_message(folder: Path) -> None:
-    """N18: it said "unhandled errors in a TaskGroup (1 sub-exception)", and the program's own lines were lost."""
+    """N18: it said "unhandled errors in a TaskGroup (1 sub-exception)", and the program's own lines
+    were lost.
+    """
     pytest.importorskip("mcp")
-    servers = {"mcpServers": {"data base": {"command": "sh", "args": ["-c", "echo no such database: shop >&2; exit 3"]}}}
+    servers = {
+        "mcpServers": {
+            "data base": {
+                "command": "sh",
+                "args": ["-c", "echo no such database: shop >&2; exit 3"],
+            }
+        }
+    }
     (folder / "servers.json").write_text(json.dumps(servers))
     (folder / "logs").mkdir()
     token = run_folder.set(folder)
     try:
         with pytest.raises(
-            ConfigError, match=r"MCP server 'data base' cannot be used: MCPError: Connection closed\n  no such data"
+            ConfigError,
+            match=r"MCP server 'data base' cannot be used: MCPError: Connection closed\n  no such "
+            r"data",
         ) as e:
             await toolrun.mcp_tools(str(folder / "servers.json"))
     finally:
@@ -506,13 +610,19 @@ def test_mcp_servers_that_are_not_there_are_named_before_anything_runs(folder: P
         if text is not None:
             (folder / name).write_text(text)
         of = Task(
-            taskset="t", index=0, prompt="?", workflow="tool_workflow", workflow_args={"mcp_config_path": str(folder / name)}
+            taskset="t",
+            index=0,
+            prompt="?",
+            workflow="tool_workflow",
+            workflow_args={"mcp_config_path": str(folder / name)},
         )
         with pytest.raises(ConfigError) as e:
             Recipes().of(of)
         return str(e.value)
 
-    assert "cannot be read" in told(None, "nowhere.json") and "it must be" in told('{"servers": []}')
+    assert "cannot be read" in told(None, "nowhere.json") and "it must be" in told(
+        '{"servers": []}'
+    )
     said = told('{"mcpServers": {"none": {"command": "no-such-program"}}}')
     assert "MCP server 'none' cannot be used: 'no-such-program' is no program here" in said
 
@@ -520,13 +630,17 @@ def test_mcp_servers_that_are_not_there_are_named_before_anything_runs(folder: P
 def test_a_row_has_the_tools_that_the_model_was_told_of() -> None:
     (row,) = run_workflow(Own, TASK, ScriptedModel("3"), reward="exact_answer").group.rows
     assert [t["function"]["name"] for t in row.tools] == ["weather", "add", "slow"]
-    (plain,) = run_workflow(Own, TASK, ScriptedModel("3"), reward="exact_answer", workflow_args={"tools_in": "system"}).group.rows
+    (plain,) = run_workflow(
+        Own, TASK, ScriptedModel("3"), reward="exact_answer", workflow_args={"tools_in": "system"}
+    ).group.rows
     assert plain.tools == ()
 
 
 def test_a_program_may_not_take_longer_than_the_call_of_its_tool() -> None:
     with pytest.raises(ConfigError, match=r"python_timeout 60 must be less than tool_timeout 30"):
-        run_workflow("python_math_workflow", TASK, ScriptedModel("3"), workflow_args={"python_timeout": 60})
+        run_workflow(
+            "python_math_workflow", TASK, ScriptedModel("3"), workflow_args={"python_timeout": 60}
+        )
     (row,) = run_workflow(
         "python_math_workflow",
         TASK,
@@ -546,10 +660,17 @@ def test_a_program_may_not_take_longer_than_the_call_of_its_tool() -> None:
         ({"tool_config_path": "none.yaml"}, "the tool file cannot be read"),
     ],
 )
-def test_tools_that_are_not_there_are_told_before_a_run(tmp_path: Path, args: dict[str, Any], says: str) -> None:
+def test_tools_that_are_not_there_are_told_before_a_run(
+    tmp_path: Path, args: dict[str, Any], says: str
+) -> None:
     file = tmp_path / "shop.py"
     file.write_text("def price(item: str): return 19\ndef several(*items): return 1\n")
-    given = {k: [t.replace("FILE", str(file)) for t in v] if isinstance(v, list) else v for k, v in args.items()}
+    given = {
+        k: [t.replace("FILE", str(file)) for t in v] if isinstance(v, list) else v
+        for k, v in args.items()
+    }
     load_all()
     with pytest.raises(ConfigError, match=says):
-        Recipes().of(Task(taskset="t", index=0, prompt="x", workflow="tool_workflow", workflow_args=given))
+        Recipes().of(
+            Task(taskset="t", index=0, prompt="x", workflow="tool_workflow", workflow_args=given)
+        )

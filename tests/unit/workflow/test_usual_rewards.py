@@ -33,7 +33,10 @@ def reward_of(workflow: str, **fields: object) -> object:
 
 
 def test_every_usual_reward_is_one() -> None:
-    found = {name: workflow_class(REGISTRY.get("workflow", name)).usual_reward for name in REGISTRY.names("workflow")}
+    found = {
+        name: workflow_class(REGISTRY.get("workflow", name)).usual_reward
+        for name in REGISTRY.names("workflow")
+    }
     assert found["math_workflow"] == "math_reward" and found["simple_workflow"] is None
     assert {r for r in found.values() if r} <= set(REGISTRY.names("reward"))
 
@@ -47,11 +50,18 @@ def test_what_the_taskset_names_wins() -> None:
 
 def test_the_rows_own_criteria_are_judged() -> None:
     judge = reward_of("rubric_judge_workflow", reward_args={"max_tokens": 64})
-    assert isinstance(judge, RubricJudge) and (judge.args.rubric_key, judge.args.max_tokens) == ("rubric", 64)
+    assert isinstance(judge, RubricJudge) and (judge.args.rubric_key, judge.args.max_tokens) == (
+        "rubric",
+        64,
+    )
     row = {"prompt": "Why?", "rubric": [{"description": "is short", "weight": 2}]}
     asked = FakeJudge(7)
-    result = run_workflow("rubric_judge_workflow", row, ScriptedModel("so"), reward=judge, models={"judge": asked})
-    assert result.reward == pytest.approx(0.7) and "is short" in asked.calls[0].messages[-1]["content"]
+    result = run_workflow(
+        "rubric_judge_workflow", row, ScriptedModel("so"), reward=judge, models={"judge": asked}
+    )
+    assert (
+        result.reward == pytest.approx(0.7) and "is short" in asked.calls[0].messages[-1]["content"]
+    )
 
 
 async def test_an_environment_that_rewards_no_step_is_scored_by_it() -> None:
@@ -69,4 +79,8 @@ async def test_an_environment_that_rewards_no_step_is_scored_by_it() -> None:
 
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="test_tells")
     limits = RunLimits(max_timeout_s=20)
-    assert (await run_group(task, Recipes().of(task), ScriptedModel("2"), GroupId(1, 0, 0, 0), limits=limits)).rewards == [1.0]
+    assert (
+        await run_group(
+            task, Recipes().of(task), ScriptedModel("2"), GroupId(1, 0, 0, 0), limits=limits
+        )
+    ).rewards == [1.0]

@@ -1,6 +1,8 @@
-"""`rft explain`: one key, and what veRL and Trinity-RFT call it; or one of their names, and the keys that it became.
+"""`rft explain`: one key, and what veRL and Trinity-RFT call it; or one of their names, and the
+keys that it became.
 
-Knows the two tables of foreign names and what `rft.config.describe` says of ours.  Invariant: nothing is described twice.
+Knows the two tables of foreign names and what `rft.config.describe` says of ours.  Invariant:
+nothing is described twice.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from rft.extras.migrate.compat.keys.verl_spellings import native
 
 
 def describe(name: str) -> list[Description]:
-    """The key called `name`: ours, with or without list indexes, veRL's, or Trinity-RFT's.  veRL's may have become several; a last part
-    alone means every key that ends in it.
+    """The key called `name`: ours, with or without list indexes, veRL's, or Trinity-RFT's.  veRL's
+    may have become several; a last part alone means every key that ends in it.
 
     Raises ConfigError naming the nearest key, or what to do about a key that is not offered.
     """
@@ -36,23 +38,34 @@ def describe(name: str) -> list[Description]:
 
 
 def _ending_in(last: str) -> list[Description]:
-    """Every key that has this last part, ours or, by what it became, a related tool's; each of ours once."""
+    """Every key that has this last part, ours or, by what it became, a related tool's; each of ours
+    once.
+    """
     names = [*all_keys(), *(path for path in (*by_path(), *trinity()) if own(path) is None)]
-    found = [said for name in names if name != last and name.rpartition(".")[2] == last for said in describe(name)]
+    found = [
+        said
+        for name in names
+        if name != last and name.rpartition(".")[2] == last
+        for said in describe(name)
+    ]
     once: dict[str, Description] = {}
     for said in found:
         once.setdefault(said.key if said.key != "none" else said.asked, said)
-    return sorted(once.values(), key=lambda said: (said.key == "none", said.key.count(".")))  # the policy's before a critic's
+    # the policy's before a critic's
+    return sorted(once.values(), key=lambda said: (said.key == "none", said.key.count(".")))
 
 
 def _named(said: Description) -> Description:
     """With the names of the related tools; an evaluation taskset shares the training taskset's."""
     key = listed(said.key)
-    plain = re.sub(r"^(buffer\.explorer_input\.)(taskset|eval_tasksets\[\])(?=\.)", r"\1tasksets[]", key)
+    plain = re.sub(
+        r"^(buffer\.explorer_input\.)(taskset|eval_tasksets\[\])(?=\.)", r"\1tasksets[]", key
+    )
     rows = by_target().get(key) or by_target().get(plain, ())
     theirs = [name for name, ours in trinity().items() if ours == plain]
     argument = re.fullmatch(r"(.+_args)\.\w+", key)
-    if argument and (above := own(argument[1])) and own(key) is None:  # of a part, workflow or reward
+    # of a part, workflow or reward
+    if argument and (above := own(argument[1])) and own(key) is None:
         trinity_name = above
     else:
         trinity_name = "the same" if plain in theirs else ", ".join(theirs) or "none"
@@ -67,20 +80,34 @@ def _of_verl(row: Row, asked: str) -> list[Description]:
             said = _named(said)
         else:
             kind = "metric" if row.section == 21 else "command-line option"
-            said = Description(key=target, meaning=f"a {kind}", type=kind, default="", verl=(row.name,))
+            said = Description(
+                key=target, meaning=f"a {kind}", type=kind, default="", verl=(row.name,)
+            )
         found.append(replace(said, asked=asked, note=row.note))
     if not found:
-        words = {"derived": "follows from other keys", "n/a": "is not taken over", "refused": "is not offered"}
+        words = {
+            "derived": "follows from other keys",
+            "n/a": "is not taken over",
+            "refused": "is not offered",
+        }
         meaning = f"{words[row.kind]}: {row.note}"
-        found = [Description(key="none", asked=asked, meaning=meaning, type="", default="", verl=(row.name,))]
+        found = [
+            Description(
+                key="none", asked=asked, meaning=meaning, type="", default="", verl=(row.name,)
+            )
+        ]
     return found
 
 
 @cache
 def trinity() -> dict[str, str]:
-    """Trinity-RFT's key → ours, for all keys of its schema; a key that is not offered stands for itself."""
+    """Trinity-RFT's key → ours, for all keys of its schema; a key that is not offered stands for
+    itself.
+    """
     text = (
-        importlib.resources.files("rft.extras.migrate.compat.keys").joinpath("data/trinity_keys.txt").read_text(encoding="utf-8")
+        importlib.resources.files("rft.extras.migrate.compat.keys")
+        .joinpath("data/trinity_keys.txt")
+        .read_text(encoding="utf-8")
     )
     found: dict[str, str] = {}
     for line in text.splitlines():

@@ -16,7 +16,9 @@ from rft.types.completion import Turn
 
 @dataclass
 class EID:
-    """batch/task/run/step/suffix.  A workflow sets `run` (where it plays several) and `step`; the rest is set for it."""
+    """batch/task/run/step/suffix.  A workflow sets `run` (where it plays several) and `step`; the
+    rest is set for it.
+    """
 
     batch: int | str = ""
     task: int | str = ""
@@ -44,19 +46,32 @@ class EID:
         return self.uid
 
     def to_dict(self) -> dict[str, Any]:
-        return {"batch": self.batch, "task": self.task, "run": self.run, "step": self.step, "suffix": self.suffix}
+        return {
+            "batch": self.batch,
+            "task": self.task,
+            "run": self.run,
+            "step": self.step,
+            "suffix": self.suffix,
+        }
 
 
 class CustomField:
     """Not kept."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("custom_fields are not kept: put JSON values into `info`; advantages and operators read them there")
+        raise ValueError(
+            "custom_fields are not kept: put JSON values into `info`; advantages and operators "
+            "read them there"
+        )
 
 
 _NOT_KEPT = {
-    "token_level_reward": "give one `reward`; tokens are rewarded by an advantage of your own (docs/howto/algorithm.md)",
-    **dict.fromkeys(("advantages", "returns"), "they are computed in the trainer, from the rewards (docs/howto/algorithm.md)"),
+    "token_level_reward": "give one `reward`; tokens are rewarded by an advantage of your own "
+    "(docs/howto/algorithm.md)",
+    **dict.fromkeys(
+        ("advantages", "returns"),
+        "they are computed in the trainer, from the rewards (docs/howto/algorithm.md)",
+    ),
     **dict.fromkeys(
         ("chosen", "rejected", "chosen_messages", "rejected_messages"),
         "preferences are a data set of mode: train, algorithm_type: dpo (docs/howto/given-data.md)",
@@ -68,7 +83,9 @@ _NOT_KEPT = {
 
 
 class TrinityExperience:
-    """One sequence.  `tokens` int32 [T]; the others are of the T - prompt_length tokens after the prompt."""
+    """One sequence.  `tokens` int32 [T]; the others are of the T - prompt_length tokens after the
+    prompt.
+    """
 
     def __init__(
         self,
@@ -97,19 +114,32 @@ class TrinityExperience:
         self.eid = EID(**eid) if isinstance(eid, dict) else eid or EID()
         self.tokens = _tensor(tokens, torch.int32)
         self.prompt_length = prompt_length
-        untrained = action_mask is not None and not any(action_mask)  # Trinity-RFT's sign of a run without a usable answer
+        # Trinity-RFT's sign of a run without a usable answer
+        untrained = action_mask is not None and not any(action_mask)
         if not untrained and not 0 < prompt_length < len(self.tokens):
-            raise ValueError(f"prompt_length {prompt_length} of {len(self.tokens)} tokens: both prompt and answer need a token")
+            raise ValueError(
+                f"prompt_length {prompt_length} of {len(self.tokens)} tokens: both prompt and "
+                f"answer need a token"
+            )
         self.logprobs = None if logprobs is None else _tensor(logprobs, torch.float32)
         self.experience_type = "single_turn" if action_mask is None else "multi_turn"
         n = len(self.tokens) - prompt_length
-        self.action_mask = torch.ones(n, dtype=torch.bool) if action_mask is None else _tensor(action_mask, torch.bool)
+        self.action_mask = (
+            torch.ones(n, dtype=torch.bool)
+            if action_mask is None
+            else _tensor(action_mask, torch.bool)
+        )
         self.reward = reward
         self.truncate_status = truncate_status
-        self.info, self.metrics = info or {}, metrics or {}
-        self.response_text, self.prompt_text = response_text, prompt_text
-        self.messages, self.tools = messages, tools
-        self.teacher_logprobs = None if teacher_logprobs is None else _tensor(teacher_logprobs, torch.float32)
+        self.info = info or {}
+        self.metrics = metrics or {}
+        self.response_text = response_text
+        self.prompt_text = prompt_text
+        self.messages = messages
+        self.tools = tools
+        self.teacher_logprobs = (
+            None if teacher_logprobs is None else _tensor(teacher_logprobs, torch.float32)
+        )
 
     def __repr__(self) -> str:
         return f"Experience({self.eid}, {len(self.tokens)} tokens, reward={self.reward})"
@@ -117,7 +147,8 @@ class TrinityExperience:
 
 def of(turns: list[Turn]) -> TrinityExperience:
     """The sequence of one call, or of several that go on from each other."""
-    first, last = turns[0].completion, turns[-1].completion
+    first = turns[0].completion
+    last = turns[-1].completion
     whole = np.concatenate([last.prompt_tokens, last.tokens])
     start = len(first.prompt_tokens)
     mask = np.zeros(len(whole), np.bool_)
@@ -139,7 +170,9 @@ def of(turns: list[Turn]) -> TrinityExperience:
     )
 
 
-def group_by(experiences: Iterable[TrinityExperience], id_type: str) -> dict[str, list[TrinityExperience]]:
+def group_by(
+    experiences: Iterable[TrinityExperience], id_type: str
+) -> dict[str, list[TrinityExperience]]:
     """By task, run or step, in order of appearance."""
     keys = {"task": "tid", "run": "rid", "step": "sid"}
     if id_type not in keys:

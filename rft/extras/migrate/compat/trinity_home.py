@@ -1,4 +1,5 @@
-"""Where a workflow of Trinity-RFT's shape is played: a thread of its own, from which it asks the explorer's event loop.
+"""Where a workflow of Trinity-RFT's shape is played: a thread of its own, from which it asks the
+explorer's event loop.
 
 Knows contexts and models, no experience.  Invariant: after its run a workflow gets no more answers.
 """
@@ -24,10 +25,16 @@ class RunIsOver(Exception):
 
 
 class Home:
-    """The runs that one workflow object plays (one, or with `can_repeat` all of a task), seen from its thread."""
+    """The runs that one workflow object plays (one, or with `can_repeat` all of a task), seen from
+    its thread.
+    """
 
-    def __init__(self, task: Task, contexts: Sequence[RunContext], loop: asyncio.AbstractEventLoop) -> None:
-        self.task, self.contexts, self.loop = task, contexts, loop
+    def __init__(
+        self, task: Task, contexts: Sequence[RunContext], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.task = task
+        self.contexts = contexts
+        self.loop = loop
         self.turns: list[Turn] = []  # of all contexts, as they were recorded
         self.sessions = AsyncExitStack()
         self._recorded = [0] * len(contexts)
@@ -58,9 +65,13 @@ class Home:
         return new
 
     async def session(self, model: str | None) -> tuple[str, str]:
-        """Base URL and key of an OpenAI-compatible server for a model; for the policy (None), whose calls are recorded."""
+        """Base URL and key of an OpenAI-compatible server for a model; for the policy (None), whose
+        calls are recorded.
+        """
         if model is not None:
-            return (await self.sessions.enter_async_context(serve_models(self.contexts[0].models)))[model]
+            return (await self.sessions.enter_async_context(serve_models(self.contexts[0].models)))[
+                model
+            ]
         session = await self.sessions.enter_async_context(serve(self.contexts[0], self.task))
         return session.base_url, session.api_key
 
@@ -73,7 +84,9 @@ HOME: ContextVar[Home | None] = ContextVar("rft_compat_home", default=None)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work` for code that cannot await: in the explorer's loop during a run, else in a loop of its own."""
+    """The result of `work` for code that cannot await: in the explorer's loop during a run, else in
+    a loop of its own.
+    """
     if (home := HOME.get()) is not None:
         return home.wait(work)
     return asyncio.run(work)

@@ -1,7 +1,9 @@
-"""Trinity-RFT's operators on experiences: process(exps) -> (exps, metrics), for one group at a time.
+"""Trinity-RFT's operators on experiences: process(exps) -> (exps, metrics), for one group at a
+time.
 
-`stage` says what an operator may change ("reward": rewards; "statistics": info; "drop": leaves experiences out or masks them; the
-default).  Invariant: rows come back as they went in, but for what the stage allows.
+`stage` says what an operator may change ("reward": rewards; "statistics": info; "drop": leaves
+experiences out or masks them; the default).  Invariant: rows come back as they went in, but for
+what the stage allows.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ class _Base:
 
     @property
     def auxiliary_models(self) -> Any:
-        raise ValueError("operators of Trinity-RFT's shape get no auxiliary models; write a rft.buffer.operators.base.Operator")
+        raise ValueError(
+            "operators of Trinity-RFT's shape get no auxiliary models; write a "
+            "rft.buffer.operators.base.Operator"
+        )
 
 
 class ExperienceOperator(_Base, ABC):
     @abstractmethod
-    def process(self, exps: list[TrinityExperience]) -> tuple[list[TrinityExperience], dict[str, float]]: ...
+    def process(
+        self, exps: list[TrinityExperience]
+    ) -> tuple[list[TrinityExperience], dict[str, float]]: ...
 
     def close(self) -> None:
         """Once, after the last group."""
@@ -49,7 +56,9 @@ class ExperienceOperatorV1(_Base, ABC):
         """Once, before the first group."""
 
     @abstractmethod
-    async def process(self, exps: list[TrinityExperience]) -> tuple[list[TrinityExperience], dict[str, float]]: ...
+    async def process(
+        self, exps: list[TrinityExperience]
+    ) -> tuple[list[TrinityExperience], dict[str, float]]: ...
 
     async def close(self) -> None:
         """Once, after the last group."""
@@ -72,7 +81,9 @@ def _as_ours(cls: Any) -> type:
             if inspect.isawaitable(waiting := self._op.close()):
                 await waiting
 
-        def process(self, rows: Sequence[ours.Experience], group: GroupView) -> Result | Awaitable[Result]:
+        def process(
+            self, rows: Sequence[ours.Experience], group: GroupView
+        ) -> Result | Awaitable[Result]:
             return _back(cls, rows, given := _theirs(rows), self._op.process(list(given)))
 
     class AwaitedOperator(AdaptedOperator):
@@ -97,7 +108,10 @@ def _theirs(rows: Sequence[ours.Experience]) -> list[TrinityExperience]:
                 action_mask=torch.from_numpy(row.loss_mask[start:].copy()),
                 reward=row.reward,
                 truncate_status="response_truncated" if row.status == "truncated" else None,
-                info={"task_index": {"index": row.task_index, "taskset_id": row.taskset}, **row.info},
+                info={
+                    "task_index": {"index": row.task_index, "taskset_id": row.taskset},
+                    **row.info,
+                },
                 metrics={**row.reward_parts, **row.metrics},
                 prompt_text=row.prompt_text,
                 response_text=row.response_text,
@@ -107,14 +121,19 @@ def _theirs(rows: Sequence[ours.Experience]) -> list[TrinityExperience]:
     return made
 
 
-def _back(cls: Any, rows: Sequence[ours.Experience], given: Sequence[TrinityExperience], result: Any) -> Result:
+def _back(
+    cls: Any, rows: Sequence[ours.Experience], given: Sequence[TrinityExperience], result: Any
+) -> Result:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"{cls.__name__}.process must return (experiences, metrics)")
     by_id = {id(x): row for x, row in zip(given, rows, strict=True)}
     back = []
     for x in result[0]:
         if id(x) not in by_id:
-            raise ValueError(f"{cls.__name__} returned an experience it was not given; rows are neither made nor copied here")
+            raise ValueError(
+                f"{cls.__name__} returned an experience it was not given; rows are neither made "
+                f"nor copied here"
+            )
         back.append(_row(cls, by_id[id(x)], x))
     return Result(back, [Metric(str(k), float(v), "mean") for k, v in result[1].items()])
 
@@ -125,6 +144,10 @@ def _row(cls: Any, row: ours.Experience, x: TrinityExperience) -> ours.Experienc
     if cls.stage == "drop":
         mask = row.loss_mask.copy()
         mask[len(mask) - len(x.action_mask) :] &= x.action_mask.numpy()
-        return msgspec.structs.replace(row, loss_mask=mask, logprobs=np.where(mask, row.logprobs, np.float32(0)))
+        return msgspec.structs.replace(
+            row, loss_mask=mask, logprobs=np.where(mask, row.logprobs, np.float32(0))
+        )
     added = plain({k: v for k, v in x.info.items() if k != "task_index"})
-    return msgspec.structs.replace(row, reward=None if x.reward is None else float(x.reward), info=added)
+    return msgspec.structs.replace(
+        row, reward=None if x.reward is None else float(x.reward), info=added
+    )

@@ -1,12 +1,14 @@
-"""Plays a workflow class of Trinity-RFT's shape as one of ours, and finds the recorded calls behind what it returns.
+"""Plays a workflow class of Trinity-RFT's shape as one of ours, and finds the recorded calls behind
+what it returns.
 
-Knows nothing of engines.  Invariant: an experience becomes a row only if its tokens are those of calls recorded in this run.
+Knows nothing of engines.  Invariant: an experience becomes a row only if its tokens are those of
+calls recorded in this run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -32,9 +34,14 @@ class CompatError(Exception):
 
 @cache
 def adapter(cls: Any) -> type:
-    """The workflow class of ours that stands for `cls`; any `workflow_args` are taken, as there.  Raises ConfigError if it is isolated."""
+    """The workflow class of ours that stands for `cls`; any `workflow_args` are taken, as there.
+    Raises ConfigError if it is isolated.
+    """
     if cls.isolated:
-        raise ConfigError(f"{cls.__name__}: isolated is for workflows with run(self, task, ctx); take it out, or write it so")
+        raise ConfigError(
+            f"{cls.__name__}: isolated is for workflows with run(self, task, ctx); take it out, or "
+            f"write it so"
+        )
 
     class Single:
         def __init__(self, **workflow_args: Any) -> None: ...
@@ -100,9 +107,12 @@ def _run(cls: Any, home: Home) -> Any:
 
 def _transcripts(cls: Any, found: Any, home: Home) -> list[Transcript]:
     name = cls.__name__
-    if not isinstance(found, list | tuple) or not all(isinstance(x, TrinityExperience) for x in found):
+    if not isinstance(found, list | tuple) or not all(
+        isinstance(x, TrinityExperience) for x in found
+    ):
         raise CompatError(
-            f"workflow {name} returned {type(found).__name__}; it must return a list of rft.extras.migrate.compat.Experience"
+            f"workflow {name} returned {type(found).__name__}; it must return a list of "
+            f"rft.extras.migrate.compat.Experience"
         )
     if not found:
         raise CompatError(f"workflow {name} returned no experience")
@@ -113,12 +123,16 @@ def _transcripts(cls: Any, found: Any, home: Home) -> list[Transcript]:
     for x in found:
         run = x.eid.run if len(runs) > 1 else 0
         if not 0 <= run < len(runs):
-            raise CompatError(f"workflow {name}: eid.run {run}; this task has runs 0 to {len(runs) - 1}")
+            raise CompatError(
+                f"workflow {name}: eid.run {run}; this task has runs 0 to {len(runs) - 1}"
+            )
         runs[run].append(x)
     if len(kinds := dict.fromkeys(x.eid.task for x in found)) > 1:
         raise CompatError(
-            f"workflow {name}: experiences of {len(kinds)} tasks ({', '.join(map(str, kinds))}), which would be compared with each other; "
-            "all runs of a task are one group here, so let a task's runs all do the same, as math_trainable_ruler_workflow does"
+            f"workflow {name}: experiences of {len(kinds)} tasks ({', '.join(map(str, kinds))}), "
+            f"which would be compared with each other; "
+            "all runs of a task are one group here, so let a task's runs all do the same, as "
+            "math_trainable_ruler_workflow does"
         )
     left = list(home.turns)
     return [
@@ -134,19 +148,28 @@ def _in_order(experiences: Sequence[TrinityExperience]) -> list[TrinityExperienc
 
 
 def _untrained(name: str, experiences: Sequence[TrinityExperience], ctx: RunContext) -> Transcript:
-    """A run without a usable answer: its last call, of which nothing is trained, with the reward that it was given or 0."""
-    last, turns = experiences[-1], ctx.transcript().turns
+    """A run without a usable answer: its last call, of which nothing is trained, with the reward
+    that it was given or 0.
+    """
+    last = experiences[-1]
+    turns = ctx.transcript().turns
     if not turns:
         raise CompatError(
-            f"workflow {name} made no call, and returned nothing to train: {last.info.get('error_reason', 'no reason')}"
+            f"workflow {name} made no call, and returned nothing to train: "
+            f"{last.info.get('error_reason', 'no reason')}"
         )
     mask = np.zeros(len(turns[-1].completion.tokens), np.bool_)
     turn = msgspec.structs.replace(turns[-1], mask=mask, info=plain(last.info))
-    return Transcript(turns=(turn,), metrics=_mean([last.metrics]), score=Score(value=float(last.reward or 0.0)))
+    return Transcript(
+        turns=(turn,), metrics=_mean([last.metrics]), score=Score(value=float(last.reward or 0.0))
+    )
 
 
-def _transcript(name: str, experiences: Sequence[TrinityExperience], left: list[Turn], *, steps: bool) -> Transcript:
-    """The calls of one run's experiences; those that became none are left out.  `left`: calls that have no experience yet.
+def _transcript(
+    name: str, experiences: Sequence[TrinityExperience], left: list[Turn], *, steps: bool
+) -> Transcript:
+    """The calls of one run's experiences; those that became none are left out.  `left`: calls that
+    have no experience yet.
 
     One reward on all experiences is that of the run, unless the workflow rewards `steps`.
     """
@@ -157,13 +180,18 @@ def _transcript(name: str, experiences: Sequence[TrinityExperience], left: list[
     if shared:
         turns = tuple(msgspec.structs.replace(t, score=None) for t in turns)
     if several and any(len(c) > 1 for c in chains):
-        raise CompatError(f"workflow {name} returned several experiences of a run, one of several turns; return one sequence")
+        raise CompatError(
+            f"workflow {name} returned several experiences of a run, one of several turns; return "
+            f"one sequence"
+        )
     truncated = any(x.truncate_status is not None for x in experiences[-1:])
     return Transcript(
         turns=turns,
         layout="steps" if several else "joined",
         metrics=_mean([x.metrics for x in experiences]),
-        score=_score(experiences[0]) if shared and experiences and experiences[0].reward is not None else None,
+        score=_score(experiences[0])
+        if shared and experiences and experiences[0].reward is not None
+        else None,
         limited=truncated,
     )
 
@@ -171,16 +199,27 @@ def _transcript(name: str, experiences: Sequence[TrinityExperience], left: list[
 def _calls(name: str, x: TrinityExperience, left: list[Turn]) -> list[Turn]:
     """The recorded calls whose tokens `x` consists of, in order."""
     tokens = x.tokens.numpy()
-    whole: Callable[[Turn], int] = lambda t: len(t.completion.prompt_tokens) + len(t.completion.tokens)  # noqa: E731
-    fitting = [t for t in left if len(t.completion.prompt_tokens) >= x.prompt_length and _begins(t, tokens)]
+
+    def whole(turn: Turn) -> int:
+        return len(turn.completion.prompt_tokens) + len(turn.completion.tokens)
+
+    fitting = [
+        t for t in left if len(t.completion.prompt_tokens) >= x.prompt_length and _begins(t, tokens)
+    ]
     chain: list[Turn] = []
     for t in sorted(fitting, key=whole, reverse=True):
-        if whole(t) == len(tokens) if not chain else whole(t) <= len(chain[0].completion.prompt_tokens):
+        if (
+            whole(t) == len(tokens)
+            if not chain
+            else whole(t) <= len(chain[0].completion.prompt_tokens)
+        ):
             chain.insert(0, t)
     if not chain or len(chain[0].completion.prompt_tokens) != x.prompt_length:
         raise CompatError(
-            f"workflow {name} returned an experience ({len(tokens)} tokens, prompt_length {x.prompt_length}) that is no call of this "
-            "run's model.  Return what model.chat, generate or extract_experience_from_history gave, tokens unchanged; to imitate "
+            f"workflow {name} returned an experience ({len(tokens)} tokens, prompt_length "
+            f"{x.prompt_length}) that is no call of this "
+            "run's model.  Return what model.chat, generate or extract_experience_from_history "
+            "gave, tokens unchanged; to imitate "
             "texts from elsewhere use mode: train, or algorithm_type: mix"
         )
     left[:] = [t for t in left if not any(t is taken for taken in chain)]

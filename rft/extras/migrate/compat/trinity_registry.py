@@ -1,6 +1,8 @@
-"""Trinity-RFT's registries, whose `register_module` marks a plugin of ours, and small things of its utilities.
+"""Trinity-RFT's registries, whose `register_module` marks a plugin of ours, and small things of its
+utilities.
 
-Invariant: what is registered can be named in a configuration, or is refused at once with what to write instead.
+Invariant: what is registered can be named in a configuration, or is refused at once with what to
+write instead.
 """
 
 from __future__ import annotations
@@ -15,33 +17,55 @@ from rft.errors import PluginError
 from rft.plugins import REGISTRY, kind, load_all
 
 T = TypeVar("T")
-_ORIGINALS: dict[type, type] = {}  # the classes of Trinity-RFT's shape behind the plugins of ours that stand for them
+# the classes of Trinity-RFT's shape behind the plugins of ours that stand for them
+_ORIGINALS: dict[type, type] = {}
 _PARAMETERS = {  # of a function of ours, and where it is described
-    "advantage_fn": (("x", "args"), "def my_advantage(x: StepInputs, args), see docs/howto/algorithm.md"),
-    "policy_loss_fn": (("x", "args"), "def my_loss(x: LossInputs, args), see docs/howto/algorithm.md"),
+    "advantage_fn": (
+        ("x", "args"),
+        "def my_advantage(x: StepInputs, args), see docs/howto/algorithm.md",
+    ),
+    "policy_loss_fn": (
+        ("x", "args"),
+        "def my_loss(x: LossInputs, args), see docs/howto/algorithm.md",
+    ),
 }
 _METHODS = {
     "selector": (
         "rows",
-        "a rft.taskset.selectors.TaskSelector with rows(batch, first, count): its order follows from its arguments",
+        "a rft.taskset.selectors.TaskSelector with rows(batch, first, count): its order follows "
+        "from its arguments",
     ),
-    "priority": ("__call__", "a class with __init__(args, seed) and __call__(candidate), see rft/buffer/priority.py"),
+    "priority": (
+        "__call__",
+        "a class with __init__(args, seed) and __call__(candidate), see rft/buffer/priority.py",
+    ),
 }
-_STATEFUL = frozenset({"get_indices", "default_config"})  # methods of Trinity-RFT's selectors and priority functions
+# methods of Trinity-RFT's selectors and priority functions
+_STATEFUL = frozenset({"get_indices", "default_config"})
 
 
 class TrinityRegistry:
     """All plugins of one kind."""
 
     def __init__(self, name: str, kind_of: str) -> None:
-        self.name, self.kind = name, kind_of
+        self.name = name
+        self.kind = kind_of
 
     def register_module(
-        self, module_name: str | None = None, module_cls: Any = None, force: bool = False, lazy: bool = False
+        self,
+        module_name: str | None = None,
+        module_cls: Any = None,
+        force: bool = False,
+        lazy: bool = False,
     ) -> Any:
-        """A decorator, or with `module_cls` a call.  Raises PluginError for a shape that cannot be used, and for a name that is taken."""
+        """A decorator, or with `module_cls` a call.  Raises PluginError for a shape that cannot be
+        used, and for a name that is taken.
+        """
         if force:
-            raise PluginError(f"{self.name}.register_module(force=True): names are not replaced; choose another one")
+            raise PluginError(
+                f"{self.name}.register_module(force=True): names are not replaced; choose another "
+                f"one"
+            )
 
         def register(obj: T) -> T:
             self._check(obj)
@@ -51,7 +75,9 @@ class TrinityRegistry:
         return register if module_cls is None else register(module_cls)
 
     def get(self, module_key: str) -> Any:
-        """What is registered under a name, as it was written.  Raises PluginError that lists what there is."""
+        """What is registered under a name, as it was written.  Raises PluginError that lists what
+        there is.
+        """
         load_all()
         plugin = REGISTRY.get(self.kind, module_key)
         return original(plugin.obj)
@@ -64,16 +90,26 @@ class TrinityRegistry:
         name = getattr(obj, "__name__", repr(obj))
         if self.kind in _PARAMETERS:
             wanted, how = _PARAMETERS[self.kind]
-            if inspect.isclass(obj) or not callable(obj) or tuple(inspect.signature(obj).parameters)[:2] != wanted:
+            if (
+                inspect.isclass(obj)
+                or not callable(obj)
+                or tuple(inspect.signature(obj).parameters)[:2] != wanted
+            ):
                 raise PluginError(
-                    f"{self.name}: {name} has Trinity-RFT's shape, which sees one batch on one device; here such a part is a function of "
+                    f"{self.name}: {name} has Trinity-RFT's shape, which sees one batch on one "
+                    f"device; here such a part is a function of "
                     f"the whole step, so that cutting it changes no gradient.  Write {how}"
                 )
         if self.kind in _METHODS:
             method, how = _METHODS[self.kind]
-            if not inspect.isclass(obj) or not hasattr(obj, method) or not _STATEFUL.isdisjoint(dir(obj)):
+            if (
+                not inspect.isclass(obj)
+                or not hasattr(obj, method)
+                or not _STATEFUL.isdisjoint(dir(obj))
+            ):
                 raise PluginError(
-                    f"{self.name}: {name} has Trinity-RFT's shape, whose state a resumed run could not repeat.  Write {how}"
+                    f"{self.name}: {name} has Trinity-RFT's shape, whose state a resumed run could "
+                    f"not repeat.  Write {how}"
                 )
 
 
@@ -97,7 +133,9 @@ def original(plugin: Any) -> Any:
     return _ORIGINALS.get(plugin, plugin)
 
 
-def get_logger(name: str | None = None, level: int | str | None = None, in_ray_actor: bool = False) -> logging.Logger:
+def get_logger(
+    name: str | None = None, level: int | str | None = None, in_ray_actor: bool = False
+) -> logging.Logger:
     """A logger of the standard library; where its lines go is the configuration's business."""
     found = logging.getLogger(name or "rft.extras.migrate.compat")
     if level is not None:

@@ -1,4 +1,5 @@
-"""Trinity-RFT's reward functions: f(response=..., truth=..., ...) -> {part: number}.  Both ways: theirs as ours, ours as theirs.
+"""Trinity-RFT's reward functions: f(response=..., truth=..., ...) -> {part: number}.  Both ways:
+theirs as ours, ours as theirs.
 
 Invariant: the reward of a run is the sum of the parts, which are all kept.
 """
@@ -26,7 +27,9 @@ from rft.worker.threads import in_thread
 
 
 class RewardFn(ABC):
-    """Subclass it: `__init__(**reward_fn_args)`, `__call__(response=, truth=, prompt=, ...)` gives parts by name."""
+    """Subclass it: `__init__(**reward_fn_args)`, `__call__(response=, truth=, prompt=, ...)` gives
+    parts by name.
+    """
 
     @abstractmethod
     def __init__(self, **kwargs: Any) -> None: ...
@@ -54,9 +57,16 @@ def _as_ours(cls: type[RewardFn]) -> type:
 
         async def __call__(self, task: ours.Task, transcript: Transcript) -> dict[str, float]:
             last = transcript.turns[-1].completion
-            values = {"response": last.written, "truth": task.truth, "prompt": task.prompt, "response_token": last.tokens}
+            values = {
+                "response": last.written,
+                "truth": task.truth,
+                "prompt": task.prompt,
+                "response_token": last.tokens,
+            }
             given = {k: v for k, v in values.items() if self._any or k in self._takes}
-            return parts(await in_thread(lambda: self._fn(**given), f"reward {cls.__name__}"), cls.__name__)
+            return parts(
+                await in_thread(lambda: self._fn(**given), f"reward {cls.__name__}"), cls.__name__
+            )
 
     AdaptedReward.__name__ = AdaptedReward.__qualname__ = cls.__name__
     return stands_for(AdaptedReward, cls)
@@ -65,7 +75,10 @@ def _as_ours(cls: type[RewardFn]) -> type:
 def parts(result: Any, name: str) -> dict[str, float]:
     """Their result, checked: a dict of numbers."""
     if not isinstance(result, Mapping):
-        raise ValueError(f"reward {name} returned {type(result).__name__}; it must return a dict of parts and numbers")
+        raise ValueError(
+            f"reward {name} returned {type(result).__name__}; it must return a dict of parts and "
+            f"numbers"
+        )
     return {str(k): float(v) for k, v in result.items()}
 
 
@@ -89,7 +102,11 @@ class _Ours(RewardFn):
         response = kwargs.get("response", args[0] if args else "")
         truth = kwargs.get("truth", kwargs.get("ground_truth", args[2] if len(args) > 2 else None))
         return home.run(
-            self._ask(response if isinstance(response, str) else response.response_text, truth, kwargs.get("response_token"))
+            self._ask(
+                response if isinstance(response, str) else response.response_text,
+                truth,
+                kwargs.get("response_token"),
+            )
         )
 
     async def _ask(self, response: str, truth: Any, tokens: Any) -> dict[str, float]:
@@ -126,12 +143,18 @@ def make_transcript(text: str, tokens: Any = None) -> Transcript:
 
 
 class MathBoxedRewardFn(_Ours):
-    """Accuracy of the last box; `with_think` takes `format_score_coef` from answers without exactly one <think> block."""
+    """Accuracy of the last box; `with_think` takes `format_score_coef` from answers without exactly
+    one <think> block.
+    """
 
     name = "math_boxed_reward"
 
     def __call__(
-        self, *args: Any, with_think: bool = False, format_score_coef: float | None = 0.1, **kwargs: Any
+        self,
+        *args: Any,
+        with_think: bool = False,
+        format_score_coef: float | None = 0.1,
+        **kwargs: Any,
     ) -> dict[str, float]:
         given = dict(zip(("response", "truth"), args, strict=False)) | kwargs
         thought = not with_think or validate_think_pattern(str(given.get("response", "")))
@@ -140,7 +163,9 @@ class MathBoxedRewardFn(_Ours):
 
 
 class AccuracyReward(_Ours):
-    """Whether math-verify finds the truth in the answer; it reads both itself, so `answer_parser` has no effect."""
+    """Whether math-verify finds the truth in the answer; it reads both itself, so `answer_parser`
+    has no effect.
+    """
 
     name = "accuracy_reward"
 
@@ -160,7 +185,11 @@ class FormatReward(_Ours):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if not self._pattern:
             return super().__call__(*args, **kwargs)
-        return {"format_score": 0.1 if self._pattern.match(kwargs.get("response", args[0] if args else "")) else -0.1}
+        return {
+            "format_score": 0.1
+            if self._pattern.match(kwargs.get("response", args[0] if args else ""))
+            else -0.1
+        }
 
 
 MathRewardFn = as_theirs("math_reward")

@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 
 class _Steps(TrinityWorkflow):
-    """Steps are played by `_play`, which awaits; where a class is not asynchronous, nothing in it waits."""
+    """Steps are played by `_play`, which awaits; where a class is not asynchronous, nothing in it
+    waits.
+    """
 
     rewarded: ClassVar[str]  # the arguments of `reward`
 
@@ -62,7 +64,11 @@ class _Steps(TrinityWorkflow):
     async def _play(self) -> list[TrinityExperience]:
         played: list[TrinityExperience] = []
         for number in range(self.max_step_num):
-            go_on = await self.step_async(step_num=number) if self.is_async else self.step(step_num=number)
+            go_on = (
+                await self.step_async(step_num=number)
+                if self.is_async
+                else self.step(step_num=number)
+            )
             of_step = self.model.extract_experience_from_history()
             for x in of_step:
                 x.eid.step = number
@@ -78,7 +84,9 @@ class _Steps(TrinityWorkflow):
         return played
 
     async def _reward(self, exps: list[TrinityExperience], **step: int) -> None:
-        reward = await self.reward_async(exps, **step) if self.is_async else self.reward(exps, **step)
+        reward = (
+            await self.reward_async(exps, **step) if self.is_async else self.reward(exps, **step)
+        )
         for x in exps:
             x.reward = reward
 

@@ -1,4 +1,6 @@
-"""Trinity-RFT's Task, made from ours, and the two parts of the configuration that workflows read from it."""
+"""Trinity-RFT's Task, made from ours, and the two parts of the configuration that workflows read
+from it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class GenerationConfig:
 
 @dataclass
 class TrinityTask:
-    """What a workflow is given.  `raw_task` is the row; `task_desc` and `truth` are its prompt and gold answer."""
+    """What a workflow is given.  `raw_task` is the row; `task_desc` and `truth` are its prompt and
+    gold answer.
+    """
 
     workflow: Any = None
     repeat_times: int | None = None
@@ -55,7 +59,9 @@ class TrinityTask:
     task_id: int | str = ""
     index: dict[str, Any] = field(default_factory=dict)
 
-    def to_workflow(self, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None) -> Any:
+    def to_workflow(
+        self, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None
+    ) -> Any:
         return self.workflow(model=model, task=self, auxiliary_models=auxiliary_models)
 
     @property
@@ -71,10 +77,14 @@ class TrinityTask:
 
 
 def of(task: ours.Task, workflow: type, reward_fn: Any) -> TrinityTask:
-    """Ours as Trinity's.  Where prompt or truth are no column of the row, they are put into `raw_task` as one."""
+    """Ours as Trinity's.  Where prompt or truth are no column of the row, they are put into
+    `raw_task` as one.
+    """
     raw = copy.deepcopy(task.row)
     form = TrinityFormatConfig(
-        prompt_key=_column(raw, list(task.messages) or None if task.prompt is None else task.prompt, "prompt"),
+        prompt_key=_column(
+            raw, list(task.messages) or None if task.prompt is None else task.prompt, "prompt"
+        ),
         response_key=_column(raw, task.truth, "response"),
         system_prompt=task.system_prompt,
         chat_template=task.chat_template,
@@ -97,7 +107,9 @@ def of(task: ours.Task, workflow: type, reward_fn: Any) -> TrinityTask:
 def _column(row: dict[str, Any], value: Any, name: str) -> str:
     if value is None:
         return name
-    found = next((k for k, v in row.items() if v is value or (type(v) is type(value) and v == value)), None)
+    found = next(
+        (k for k, v in row.items() if v is value or (type(v) is type(value) and v == value)), None
+    )
     if found is None:
         row[name] = value
     return found or name

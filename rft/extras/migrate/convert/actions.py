@@ -1,6 +1,7 @@
 """What single veRL keys do to the result, where that is more than passing a value on.
 
-Each function is the `act` of a rule, or makes a rule.  Invariant: it writes at most the keys that its outcome names.
+Each function is the `act` of a rule, or makes a rule.  Invariant: it writes at most the keys that
+its outcome names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,20 @@ from rft.extras.migrate.convert.names import (
     TRACKERS,
     estimator_name,
 )
-from rft.extras.migrate.convert.rule import Rule, among, below, choice, derived, expand, only_if, rule, switch, to, via, write
+from rft.extras.migrate.convert.rule import (
+    Rule,
+    among,
+    below,
+    choice,
+    derived,
+    expand,
+    only_if,
+    rule,
+    switch,
+    to,
+    via,
+    write,
+)
 from rft.extras.migrate.convert.sizes import colocated, has_critic, micro_batch, verl_ranks
 
 if TYPE_CHECKING:
@@ -50,10 +64,14 @@ def kl_name(fn: str, on: str) -> Rule:
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         name = str(a.value).removesuffix("+")
         if name == "full":
-            return ArgumentOutcome("refused", "needs both models' probabilities of all tokens; use low_var_kl")
+            return ArgumentOutcome(
+                "refused", "needs both models' probabilities of all tokens; use low_var_kl"
+            )
         if name not in KL:
             return ArgumentOutcome("refused", f"unknown estimator; known: {', '.join(KL)}")
-        return ArgumentOutcome("mapped", "veRL clamps k3 and low_var_kl alike" if name == "k3" else "", act.targets)
+        return ArgumentOutcome(
+            "mapped", "veRL clamps k3 and low_var_kl alike" if name == "k3" else "", act.targets
+        )
 
     return switch(on, f"{on} is off", act)
 
@@ -61,7 +79,11 @@ def kl_name(fn: str, on: str) -> Rule:
 def kl_arg(target: str, on: str, adaptive: bool = False) -> Rule:
     written = via("", target)
     if adaptive:
-        written = only_if(lambda d: d.text("algorithm.kl_ctrl.type") == "adaptive", "the coefficient is fixed", written)
+        written = only_if(
+            lambda d: d.text("algorithm.kl_ctrl.type") == "adaptive",
+            "the coefficient is fixed",
+            written,
+        )
     return switch(on, f"{on} is off", written)
 
 
@@ -69,9 +91,16 @@ def kl_arg(target: str, on: str, adaptive: bool = False) -> Rule:
 def strategy(d: Draft, a: Argument) -> ArgumentOutcome:
     if a.value in ("fsdp", "fsdp2"):
         if a.value == "fsdp":
-            d.warn(f"{a.key}: fsdp becomes fsdp2, which shards per parameter; the same sums in another order")
+            d.warn(
+                f"{a.key}: fsdp becomes fsdp2, which shards per parameter; the same sums in "
+                f"another order"
+            )
         d.put("trainer.trainer_strategy", "fsdp2", a.key)
-        return ArgumentOutcome("mapped", "FSDP2 in place of FSDP" if a.value == "fsdp" else "", ("trainer.trainer_strategy",))
+        return ArgumentOutcome(
+            "mapped",
+            "FSDP2 in place of FSDP" if a.value == "fsdp" else "",
+            ("trainer.trainer_strategy",),
+        )
     return ArgumentOutcome("refused", f"{a.value} is not offered: use fsdp2")
 
 
@@ -88,8 +117,15 @@ def micro(role: str, key: str, target: str) -> Rule:
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         if d.stated(key):
             return ArgumentOutcome("ignored", f"{key} is given and wins")
-        size = micro_batch(d, role) if key.endswith("ppo_micro_batch_size_per_gpu") else max(1, d.whole(a.key) // verl_ranks(d))
-        d.warn(f"{a.key} is deprecated in veRL; {a.value} over {verl_ranks(d)} GPUs became {size} per GPU")
+        size = (
+            micro_batch(d, role)
+            if key.endswith("ppo_micro_batch_size_per_gpu")
+            else max(1, d.whole(a.key) // verl_ranks(d))
+        )
+        d.warn(
+            f"{a.key} is deprecated in veRL; {a.value} over {verl_ranks(d)} GPUs became {size} per "
+            f"GPU"
+        )
         return write(d, a, (target,), size, f"{a.value} / {verl_ranks(d)} GPUs; deprecated in veRL")
 
     return Rule(act, (target,))
@@ -108,24 +144,33 @@ def engine(d: Draft, a: Argument) -> ArgumentOutcome:
         return ArgumentOutcome("mapped", "the transformers engine", (target,))
     if target in d.overridden:
         return ArgumentOutcome("derived", "the engine that --set names", (target,))
-    return ArgumentOutcome("refused", f"the {a.value} engine is not offered; --set {target}=vllm takes vllm instead")
+    return ArgumentOutcome(
+        "refused", f"the {a.value} engine is not offered; --set {target}=vllm takes vllm instead"
+    )
 
 
 @rule("model.temperature")
 def do_sample(d: Draft, a: Argument) -> ArgumentOutcome:
     if d.flag(a.key):
         return ArgumentOutcome("equal", "training always samples")
-    d.warn(f"{a.key} is false: greedy runs of a task are all alike; `rft check` refuses temperature 0 in training")
+    d.warn(
+        f"{a.key} is false: greedy runs of a task are all alike; `rft check` refuses temperature 0 "
+        f"in training"
+    )
     d.put("model.temperature", 0, a.key)
     return ArgumentOutcome("derived", "greedy", ("model.temperature",))
 
 
 temperature = only_if(
-    lambda d: d.flag(f"{ROLLOUT}.do_sample", True), f"{ROLLOUT}.do_sample is off, which is temperature 0", to("model.temperature")
+    lambda d: d.flag(f"{ROLLOUT}.do_sample", True),
+    f"{ROLLOUT}.do_sample is off, which is temperature 0",
+    to("model.temperature"),
 )
 
 
-def alike(limit: str, target: str, otherwise: str = "there is one limit here, set that one") -> Rule:
+def alike(
+    limit: str, target: str, otherwise: str = "there is one limit here, set that one"
+) -> Rule:
     """One key here for two of veRL's, which must say the same."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
@@ -151,22 +196,35 @@ def truncation(d: Draft, a: Argument) -> ArgumentOutcome:
 @rule(*(f"{sets}[i].filter_overlong_prompts" for sets in (TRAIN, EVAL)))
 def filter_prompts(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.exact:
-        d.note("model.enable_prompt_truncation is the guide's name of filter_overlong_prompts; it keeps the task, masks the run")
+        d.note(
+            "model.enable_prompt_truncation is the guide's name of filter_overlong_prompts; it "
+            "keeps the task, masks the run"
+        )
         return write(d, a, ("model.enable_prompt_truncation",), d.flag(a.key))
     targets = tuple(f"{sets}[i].filter_overlong_prompts" for sets in (TRAIN, EVAL))
-    return write(d, a, targets, d.flag(a.key), "long prompts are taken out before training, as in veRL")
+    return write(
+        d, a, targets, d.flag(a.key), "long prompts are taken out before training, as in veRL"
+    )
 
 
 @rule("model.trust_remote_code")
 def trust(d: Draft, a: Argument) -> ArgumentOutcome:
     wanted = any(d.flag(k) for k in ("data.trust_remote_code", f"{MODEL}.trust_remote_code"))
-    return write(d, a, ("model.trust_remote_code",), wanted, "for model and tokenizer alike" if wanted else "")
+    return write(
+        d,
+        a,
+        ("model.trust_remote_code",),
+        wanted,
+        "for model and tokenizer alike" if wanted else "",
+    )
 
 
 def path(*targets: str) -> Rule:
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         if str(a.value).startswith("hdfs:"):
-            return ArgumentOutcome("refused", "HDFS is not offered; copy or mount it and name the local folder")
+            return ArgumentOutcome(
+                "refused", "HDFS is not offered; copy or mount it and name the local folder"
+            )
         return write(d, a, targets, a.value)
 
     return Rule(act, targets)
@@ -175,18 +233,29 @@ def path(*targets: str) -> Rule:
 @rule("mode")
 def hybrid(d: Draft, a: Argument) -> ArgumentOutcome:
     if colocated(d):
-        return ArgumentOutcome("derived", "engines and trainer share their GPUs in turns", ("mode",))
+        return ArgumentOutcome(
+            "derived", "engines and trainer share their GPUs in turns", ("mode",)
+        )
     if d.flag(a.key):
-        return ArgumentOutcome("derived", "engines and trainer have their own GPUs; --set mode=colocate shares them", ("mode",))
+        return ArgumentOutcome(
+            "derived",
+            "engines and trainer have their own GPUs; --set mode=colocate shares them",
+            ("mode",),
+        )
     return ArgumentOutcome("equal", "engines and trainer have GPUs of their own", ("mode",))
 
 
 @rule("trainer.fsdp_size")
 def fsdp_size(d: Draft, a: Argument) -> ArgumentOutcome:
-    size, ranks = d.whole(a.key), d.trainer_ranks
+    size = d.whole(a.key)
+    ranks = d.trainer_ranks
     if size > 0 and ranks % size:
         return write(
-            d, a, ("trainer.fsdp_size",), -1, f"{size} does not divide the {ranks} training ranks that are left here: all of them"
+            d,
+            a,
+            ("trainer.fsdp_size",),
+            -1,
+            f"{size} does not divide the {ranks} training ranks that are left here: all of them",
         )
     return write(d, a, ("trainer.fsdp_size",), size)
 
@@ -195,15 +264,23 @@ def fsdp_size(d: Draft, a: Argument) -> ArgumentOutcome:
 def profiled_ranks(d: Draft, a: Argument) -> ArgumentOutcome:
     named = a.value if isinstance(a.value, list) else [a.value]
     there = [r for r in named if isinstance(r, int) and r < d.trainer_ranks]
-    gone = f"of {len(named)}, those of the {d.trainer_ranks} training ranks here" if len(there) < len(named) else ""
+    gone = (
+        f"of {len(named)}, those of the {d.trainer_ranks} training ranks here"
+        if len(there) < len(named)
+        else ""
+    )
     return write(d, a, ("trainer.profiler.ranks",), there, gone)
 
 
 @rule("algorithm.policy_loss_fn_args.clip_range_low")
 def clip(d: Draft, a: Argument) -> ArgumentOutcome:
-    there = expand(d, tuple(f"algorithm.policy_loss_fn_args.clip_range_{side}" for side in ("low", "high")))
+    there = expand(
+        d, tuple(f"algorithm.policy_loss_fn_args.clip_range_{side}" for side in ("low", "high"))
+    )
     if all(d.stated(f"{a.key}_{side}") for side in ("low", "high")):
-        return ArgumentOutcome("ignored", "clip_ratio_low and clip_ratio_high are given and win, as in veRL")
+        return ArgumentOutcome(
+            "ignored", "clip_ratio_low and clip_ratio_high are given and win, as in veRL"
+        )
     used = tuple(t for t in there if not d.stated(f"{a.key}_{t.rsplit('_', 1)[1]}"))
     return ArgumentOutcome("mapped", "applied to the sides that are not given themselves", used)
 
@@ -232,11 +309,19 @@ def lora_key(name: str) -> Rule:
     return only_if(lora, NO_LORA, to(f"{LORA}.{name}"))
 
 
-compute_dtype = choice("trainer.param_dtype", DTYPES, "use bfloat16, or float32 on machines without it")
+compute_dtype = choice(
+    "trainer.param_dtype", DTYPES, "use bfloat16, or float32 on machines without it"
+)
 reduce_dtype = choice("trainer.reduce_dtype", DTYPES, "gradients are summed in float32 or bfloat16")
 sanity = choice(
     f"{ENGINE}.tokenization_check",
-    {"disable": "off", "strict": "strict", "ignore_strippable": "warn", "true": "strict", "false": "off"},
+    {
+        "disable": "off",
+        "strict": "strict",
+        "ignore_strippable": "warn",
+        "true": "strict",
+        "false": "off",
+    },
     "unknown mode; known: disable, strict, ignore_strippable, true, false",
 )
 
@@ -254,15 +339,25 @@ def lora_rank(d: Draft, a: Argument) -> ArgumentOutcome:
 def model_dtype(d: Draft, a: Argument) -> ArgumentOutcome:
     name = DTYPES.get(str(a.value).lower())
     if name == "float32":
-        return ArgumentOutcome("equal", "master weights are float32; the type of forward and backward is trainer.param_dtype")
+        return ArgumentOutcome(
+            "equal",
+            "master weights are float32; the type of forward and backward is trainer.param_dtype",
+        )
     if name is None:
         return ArgumentOutcome("refused", f"known types: {', '.join(DTYPES)}")
-    d.note(f"{a.key} {a.value}: forward and backward are {name} as in veRL, but the master weights stay float32")
+    d.note(
+        f"{a.key} {a.value}: forward and backward are {name} as in veRL, but the master weights "
+        f"stay float32"
+    )
     return write(d, a, ("trainer.param_dtype",), name)
 
 
 def scheduler(section: str) -> Rule:
-    known = choice(f"{section}.lr_scheduler_type", {"constant": "constant", "cosine": "cosine"}, "schedules: constant, cosine")
+    known = choice(
+        f"{section}.lr_scheduler_type",
+        {"constant": "constant", "cosine": "cosine"},
+        "schedules: constant, cosine",
+    )
 
     @rule(*known.targets)
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
@@ -288,12 +383,17 @@ def logger(d: Draft, a: Argument) -> ArgumentOutcome:
     others = [n for n in named if n not in ("console", *TRACKERS)]
     if others:
         d.warn(
-            f"{a.key}: {', '.join(map(str, others))} not offered (known: {', '.join(TRACKERS)}); metrics.jsonl is always written"
+            f"{a.key}: {', '.join(map(str, others))} not offered (known: {', '.join(TRACKERS)}); "
+            f"metrics.jsonl is always written"
         )
-    return ArgumentOutcome("mapped", "console is always on" if "console" in named else "", ("monitor.monitor_type",))
+    return ArgumentOutcome(
+        "mapped", "console is always on" if "console" in named else "", ("monitor.monitor_type",)
+    )
 
 
-val_only = switch("trainer.val_only", "it trains", to("mode", by=lambda v: "bench", reason="evaluate and stop"))
+val_only = switch(
+    "trainer.val_only", "it trains", to("mode", by=lambda v: "bench", reason="evaluate and stop")
+)
 
 
 @rule("continue_from_checkpoint", "resume_from_path")
@@ -306,7 +406,10 @@ def resume(d: Draft, a: Argument) -> ArgumentOutcome:
 
 
 resume_path = only_if(
-    lambda d: d.text("trainer.resume_mode") == "resume_path" and d.get("trainer.resume_from_path") is not False,
+    lambda d: (
+        d.text("trainer.resume_mode") == "resume_path"
+        and d.get("trainer.resume_from_path") is not False
+    ),
     "resume_mode is not resume_path",
     to("resume_from_path"),
 )
@@ -335,7 +438,12 @@ def profile(d: Draft, a: Argument) -> ArgumentOutcome:
     if not all(isinstance(i, int) and i > 0 for i in named):
         raise d.wrong(a.key, a.value, "a list of iterations, from 1")
     k = d.interval if d.exact else 1
-    return write(d, a, ("trainer.profiler.steps",), [(int(i) - 1) * k + j for i in named for j in range(1, k + 1)])
+    return write(
+        d,
+        a,
+        ("trainer.profiler.steps",),
+        [(int(i) - 1) * k + j for i in named for j in range(1, k + 1)],
+    )
 
 
 def critic(rule: Rule) -> Rule:
@@ -347,20 +455,29 @@ def critic_warmup(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.exact:
         return write(d, a, (f"{PASSED}.{a.key}",), d.whole(a.key))
     before = max(0, d.whole(a.key) - 1)
-    reason = f"{before} iterations x {d.update} steps: the policy is trained from iteration {a.value} on"
-    return critic(to("trainer.critic_warmup", by=lambda _: before * d.update, reason=reason)).act(d, a)
+    reason = (
+        f"{before} iterations x {d.update} steps: the policy is trained from iteration {a.value} on"
+    )
+    return critic(to("trainer.critic_warmup", by=lambda _: before * d.update, reason=reason)).act(
+        d, a
+    )
 
 
-VERLS_OWN = ("_trainer", "_trainer_engine", "generation", "evaluation")  # how veRL's own configurations are called
+# how veRL's own configurations are called
+VERLS_OWN = ("_trainer", "_trainer_engine", "generation", "evaluation")
 
 
 @rule()
 def config_name(d: Draft, a: Argument) -> ArgumentOutcome:
     if "megatron" in str(a.value):
-        return ArgumentOutcome("refused", "Megatron is not offered: use the FSDP configuration with actor.strategy fsdp2")
+        return ArgumentOutcome(
+            "refused",
+            "Megatron is not offered: use the FSDP configuration with actor.strategy fsdp2",
+        )
     if not str(a.value).removesuffix(".yaml").endswith(VERLS_OWN):
         d.questions.append(
-            f"line {a.line}: --config-name {a.value} is a file that is not read here.  Does it set more than veRL's own?  Then write that "
+            f"line {a.line}: --config-name {a.value} is a file that is not read here.  Does it set "
+            f"more than veRL's own?  Then write that "
             "into the script, or convert the resolved YAML file"
         )
     return ArgumentOutcome("ignored", "the defaults of veRL's own configuration are assumed")
@@ -371,14 +488,23 @@ def max_samples(sets: str) -> Rule:
     target = f"{sets}[i].max_samples"
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        count, files = d.whole(a.key), len(d.expand(target))
+        count = d.whole(a.key)
+        files = len(d.expand(target))
         if count <= 0:
             return ArgumentOutcome("equal", "all rows")
         if files > 1:
             return ArgumentOutcome(
-                "refused", f"counts rows of {files} files together; here each has max_samples of its own, by --set"
+                "refused",
+                f"counts rows of {files} files together; here each has max_samples of its own, by "
+                f"--set",
             )
-        return write(d, a, (target,), count, "the first rows; veRL draws them at random where data.shuffle is on")
+        return write(
+            d,
+            a,
+            (target,),
+            count,
+            "the first rows; veRL draws them at random where data.shuffle is on",
+        )
 
     return Rule(act, (target,))
 
@@ -386,4 +512,10 @@ def max_samples(sets: str) -> Rule:
 @rule("explorer.eval_interval")
 def async_test(d: Draft, a: Argument) -> ArgumentOutcome:
     count = d.whole(a.key)
-    return write(d, a, ("explorer.eval_interval",), max(0, count) * d.interval, f"{count} synchronisations x {d.interval} steps")
+    return write(
+        d,
+        a,
+        ("explorer.eval_interval",),
+        max(0, count) * d.interval,
+        f"{count} synchronisations x {d.interval} steps",
+    )

@@ -1,7 +1,8 @@
 """`[ … ]` and `[[ … ]]` decided from what the script itself says.
 
-Rule: a test of known values is decided; a variable that the script does not set counts as empty, which makes the answer *assumed*;
-files, folders, unknowable values and all but simple regular expressions leave it open (None).  Runs nothing and looks at no file.
+Rule: a test of known values is decided; a variable that the script does not set counts as empty,
+which makes the answer *assumed*; files, folders, unknowable values and all but simple regular
+expressions leave it open (None).  Runs nothing and looks at no file.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from dataclasses import dataclass
 from rft.extras.migrate.convert.values import assumed_empty
 
 MAX_TEXT = 200
-_REGEX = re.compile(r"\^?(?:[\w/ .:-]|\[[\w-]+\])*(?:(?:[\w/ .:-]|\[[\w-]+\])[+*]?)?\$?")  # at most one repetition, at its end
+# at most one repetition, at its end
+_REGEX = re.compile(r"\^?(?:[\w/ .:-]|\[[\w-]+\])*(?:(?:[\w/ .:-]|\[[\w-]+\])[+*]?)?\$?")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`value` None: open.  `assumed`: it holds only if the variables that the script does not set are empty."""
+    """`value` None: open.  `assumed`: it holds only if the variables that the script does not set
+    are empty.
+    """
 
     value: bool | None
     assumed: bool = False
@@ -34,13 +38,17 @@ class Decision:
         """Why it is unsure."""
         if self.value is None:
             return "the condition cannot be told without running the script"
-        return "the variable that the condition asks for is not set by the script and counts as empty"
+        return (
+            "the variable that the condition asks for is not set by the script and counts as empty"
+        )
 
     def negated(self) -> Decision:
         return Decision(None if self.value is None else not self.value, self.assumed)
 
 
-YES, NO, OPEN = Decision(True), Decision(False), Decision(None)
+YES = Decision(True)
+NO = Decision(False)
+OPEN = Decision(None)
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,9 @@ def either(a: Decision, b: Decision) -> Decision:
 
 def bracket(words: Sequence[str]) -> Decision:
     """`[ … ]` and `test`: the operators are words."""
-    items: list[Item] = [w if w in ("(", ")") else {"-a": "&&", "-o": "||"}.get(w, Operand(w)) for w in words]
+    items: list[Item] = [
+        w if w in ("(", ")") else {"-a": "&&", "-o": "||"}.get(w, Operand(w)) for w in words
+    ]
     if len(words) <= 3 and (len(words) < 3 or words[1] not in ("-a", "-o")):
         items = [Operand(w) for w in words]  # [ -a ] and [ "(" ] ask about texts
     return decide(items, patterns=False)
@@ -83,7 +93,9 @@ def decide(items: Sequence[Item], *, patterns: bool = True) -> Decision:
 
 class _TestReader:
     def __init__(self, items: Sequence[Item], patterns: bool) -> None:
-        self.items, self.patterns, self.pos = items, patterns, 0
+        self.items = items
+        self.patterns = patterns
+        self.pos = 0
 
     def peek(self, ahead: int = 0) -> Item:
         at = self.pos + ahead
@@ -116,7 +128,13 @@ class _TestReader:
 
     def operand(self, item: Operand) -> Decision:
         following = self.peek(1)
-        op = following if following in ("<", ">") else following.text if isinstance(following, Operand) else ""
+        op = (
+            following
+            if following in ("<", ">")
+            else following.text
+            if isinstance(following, Operand)
+            else ""
+        )
         assert isinstance(op, str)
         right = self.peek(2)
         if op in _BINARY and isinstance(right, Operand):
@@ -132,7 +150,8 @@ class _TestReader:
         return _unary("-n", item.text)
 
     def compare(self, left: Operand, op: str, right: Operand) -> Decision:
-        a, b = assumed_empty(left.text), assumed_empty(right.text)
+        a = assumed_empty(left.text)
+        b = assumed_empty(right.text)
         if left.text == right.text and op in ("=", "=="):
             return YES
         if a is None or b is None or op in ("-nt", "-ot", "-ef"):
@@ -158,8 +177,13 @@ class _TestReader:
 
 _NUMBER = re.compile(r"\s*([+-]?\d{1,20})\s*")
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
-}  # fmt: skip
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
 _BINARY = {"=", "==", "!=", "=~", "<", ">", "-nt", "-ot", "-ef", *_NUMBERS}
 
 
@@ -168,6 +192,7 @@ def _unary(op: str, text: str) -> Decision:
         return OPEN
     plain = assumed_empty(text)
     if plain is None:
-        full = bool(re.sub("\ue002\\d+\ue003", "", text))  # a home folder's name is not empty, an unknown piece may be
+        # a home folder's name is not empty, an unknown piece may be
+        full = bool(re.sub("\ue002\\d+\ue003", "", text))
         return Decision(op == "-n") if full else OPEN
     return Decision((plain[0] == "") == (op == "-z"), plain[1] and plain[0] == "")

@@ -1,7 +1,7 @@
 """The configuration while it is being made from a launch, and what became of each argument.
 
-Knows paths and veRL's defaults, not what any key means.  Invariant: a path is written once, with the reason, and every argument has
-exactly one outcome when `rows` is read.
+Knows paths and veRL's defaults, not what any key means.  Invariant: a path is written once, with
+the reason, and every argument has exactly one outcome when `rows` is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Profile = Literal["exact", "guide"]
 Kind = Literal["refused", "mapped", "equal", "derived", "ignored"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LABELS = {**{kind: str(kind) for kind in KINDS}, "equal": "equal to our default"}
-TRAIN, EVAL = "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_tasksets"
+TRAIN = "buffer.explorer_input.tasksets"
+EVAL = "buffer.explorer_input.eval_tasksets"
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,21 @@ class Draft:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
-    settled: set[str] = field(default_factory=set)  # stated, and our default: not written, and not to be filled either
+    # stated, and our default: not written, and not to be filled either
+    settled: set[str] = field(default_factory=set)
     interval: int = 1  # platform steps of one veRL iteration
     update: int = 1  # of one call of its trainer: the same, but in the asynchronous recipe
     trains: int = 0  # training tasksets
     evals: int = 0
     trainer_ranks: int = 1  # known once the GPUs are split
     colocate: bool = False  # --set mode=colocate
-    own: dict[str, Any] = field(default_factory=dict)  # defaults of this program that are not those of veRL's trainer
+    # defaults of this program that are not those of veRL's trainer
+    own: dict[str, Any] = field(default_factory=dict)
     given: dict[str, Argument] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.given = {a.key: a for a in self.launch.arguments}  # the last statement of a key holds, as in Hydra
+        # the last statement of a key holds, as in Hydra
+        self.given = {a.key: a for a in self.launch.arguments}
 
     @property
     def exact(self) -> bool:
@@ -86,7 +90,11 @@ class Draft:
     # ------------------------------------------------------------ what the launch says
 
     def stated(self, key: str) -> bool:
-        return key in self.given and self.given[key].value not in (None, "") and self.given[key].prefix != "~"
+        return (
+            key in self.given
+            and self.given[key].value not in (None, "")
+            and self.given[key].prefix != "~"
+        )
 
     def get(self, key: str, default: Any = None) -> Any:
         """The stated value, else veRL's default, else `default`."""
@@ -132,7 +140,9 @@ class Draft:
     # ------------------------------------------------------------ what the result says
 
     def put(self, path: str, value: Any, why: str) -> None:
-        """Write `value`; `tasksets[i]` and `eval_tasksets[i]` mean all of them, another [i] the first."""
+        """Write `value`; `tasksets[i]` and `eval_tasksets[i]` mean all of them, another [i] the
+        first.
+        """
         for real in self.expand(path):
             self._set(real, value, why)
 
@@ -173,7 +183,11 @@ class Draft:
             else:
                 place = place.setdefault(step, empty)
             if not isinstance(place, dict | list):
-                raise ConfigError("is given as a value and as a group of keys; give one of them", key=path, given=place)
+                raise ConfigError(
+                    "is given as a value and as a group of keys; give one of them",
+                    key=path,
+                    given=place,
+                )
         place[steps[-1]] = value
         self.why[path] = why
 
@@ -187,11 +201,21 @@ class Draft:
 
     def written(self) -> list[WrittenValue]:
         """Every leaf of the result, in its order, with its reason."""
-        return [WrittenValue(dotted(loc), value, self._why(loc)) for loc, value in leaves(self.values, lists=False)]
+        return [
+            WrittenValue(dotted(loc), value, self._why(loc))
+            for loc, value in leaves(self.values, lists=False)
+        ]
 
     def _why(self, loc: Loc) -> str:
         """The reason that stands beside a key, or beside what it is a part of."""
-        return next((self.why[key] for end in range(len(loc), 0, -1) if (key := dotted(loc[:end])) in self.why), "")
+        return next(
+            (
+                self.why[key]
+                for end in range(len(loc), 0, -1)
+                if (key := dotted(loc[:end])) in self.why
+            ),
+            "",
+        )
 
 
 _NOTHING = object()
@@ -209,7 +233,9 @@ def ordered(value: Any, loc: Loc = ()) -> Any:
 
 
 def our_default(path: str) -> Any:
-    """The schema's default of a key; a value equal to nothing where the key has none or is an argument of a plugin."""
+    """The schema's default of a key; a value equal to nothing where the key has none or is an
+    argument of a plugin.
+    """
     found = field_at(undotted(path.replace("[i]", "[0]")))
     if found is None or found.is_required():
         return _NOTHING

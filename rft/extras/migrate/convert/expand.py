@@ -1,7 +1,7 @@
 """Words of a script → the texts they become: variables, arrays, arithmetic, patterns, splitting.
 
-Runs nothing; `capture` gives the text of `$(…)`.  Invariant: a variable that the script does not set stays a mark, or takes the default
-that stands beside it; it never silently becomes empty.
+Runs nothing; `capture` gives the text of `$(…)`.  Invariant: a variable that the script does not
+set stays a mark, or takes the default that stands beside it; it never silently becomes empty.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from dataclasses import dataclass, field, replace
 from rft.errors import ConfigError
 from rft.extras.migrate.convert.shell_arithmetic import ArithmeticProblem, evaluate
 from rft.extras.migrate.convert.syntax import Arith, CommandSub, Lit, Param, Part, Word
-from rft.extras.migrate.convert.values import ALWAYS_SET, PASSED, Array, Marks, Text, env, lone, marked, names_in, shown
+from rft.extras.migrate.convert.values import (
+    ALWAYS_SET,
+    PASSED,
+    Array,
+    Marks,
+    Text,
+    env,
+    lone,
+    marked,
+    names_in,
+    shown,
+)
 
 MAX_FIELDS = 5_000
 MAX_PATTERN_TEXT = 1_000
@@ -31,12 +42,15 @@ class WordPiece:
     quoted: bool
     line: int = 0  # on which it was written; 0: that of the word
     split: bool = False  # blanks in it part arguments
-    before: str | None = None  # an entry of a list begins an argument; in one text, this stands before it
+    # an entry of a list begins an argument; in one text, this stands before it
+    before: str | None = None
 
 
 @dataclass
 class Scope:
-    """Variables and positional arguments; `shifted` counts the script's own arguments that `shift` has dropped."""
+    """Variables and positional arguments; `shifted` counts the script's own arguments that `shift`
+    has dropped.
+    """
 
     path: str
     variables: dict[str, Array] = field(default_factory=dict)
@@ -62,9 +76,16 @@ class Scope:
 
 class Expander:
     def __init__(
-        self, scope: Scope, marks: Marks, note: Callable[[int, str], None], capture: Callable[[CommandSub], str]
+        self,
+        scope: Scope,
+        marks: Marks,
+        note: Callable[[int, str], None],
+        capture: Callable[[CommandSub], str],
     ) -> None:
-        self.scope, self.marks, self.note, self.capture = scope, marks, note, capture
+        self.scope = scope
+        self.marks = marks
+        self.note = note
+        self.capture = capture
 
     # -- words
 
@@ -74,7 +95,10 @@ class Expander:
         for text in found:
             self.marks.spend(text.text, word.line)
         if len(found) > MAX_FIELDS:
-            raise ConfigError(f"{self.marks.name}, line {word.line}: one word becomes more than {MAX_FIELDS:,} arguments")
+            raise ConfigError(
+                f"{self.marks.name}, line {word.line}: one word becomes more than {MAX_FIELDS:,} "
+                f"arguments"
+            )
         return found
 
     def split(self, word: Word) -> Iterator[Text]:
@@ -82,7 +106,9 @@ class Expander:
         current: Text | None = None
         for piece in self.pieces(word):
             line = piece.line or word.line
-            chunks = re.split(f"([{signs}]+)", piece.text) if signs and piece.split else [piece.text]
+            chunks = (
+                re.split(f"([{signs}]+)", piece.text) if signs and piece.split else [piece.text]
+            )
             for i, chunk in enumerate(chunks):
                 if (i % 2 or (not i and piece.before is not None)) and current is not None:
                     yield current
@@ -90,18 +116,25 @@ class Expander:
                 if i % 2:
                     line += chunk.count("\n")
                 elif chunk or piece.quoted:
-                    current = Text(current.text + chunk, current.line) if current is not None else Text(chunk, line)
+                    current = (
+                        Text(current.text + chunk, current.line)
+                        if current is not None
+                        else Text(chunk, line)
+                    )
         if current is not None:
             yield current
 
     def string(self, word: Word) -> str:
         """One text, as in an assignment: nothing is split."""
-        return self.marks.spend("".join((p.before or "") + p.text for p in self.pieces(word)), word.line)
+        return self.marks.spend(
+            "".join((p.before or "") + p.text for p in self.pieces(word)), word.line
+        )
 
     def pattern(self, word: Word) -> str:
         """For fnmatch: what was quoted matches itself."""
         return "".join(
-            (p.before or "") + (glob.escape(p.text) if p.quoted else re.sub(r"\[\^", "[!", p.text)) for p in self.pieces(word)
+            (p.before or "") + (glob.escape(p.text) if p.quoted else re.sub(r"\[\^", "[!", p.text))
+            for p in self.pieces(word)
         )
 
     def pieces(self, word: Word) -> Iterator[WordPiece]:
@@ -109,8 +142,12 @@ class Expander:
         for part in word.parts:
             yield from self.pieces_of(part, part.quoted, len(word.parts) == 1)
 
-    def pieces_of(self, part: Part, quoted: bool, alone: bool, default: bool = False) -> Iterator[WordPiece]:
-        """`alone`: nothing else is in the word; `default`: plain text is split too, as in ${x:-a b}."""
+    def pieces_of(
+        self, part: Part, quoted: bool, alone: bool, default: bool = False
+    ) -> Iterator[WordPiece]:
+        """`alone`: nothing else is in the word; `default`: plain text is split too, as in ${x:-a
+        b}.
+        """
         match part:
             case Lit():
                 yield WordPiece(part.text, quoted, split=default and not quoted)
@@ -137,14 +174,21 @@ class Expander:
             if quoted and star and not any(t.text == PASSED for t in found):
                 found = [Text(between.join(t.text for t in found), 0)]
             for i, entry in enumerate(found):
-                yield WordPiece(entry.text, quoted, entry.line, not quoted and entry.text != PASSED, between if i else None)
+                yield WordPiece(
+                    entry.text,
+                    quoted,
+                    entry.line,
+                    not quoted and entry.text != PASSED,
+                    between if i else None,
+                )
 
     def ifs(self) -> str:
         value = self.get("IFS")
         return value.first.text if value and not marked(value.first.text) else " \t\n"
 
     def tilde(self, word: Word) -> Word:
-        first, rest = word.parts[:1], word.parts[1:]
+        first = word.parts[:1]
+        rest = word.parts[1:]
         text = first[0].text if first and isinstance(first[0], Lit) and not first[0].quoted else ""
         if text.startswith("~/") or (text == "~" and not rest):
             return Word((Lit(env("HOME") + text[1:], True), *rest), word.line)
@@ -157,15 +201,26 @@ class Expander:
         while waiting:
             one = waiting.pop(0)
             for i, part in enumerate(one.parts):
-                if isinstance(part, Lit) and not part.quoted and (found := _BRACE.search(part.text)):
-                    before, after = part.text[: found.start()], part.text[found.end() :]
+                if (
+                    isinstance(part, Lit)
+                    and not part.quoted
+                    and (found := _BRACE.search(part.text))
+                ):
+                    before = part.text[: found.start()]
+                    after = part.text[found.end() :]
                     pieces = (Lit(before + choice + after) for choice in _choices(found[1]))
-                    waiting = [Word((*one.parts[:i], piece, *one.parts[i + 1 :]), one.line) for piece in pieces] + waiting
+                    waiting = [
+                        Word((*one.parts[:i], piece, *one.parts[i + 1 :]), one.line)
+                        for piece in pieces
+                    ] + waiting
                     break
             else:
                 done.append(one)
             if len(done) + len(waiting) > MAX_FIELDS:
-                raise ConfigError(f"{self.marks.name}, line {word.line}: braces make more than {MAX_FIELDS:,} words")
+                raise ConfigError(
+                    f"{self.marks.name}, line {word.line}: braces make more than {MAX_FIELDS:,} "
+                    f"words"
+                )
         return done
 
     # -- variables
@@ -201,12 +256,16 @@ class Expander:
             return Text(self.scope.path, 1)
         value = self.get(name)
         if name in _UNKNOWABLE and value is None:
-            return Text(self.marks.new(f"${name}", "it differs from run to run", param.line), param.line)
+            return Text(
+                self.marks.new(f"${name}", "it differs from run to run", param.line), param.line
+            )
         if isinstance(param.index, str):
             return value.values() if value else []
         key = "0" if param.index is None else self.key(value, param.index)
         if marked(key):
-            return Text(self.marks.new(f"${{{name}[…]}}", "its index is not known", param.line), param.line)
+            return Text(
+                self.marks.new(f"${{{name}[…]}}", "its index is not known", param.line), param.line
+            )
         return value.entries.get(key, Text("", param.line)) if value else None
 
     def parameter(self, param: Param) -> str | list[Text] | Word:
@@ -219,7 +278,9 @@ class Expander:
             inner = self.held(replace(param, op=""))
             if isinstance(inner, Text) and re.fullmatch(r"[A-Za-z_]\w*", inner.text):
                 return self.parameter(Param(inner.text, param.line, param.quoted))
-            return self.marks.new(f"${{!{param.name}}}", "the variable that it names is not known", param.line)
+            return self.marks.new(
+                f"${{!{param.name}}}", "the variable that it names is not known", param.line
+            )
         held = self.held(param)
         if op == "length":
             return self.length(param, held)
@@ -240,16 +301,20 @@ class Expander:
             return str(len(held))
         if isinstance(held, Text) and not marked(held.text):
             return str(len(held.text))
-        return self.marks.new(f"${{#{param.name}}}", "the length of a value that the script does not set", param.line)
+        return self.marks.new(
+            f"${{#{param.name}}}", "the length of a value that the script does not set", param.line
+        )
 
     def conditional(self, param: Param, held: Text | list[Text] | None) -> str | list[Text] | Word:
         assert param.arg is not None
-        colon, kind = param.op[0] == ":", param.op[-1]
+        colon = param.op[0] == ":"
+        kind = param.op[-1]
         text = held.text if isinstance(held, Text) else "".join(t.text for t in held or [])
         name = lone(text)
         unset = held is None or held == [] or (colon and name != "" and name not in ALWAYS_SET)
         if held is None and param.name in ALWAYS_SET:
-            unset, text = False, env(param.name)
+            unset = False
+            text = env(param.name)
             held = Text(text, param.line)
         missing = unset or (colon and text in ("", PASSED))
         if kind == "+":
@@ -262,31 +327,43 @@ class Expander:
         if unset and not isinstance(held, list):
             who = f"${param.name}" if param.name.isdigit() else param.name
             default = shown(self.string(param.arg), self.marks)
-            self.note(param.line, f"{who} is not set by the script; its default {default!r} is taken")
+            self.note(
+                param.line, f"{who} is not set by the script; its default {default!r} is taken"
+            )
         if kind == "=" and not param.name.isdigit():
             self.set(param.name, self.string(param.arg), param.line)
         return param.arg
 
     def slice(self, param: Param, held: Text | list[Text]) -> str | list[Text]:
         assert param.arg is not None
-        bounds = [self.compute(self.string(w), param.line) for w in (param.arg, param.second) if w is not None]
+        bounds = [
+            self.compute(self.string(w), param.line)
+            for w in (param.arg, param.second)
+            if w is not None
+        ]
         if any(marked(b) for b in bounds):
-            return self.marks.new(f"${{{param.name}:…}}", "the place to cut is not known", param.line)
-        start, count = int(bounds[0]), int(bounds[1]) if len(bounds) > 1 else None
+            return self.marks.new(
+                f"${{{param.name}:…}}", "the place to cut is not known", param.line
+            )
+        start = int(bounds[0])
+        count = int(bounds[1]) if len(bounds) > 1 else None
         if isinstance(held, list):
             if any(t.text == PASSED for t in held):
                 return held
             begin = start - 1 if param.name in ("@", "*") and start > 0 else start
             return held[begin:][:count]
         if marked(held.text):
-            return self.marks.new(f"${{{param.name}:…}}", f"{shown(held.text, self.marks)} is not known", param.line)
+            return self.marks.new(
+                f"${{{param.name}:…}}", f"{shown(held.text, self.marks)} is not known", param.line
+            )
         cut = held.text[start:]
         return cut if count is None else cut[:count]
 
     # -- patterns
 
     def transform(self, param: Param, text: str) -> str:
-        op, arg = param.op, param.arg
+        op = param.op
+        arg = param.arg
         assert arg is not None
         result: str | None = None
         if len(text) <= MAX_PATTERN_TEXT:
@@ -294,7 +371,9 @@ class Expander:
             if op in ("#", "##", "%", "%%"):
                 result = _trim(text, self.pattern(arg), op)
             elif op[0] == "/" and not marked(text):
-                result = _substitute(text, self.pattern(arg), self.string(param.second) if param.second else "", op)
+                result = _substitute(
+                    text, self.pattern(arg), self.string(param.second) if param.second else "", op
+                )
             elif op[0] in "^," and not marked(text) and not arg.parts:
                 change = str.upper if op[0] == "^" else str.lower
                 result = change(text) if len(op) == 2 else change(text[:1]) + text[1:]
@@ -303,7 +382,9 @@ class Expander:
                 result = text.upper() if kind == "U" else text.lower() if kind == "L" else None
         if result is None:
             what = f"${{{param.name}{op}…}}"
-            return self.marks.new(what, f"of {shown(text, self.marks)[:80]!r} it is not known", param.line)
+            return self.marks.new(
+                what, f"of {shown(text, self.marks)[:80]!r} it is not known", param.line
+            )
         return result
 
     # -- arithmetic
@@ -317,7 +398,9 @@ class Expander:
         if why := self.unknown(text):
             return self.marks.new(what, why, line)
         try:
-            return str(evaluate(text, self.number, lambda name, value: self.set(name, str(value), line)))
+            return str(
+                evaluate(text, self.number, lambda name, value: self.set(name, str(value), line))
+            )
         except ArithmeticProblem as e:
             return self.marks.new(what, str(e), line)
 
@@ -340,7 +423,9 @@ class Expander:
         if depth > 8:
             raise ArithmeticProblem(f"{name} refers to itself")
         try:
-            return evaluate(text, lambda n: self.number(n, depth + 1), lambda n, v: self.set(n, str(v), 0))
+            return evaluate(
+                text, lambda n: self.number(n, depth + 1), lambda n, v: self.set(n, str(v), 0)
+            )
         except ArithmeticProblem as e:
             raise ArithmeticProblem(f"{name} is {text[:40]!r}: {e}") from None
 
@@ -378,11 +463,15 @@ def _trim(text: str, pattern: str, op: str) -> str | None:
 
 def _whole(text: str, cut: int) -> bool:
     """Whether no mark is cut in two."""
-    return sum(text.count(s, 0, cut) for s in "\ue000\ue002") == sum(text.count(s, 0, cut) for s in "\ue001\ue003")
+    return sum(text.count(s, 0, cut) for s in "\ue000\ue002") == sum(
+        text.count(s, 0, cut) for s in "\ue001\ue003"
+    )
 
 
 def _substitute(text: str, pattern: str, new: str, op: str) -> str:
-    """${x/p/new} and its forms //, /#, /%: the longest match from each place; what is empty is not replaced."""
+    """${x/p/new} and its forms //, /#, /%: the longest match from each place; what is empty is not
+    replaced.
+    """
     regex = fnmatch.translate(pattern)[:-2] if pattern else "(?!)"
     regex = rf"\A{regex}" if op.endswith("#") else rf"{regex}\Z" if op.endswith("%") else regex
     return re.sub(regex, lambda m: new if m[0] else "", text, count=0 if op.startswith("//") else 1)

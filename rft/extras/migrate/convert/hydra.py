@@ -1,7 +1,8 @@
 """One word of a command line, `key=value`, read the way Hydra's override grammar reads it.
 
-Knows no key.  Invariant: what Hydra would refuse or run as a sweep raises ConfigError; interpolations `${…}` stay text.
-Where Hydra differs from how people write scripts, the script's sense is taken: `None` and a lone `~` are null.
+Knows no key.  Invariant: what Hydra would refuse or run as a sweep raises ConfigError;
+interpolations `${…}` stay text. Where Hydra differs from how people write scripts, the script's
+sense is taken: `None` and a lone `~` are null.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from rft.errors import ConfigError
 
 _KEY = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w.\-/@:\[\]]*)(?:(=)|$)")
 _INT = re.compile(r"[+-]?(?:0|[1-9][0-9_]*)")
-_FLOAT = re.compile(r"[+-]?(?:(?:[0-9][0-9_]*)?\.[0-9][0-9_]*(?:[eE][+-]?[0-9]+)?|[0-9][0-9_]*\.?(?:[eE][+-]?[0-9]+)?)")
+_FLOAT = re.compile(
+    r"[+-]?(?:(?:[0-9][0-9_]*)?\.[0-9][0-9_]*(?:[eE][+-]?[0-9]+)?|[0-9][0-9_]*\.?(?:[eE][+-]?[0-9]+)?)"
+)
 _INFINITE = re.compile(r"[+-]?(?:inf|nan)", re.IGNORECASE)
 _ZEROS = re.compile(r"[+-]?0[0-9_]+")  # 010 is a text
 _CALL = re.compile(r"([A-Za-z_]\w*)\(")
@@ -23,7 +26,9 @@ _SWEEPS = {"choice", "range", "interval", "glob", "sort", "shuffle", "tag", "ext
 
 
 def split(word: str) -> tuple[str, str, str | None] | None:
-    """("+", "a.b", "1") of "+a.b=1"; the value is None for a deletion `~a.b`; None if the word is no override."""
+    """("+", "a.b", "1") of "+a.b=1"; the value is None for a deletion `~a.b`; None if the word is
+    no override.
+    """
     found = _KEY.match(word)
     if not found or (not found[3] and found[1] != "~"):
         return None
@@ -38,8 +43,13 @@ def value(text: str) -> Any:
     result = reader.element("")
     if reader.pos < len(text):
         if text[reader.pos] == ",":
-            raise ConfigError(f"{text!r} is a sweep over values; a list is written [{text}], a text with commas '\"{text}\"'")
-        raise ConfigError(f"cannot read {text!r}: unexpected {text[reader.pos]!r} at character {reader.pos + 1}")
+            raise ConfigError(
+                f"{text!r} is a sweep over values; a list is written [{text}], a text with commas "
+                f"'\"{text}\"'"
+            )
+        raise ConfigError(
+            f"cannot read {text!r}: unexpected {text[reader.pos]!r} at character {reader.pos + 1}"
+        )
     return result
 
 
@@ -64,7 +74,8 @@ class _ValueReader:
     """`pos` is the next character to read."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.pos = text, 0
+        self.text = text
+        self.pos = 0
 
     def peek(self) -> str:
         return self.text[self.pos : self.pos + 1]
@@ -92,11 +103,16 @@ class _ValueReader:
 
     def quoted_to(self, stops: str) -> str | None:
         """A quoted text that is the whole element; None if more text follows, as in 'a'b."""
-        begin, mark, text = self.pos, self.peek(), ""
+        begin = self.pos
+        mark = self.peek()
+        text = ""
         self.pos += 1
         while (sign := self.peek()) != mark:
             if not sign:
-                raise ConfigError(f"cannot read {self.text!r}: the quote {mark} at character {begin + 1} is never closed")
+                raise ConfigError(
+                    f"cannot read {self.text!r}: the quote {mark} at character {begin + 1} is "
+                    f"never closed"
+                )
             if sign == "\\" and self.text[self.pos + 1 : self.pos + 2] in (mark, "\\"):
                 self.pos += 1
                 sign = self.peek()
@@ -106,7 +122,10 @@ class _ValueReader:
         end = self.pos
         self.blanks()
         if self.peek() and self.peek() not in stops + ",":
-            raise ConfigError(f"cannot read {self.text!r}: unexpected {self.peek()!r} after the quoted text, character {end + 1}")
+            raise ConfigError(
+                f"cannot read {self.text!r}: unexpected {self.peek()!r} after the quoted text, "
+                f"character {end + 1}"
+            )
         return text
 
     def list_(self) -> list[Any]:
@@ -120,7 +139,9 @@ class _ValueReader:
         for _ in self.entries("}"):
             key = self.element(":}")
             if self.peek() != ":":
-                raise ConfigError(f"cannot read {self.text!r}: a key without ':' at character {self.pos + 1}")
+                raise ConfigError(
+                    f"cannot read {self.text!r}: a key without ':' at character {self.pos + 1}"
+                )
             if isinstance(key, list | dict):
                 raise ConfigError(f"cannot read {self.text!r}: {key!r} cannot be a key")
             self.pos += 1
@@ -128,8 +149,11 @@ class _ValueReader:
         return found
 
     def entries(self, close: str) -> Iterator[None]:
-        """Once for each entry of what the bracket here opens, which is read in between; then past `close`."""
-        begin, self.pos = self.pos, self.pos + 1
+        """Once for each entry of what the bracket here opens, which is read in between; then past
+        `close`.
+        """
+        begin = self.pos
+        self.pos = self.pos + 1
         self.blanks()
         while self.peek() != close:
             yield
@@ -137,13 +161,22 @@ class _ValueReader:
                 self.pos += 1
                 self.blanks()
             elif self.peek() != close:
-                what = f"unexpected {self.peek()!r} at character {self.pos + 1}" if self.peek() else "it ends too early"
-                raise ConfigError(f"cannot read {self.text!r}: the bracket at character {begin + 1} has no {close!r}; {what}")
+                what = (
+                    f"unexpected {self.peek()!r} at character {self.pos + 1}"
+                    if self.peek()
+                    else "it ends too early"
+                )
+                raise ConfigError(
+                    f"cannot read {self.text!r}: the bracket at character {begin + 1} has no "
+                    f"{close!r}; {what}"
+                )
         self.pos += 1
 
     def call(self, name: str, start: int) -> Any:
         if name in _SWEEPS:
-            raise ConfigError(f"{self.text!r} is one of Hydra's sweeps; a configuration has one value")
+            raise ConfigError(
+                f"{self.text!r} is one of Hydra's sweeps; a configuration has one value"
+            )
         self.pos = start
         inner = self.element(")")
         if self.peek() != ")":
@@ -162,8 +195,11 @@ class _ValueReader:
         return str(inner)
 
     def plain(self, stops: str) -> Any:
-        """Unquoted text up to one of `stops` or a comma; `${…}` is taken whole, a backslash takes the next character as it is."""
-        begin, pieces = self.pos, list[str]()
+        """Unquoted text up to one of `stops` or a comma; `${…}` is taken whole, a backslash takes
+        the next character as it is.
+        """
+        begin = self.pos
+        pieces = list[str]()
         escaped = False
         stops += ","
         while (sign := self.peek()) and sign not in stops:
@@ -171,25 +207,34 @@ class _ValueReader:
                 pieces.append(self.interpolation())
                 continue
             if sign in "[]{}()'\"" and not (sign in "()" and ")" not in stops):
-                raise ConfigError(f"cannot read {self.text!r}: unexpected {sign!r} at character {self.pos + 1}; quote the text")
+                raise ConfigError(
+                    f"cannot read {self.text!r}: unexpected {sign!r} at character {self.pos + 1}; "
+                    f"quote the text"
+                )
             if sign == "\\" and self.text[self.pos + 1 : self.pos + 2] in tuple("\\()[]{}:=, \t"):
                 self.pos += 1
-                sign, escaped = self.peek(), True
+                sign = self.peek()
+                escaped = True
             pieces.append(sign)
             self.pos += 1
         text = "".join(pieces).strip()
         if not text and not escaped:
-            raise ConfigError(f"cannot read {self.text!r}: a value is missing at character {begin + 1}")
+            raise ConfigError(
+                f"cannot read {self.text!r}: a value is missing at character {begin + 1}"
+            )
         return text if escaped else scalar(text)
 
     def interpolation(self) -> str:
-        level, begin = 0, self.pos
+        level = 0
+        begin = self.pos
         for found in re.compile(r"\$\{|[{}]").finditer(self.text, begin):
             level += -1 if found[0] == "}" else 1
             if level == 0:
                 self.pos = found.end()
                 return self.text[begin : self.pos]
-        raise ConfigError(f"cannot read {self.text!r}: the interpolation at character {begin + 1} has no '}}'")
+        raise ConfigError(
+            f"cannot read {self.text!r}: the interpolation at character {begin + 1} has no '}}'"
+        )
 
 
 def _boolean(inner: Any) -> bool:

@@ -1,7 +1,7 @@
 """A veRL launch script or YAML file → the program it starts and the arguments it passes.
 
-Knows no target key.  Invariant: nothing is executed, and every word of the launch's argument list is in exactly one of
-`arguments`, `options` and `notes` (or is "$@").
+Knows no target key.  Invariant: nothing is executed, and every word of the launch's argument list
+is in exactly one of `arguments`, `options` and `notes` (or is "$@").
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from rft.errors import ConfigError, ConfigErrors, raise_all
 from rft.extras.migrate.convert import hydra, programs
 from rft.extras.migrate.convert.programs import Program
 from rft.extras.migrate.convert.reading import Reading, ScriptReader, shown
-from rft.extras.migrate.convert.recording import RUN_S, SANDBOX_VARIABLES, Command, Inputs, Recorder, Recording
+from rft.extras.migrate.convert.recording import (
+    RUN_S,
+    SANDBOX_VARIABLES,
+    Command,
+    Inputs,
+    Recorder,
+    Recording,
+)
 from rft.secrets import is_secret_name
 
 _YAML = {".yaml", ".yml", ".json"}
@@ -31,7 +38,9 @@ MAX_REFERENCES = 8
 
 @dataclass(frozen=True)
 class Argument:
-    """One `key=value` of the argument list, e.g. `+data.seed=1` as key "data.seed", value 1, text "1", prefix "+"."""
+    """One `key=value` of the argument list, e.g. `+data.seed=1` as key "data.seed", value 1, text
+    "1", prefix "+".
+    """
 
     key: str  # dotted veRL key, without + ++ ~
     value: Any  # None, bool, int, float, str, list or dict, read the way Hydra reads it
@@ -56,11 +65,14 @@ class Launch:
     notes: tuple[str, ...] = ()
     path: str = ""
     options: tuple[Argument, ...] = ()
-    launcher: tuple[str, ...] = ()  # the words before the program: ("torchrun", "--nproc_per_node=8", "-m", …)
+    # the words before the program: ("torchrun", "--nproc_per_node=8", "-m", …)
+    launcher: tuple[str, ...] = ()
 
 
 def read_launch(path: Path, inputs: Inputs | None = None) -> Launch:
-    """The launch of a shell script, or of a veRL YAML file (by its ending).  Raises ConfigError(s) naming file and line."""
+    """The launch of a shell script, or of a veRL YAML file (by its ending).  Raises ConfigError(s)
+    naming file and line.
+    """
     text = _read(path)
     if path.suffix.lower() in _YAML:
         return _from_yaml(text, path)
@@ -71,18 +83,28 @@ def _read(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > yamlfile.MAX_BYTES:
-            raise ConfigError(f"{path} has {size:,} bytes; a launch script may have at most {yamlfile.MAX_BYTES:,}")
+            raise ConfigError(
+                f"{path} has {size:,} bytes; a launch script may have at most "
+                f"{yamlfile.MAX_BYTES:,}"
+            )
         data = path.read_bytes()
     except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}; name a veRL launch script or YAML file") from None
+        raise ConfigError(
+            f"cannot read {path}: {e.strerror}; name a veRL launch script or YAML file"
+        ) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         line = data.count(b"\n", 0, e.start) + 1
-        raise ConfigError(f"{path.name}, line {line}: not UTF-8 text (byte {e.start}); is this a launch script?") from None
+        raise ConfigError(
+            f"{path.name}, line {line}: not UTF-8 text (byte {e.start}); is this a launch script?"
+        ) from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        raise ConfigError(f"{path.name}, line {line}: holds a zero byte; this is a binary file, not a launch script")
+        raise ConfigError(
+            f"{path.name}, line {line}: holds a zero byte; this is a binary file, not a launch "
+            f"script"
+        )
     return text
 
 
@@ -96,7 +118,10 @@ def _variables(text: str) -> tuple[str, ...]:
 def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
     if sign := re.search("[\ue000-\ue002]", text):
         line = text.count("\n", 0, sign.start()) + 1
-        raise ConfigError(f"{path.name}, line {line}: holds the character U+{ord(sign[0]):X}, which has no place in a script")
+        raise ConfigError(
+            f"{path.name}, line {line}: holds the character U+{ord(sign[0]):X}, which has no place "
+            f"in a script"
+        )
     text = text.replace("\r\n", "\n")
     reader = ScriptReader(Recorder(text, path, "|".join(programs.FILES)), text, inputs)
     reading = reader.read()
@@ -104,19 +129,26 @@ def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
         raise _no_launch(text, path.name, reader.first)
     arguments = _Arguments(reading, text, path.name)
     arguments.read()
-    command, entry = reading.launched.command, shown(reading.launched.match.entry)
+    command = reading.launched.command
+    entry = shown(reading.launched.match.entry)
     first = f"{path.name}, line {command.line}: starts {entry}"
     if remark := programs.PROGRAMS.get(entry, ("", ""))[1]:
         first += f" ({remark})"
     elif entry.endswith(".py"):
         first += " (a file of its own may differ from veRL's; what it changes is not seen)"
-    notes = dict.fromkeys([*_defaults(text), *arguments.notes, *_other_commands(reader.first, command)])
+    notes = dict.fromkeys(
+        [*_defaults(text), *arguments.notes, *_other_commands(reader.first, command)]
+    )
     assert reading.launched.match.program is not None
     return Launch(
         program=reading.launched.match.program,
         arguments=tuple(arguments.arguments),
         passed_through=reading.passed_through,
-        notes=(first, *(f"line {line}: {note}" if line else note for line, note in sorted(notes)), *reading.notes),
+        notes=(
+            first,
+            *(f"line {line}: {note}" if line else note for line, note in sorted(notes)),
+            *reading.notes,
+        ),
         path=str(path),
         options=tuple(arguments.options),
         launcher=tuple(word for word, _ in reading.words[: reading.start]),
@@ -124,29 +156,58 @@ def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
 
 
 def _no_launch(text: str, name: str, recording: Recording) -> ConfigError:
-    expected = f"a launch is e.g. `python3 -m verl.trainer.main_ppo key=value …`; programs: {programs.KNOWN}; {_OTHERS}"
+    expected = (
+        f"a launch is e.g. `python3 -m verl.trainer.main_ppo key=value …`; programs: "
+        f"{programs.KNOWN}; {_OTHERS}"
+    )
     matches = ((c, programs.find(c.words)) for c in recording.commands)
     if other := next(((c.line, m.entry) for c, m in matches if m is not None), None):
-        advice = "where it is veRL's trainer with code of yours, write verl.trainer.main_ppo in its place and carry that code over"
-        return ConfigError(f"{name}, line {other[0]}: {shown(other[1])} has no counterpart here; {advice}; {expected}")
+        advice = (
+            "where it is veRL's trainer with code of yours, write verl.trainer.main_ppo in "
+            "its place and carry that code over"
+        )
+        return ConfigError(
+            f"{name}, line {other[0]}: {shown(other[1])} has no counterpart here; {advice}; "
+            f"{expected}"
+        )
     rows = text.splitlines()
-    if complaint := next(iter(re.findall(r"^(?!\+).*?: line (\d+): (.*(?:\n.*line \d+: `.*)?)", recording.errors, re.MULTILINE)[-1:]), None):
+    if complaint := next(
+        iter(
+            re.findall(
+                r"^(?!\+).*?: line (\d+): (.*(?:\n.*line \d+: `.*)?)",
+                recording.errors,
+                re.MULTILINE,
+            )[-1:]
+        ),
+        None,
+    ):
         at, message = complaint
-        return ConfigError(f"{name}, line {at}: bash starts no launch and says {' '.join(shown(message).split())!r}; {expected}")
+        return ConfigError(
+            f"{name}, line {at}: bash starts no launch and says "
+            f"{' '.join(shown(message).split())!r}; {expected}"
+        )
     if not recording.ended:
-        return ConfigError(f"{name}, line {len(rows)}: the script does not end within {RUN_S:g} s; write the launch with plain values")
+        return ConfigError(
+            f"{name}, line {len(rows)}: the script does not end within {RUN_S:g} s; write the "
+            f"launch with plain values"
+        )
     for number, line in enumerate(rows, 1):
         if programs.mentions(line) and not line.lstrip().startswith("#"):
             return ConfigError(
-                f"{name}, line {number}: a veRL program is named here but never started where the script leads by itself; keep what sets "
+                f"{name}, line {number}: a veRL program is named here but never started where the "
+                f"script leads by itself; keep what sets "
                 f"its arguments, leave out what ends the script or a branch before it; {expected}"
             )
     for number, line in enumerate(rows, 1):
         if re.search(r"\b(?:python|torchrun|ray\b)", line.split("#")[0]):
             return ConfigError(
-                f"{name}, line {number}: {line.strip()[:60]!r} is no veRL launch, nor is anything else here; {expected}"
+                f"{name}, line {number}: {line.strip()[:60]!r} is no veRL launch, nor is anything "
+                f"else here; {expected}"
             )
-    return ConfigError(f"{name}, line {len(rows) or 1}: the script ends without starting a veRL program; {expected}")
+    return ConfigError(
+        f"{name}, line {len(rows) or 1}: the script ends without starting a veRL program; "
+        f"{expected}"
+    )
 
 
 Note = tuple[int, str]  # line, or 0, and text
@@ -159,7 +220,11 @@ def _defaults(text: str) -> Iterator[Note]:
             own = re.compile(rf"(?<![\w.])({name})\+?=(?![\"']?\$\{{{name}:?[-=])")
             if not own.search(text) and default.strip("\"'"):
                 who = f"${name}" if name.isdigit() else name
-                yield number, f"{who} is not set by the script; its default {default.strip(chr(34) + chr(39))!r} is taken"
+                yield (
+                    number,
+                    f"{who} is not set by the script; its default "
+                    f"{default.strip(chr(34) + chr(39))!r} is taken",
+                )
 
 
 def _other_commands(recording: Recording, launch: Command) -> Iterator[Note]:
@@ -167,17 +232,28 @@ def _other_commands(recording: Recording, launch: Command) -> Iterator[Note]:
     for name, value in launch.environment.items():
         if not name.startswith("RFT_") and name not in SANDBOX_VARIABLES:
             hidden = "<hidden>" if is_secret_name(name) and value else shown(value)[:80]
-            yield launch.line, f"sets {name}={hidden} for the run; a configuration does not carry it"
+            yield (
+                launch.line,
+                f"sets {name}={hidden} for the run; a configuration does not carry it",
+            )
     for command in recording.commands:
-        match, base = programs.find(command.words), command.words[0].rsplit("/", 1)[-1]
+        match = programs.find(command.words)
+        base = command.words[0].rsplit("/", 1)[-1]
         if command.words == launch.words and command.line == launch.line:
             continue
         if match is not None and match.program is not None:
-            yield command.line, f"a further launch, {shown(match.entry)}, is not read; convert it on its own"
+            yield (
+                command.line,
+                f"a further launch, {shown(match.entry)}, is not read; convert it on its own",
+            )
         elif match is not None:
             yield command.line, f"{shown(match.entry)} has no counterpart here and is not read"
         elif base == "source":
-            yield command.line, f"`source {shown(' '.join(command.words[1:2]))}` is not read; what it sets counts as not set"
+            yield (
+                command.line,
+                f"`source {shown(' '.join(command.words[1:2]))}` is not read; what it sets counts "
+                f"as not set",
+            )
         elif re.fullmatch(r"python[\d.]*", base) and len(command.words) > 1:
             rest = next((w for w in command.words[1:] if not w.startswith("-")), command.words[-1])
             yield command.line, f"`{base} … {shown(rest)[:60]}` is another program; it is not read"
@@ -187,11 +263,21 @@ class _Arguments:
     """Sorts the words of a launch into arguments, options and notes."""
 
     def __init__(self, reading: Reading, text: str, name: str) -> None:
-        self.words, self.name, self.rows = reading.words[reading.start :], name, text.splitlines()
+        self.words = reading.words[reading.start :]
+        self.name = name
+        self.rows = text.splitlines()
         self.line = reading.launched.command.line
-        self.notes: list[Note] = [(self.line, f"${n} is not set by the script and taken as empty") for n in reading.empty]
-        self.notes += [(at, "no backslash ends the line before; what follows is read as arguments of the launch anyway")
-                       for at in reading.launched.cut_off]  # fmt: skip
+        self.notes: list[Note] = [
+            (self.line, f"${n} is not set by the script and taken as empty") for n in reading.empty
+        ]
+        self.notes += [
+            (
+                at,
+                "no backslash ends the line before; what follows is read as arguments of the "
+                "launch anyway",
+            )
+            for at in reading.launched.cut_off
+        ]
         self.arguments: list[Argument] = []
         self.options: list[Argument] = []
         self.errors: list[ConfigError] = []
@@ -213,11 +299,17 @@ class _Arguments:
         self.errors.append(ConfigError(f"{self.name}, line {line}: {message}"))
 
     def written(self, word: str) -> int:
-        """The line where a word stands: of those that hold it, or its key, the first not before the launch, else the last before it."""
+        """The line where a word stands: of those that hold it, or its key, the first not before the
+        launch, else the last before it.
+        """
         prefix, key, _ = hydra.split(word) or ("", word, "")
         taken = {a.line for a in self.arguments if a.key == key}
         for part in (word, f"{prefix}{key}=", key):
-            lines = [n for n, row in enumerate(self.rows, 1) if part in row and n not in taken and not row.lstrip().startswith("#")]
+            lines = [
+                n
+                for n, row in enumerate(self.rows, 1)
+                if part in row and n not in taken and not row.lstrip().startswith("#")
+            ]
             if lines:
                 return next((n for n in lines if n >= self.line), lines[-1])
         return self.line
@@ -232,7 +324,10 @@ class _Arguments:
             return self.fail(line, f"{name} has no value")
         name = programs.LONG_FORM.get(name, name)
         self.options.append(Argument(name, text or True, text, line, variables=_variables(text)))
-        note = f"{name}{' ' + text if text else ''} is an option of Hydra; keys that only such a file sets are not read"
+        note = (
+            f"{name}{' ' + text if text else ''} is an option of Hydra; keys that only such a "
+            f"file sets are not read"
+        )
         self.notes.append((line, note))
         return None
 
@@ -240,24 +335,34 @@ class _Arguments:
         found = hydra.split(word)
         line = self.written(word)
         if found is None:
-            return self.fail(line, f"{word[:120]!r} is no key=value, as in data.train_batch_size=1024")
+            return self.fail(
+                line, f"{word[:120]!r} is no key=value, as in data.train_batch_size=1024"
+            )
         prefix, key, text = found
-        value, why = None, unknown
+        value = None
+        why = unknown
         if not unknown and text is not None:
             try:
                 value = hydra.value(text)
             except ConfigError as e:
                 why = e.message
         if old := next((a for a in reversed(self.arguments) if a.key == key), None):
-            self.notes.append((old.line, f"{old.prefix}{key}={old.text} is replaced by {word} on line {line}"))
+            self.notes.append(
+                (old.line, f"{old.prefix}{key}={old.text} is replaced by {word} on line {line}")
+            )
         names = _variables(text or "")
         for name in names:
             if re.fullmatch(r"ARG\d+", name):
-                note = f"${name[3:]}, an argument of the script, becomes ${{oc.env:{name}}} in {key}; set {name} or write the value"
+                note = (
+                    f"${name[3:]}, an argument of the script, becomes ${{oc.env:{name}}} in "
+                    f"{key}; set {name} or write the value"
+                )
                 self.notes.append((line, note))
         if unknown:
             text = next(iter(re.findall(rf"{re.escape(key)}=(\S+)", self.rows[line - 1])), text)
-        self.arguments.append(Argument(key, value, text or "", line, prefix, names, why, machine=bool(unknown)))
+        self.arguments.append(
+            Argument(key, value, text or "", line, prefix, names, why, machine=bool(unknown))
+        )
         return None
 
 
@@ -268,20 +373,27 @@ def _from_yaml(text: str, path: Path) -> Launch:
     values, lines = yamlfile.parse(text, path.name)
     if not isinstance(values, dict) or not values:
         raise ConfigError(
-            f"{path.name}, line 1: no veRL configuration; the top level must be a mapping with data, actor_rollout_ref, …"
+            f"{path.name}, line 1: no veRL configuration; the top level must be a mapping with "
+            f"data, actor_rollout_ref, …"
         )
     notes = [f"{path.name}: read as veRL's resolved configuration"]
     if all(
-        isinstance(v, dict) and "value" in v and v.keys() <= {"value", "desc"} for k, v in values.items() if k != "wandb_version"
+        isinstance(v, dict) and "value" in v and v.keys() <= {"value", "desc"}
+        for k, v in values.items()
+        if k != "wandb_version"
     ):
         values = {k: v["value"] for k, v in values.items() if k not in ("wandb_version", "_wandb")}
-        lines = {(loc[0], *loc[2:]): n for loc, n in lines.items() if len(loc) > 1 and loc[1] == "value"}
+        lines = {
+            (loc[0], *loc[2:]): n for loc, n in lines.items() if len(loc) > 1 and loc[1] == "value"
+        }
         notes.append("the form in which W&B keeps a configuration: {value: …} around each section")
     program = _yaml_program(values)
     if program is None:
         raise ConfigError(
-            f"{path.name}, line 1: no veRL configuration: it has {', '.join(map(str, list(values)[:6]))}; "
-            f"one has data and actor_rollout_ref (RL), model.partial_pretrain (SFT) or data.response_key (evaluation); {_OTHERS}"
+            f"{path.name}, line 1: no veRL configuration: it has "
+            f"{', '.join(map(str, list(values)[:6]))}; "
+            f"one has data and actor_rollout_ref (RL), model.partial_pretrain (SFT) or "
+            f"data.response_key (evaluation); {_OTHERS}"
         )
     written: list[Argument] = []
     for loc, value in leaves(values, lists=False):
@@ -292,8 +404,19 @@ def _from_yaml(text: str, path: Path) -> Launch:
             continue
         written.append(Argument(key, value, "", line))
     arguments = opened(written, {})
-    raise_all([ConfigError(f"{path.name}, line {a.line}: {a.unknown}", key=a.key) for a in arguments if a.unknown])
-    told = (replace(a, text="null" if a.value is None else str(a.value), variables=_variables(str(a.value))) for a in arguments)
+    raise_all(
+        [
+            ConfigError(f"{path.name}, line {a.line}: {a.unknown}", key=a.key)
+            for a in arguments
+            if a.unknown
+        ]
+    )
+    told = (
+        replace(
+            a, text="null" if a.value is None else str(a.value), variables=_variables(str(a.value))
+        )
+        for a in arguments
+    )
     return Launch(program, tuple(told), False, tuple(notes), str(path))
 
 
@@ -313,14 +436,22 @@ def _yaml_program(values: dict[str, Any]) -> Program | None:
 
 
 def _absolute(value: Any, at: list[str]) -> Any:
-    """References from the key's own group, ${.a}, or from those around it, ${..a}, as references from the top."""
-    return _RELATIVE.sub(lambda m: m[1] + "".join(f"{p}." for p in at[: -len(m[2])]), value) if isinstance(value, str) else value
+    """References from the key's own group, ${.a}, or from those around it, ${..a}, as references
+    from the top.
+    """
+    return (
+        _RELATIVE.sub(lambda m: m[1] + "".join(f"{p}." for p in at[: -len(m[2])]), value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 def opened(arguments: Sequence[Argument], others: Mapping[str, Any]) -> tuple[Argument, ...]:
-    """Each ${a.b} replaced by what that key is: the argument, the group of arguments below it, else what `others` has.
+    """Each ${a.b} replaced by what that key is: the argument, the group of arguments below it, else
+    what `others` has.
 
-    An argument that refers to nothing known, or to itself, gets the reason in `unknown`.  ${oc.env:X} and other resolvers stay.
+    An argument that refers to nothing known, or to itself, gets the reason in `unknown`.
+    ${oc.env:X} and other resolvers stay.
     """
     arguments = [replace(a, value=_absolute(a.value, a.key.split("."))) for a in arguments]
     given = {a.key: a.value for a in arguments}
@@ -329,7 +460,9 @@ def opened(arguments: Sequence[Argument], others: Mapping[str, Any]) -> tuple[Ar
     def look_up(key: str, otherwise: str | None, depth: int) -> Any:
         below = {k.removeprefix(f"{key}."): v for k, v in given.items() if k.startswith(f"{key}.")}
         if key not in given and not below and key not in others and otherwise is None:
-            raise ConfigError(f"${{{key}}} refers to a key that the file does not have; write its value")
+            raise ConfigError(
+                f"${{{key}}} refers to a key that the file does not have; write its value"
+            )
         if key in untold:
             raise ConfigError(untold[key])
         found = value(given[key] if key in given else below or others.get(key), depth + 1)

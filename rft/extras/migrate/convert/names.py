@@ -1,4 +1,5 @@
-"""Names that the conversion rules share: veRL's groups, our sections, and what each choice is called on the other side.
+"""Names that the conversion rules share: veRL's groups, our sections, and what each choice is
+called on the other side.
 
 Knows no rule.  Invariant: a veRL name that is not listed here is not offered.
 """
@@ -8,10 +9,15 @@ from __future__ import annotations
 from rft.algorithm.catalog import losses
 from rft.extras.migrate.convert.draft import Draft
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 CRITIC_ESTIMATORS = ("gae",)
-MODEL, REF, RM = "actor_rollout_ref.model", "actor_rollout_ref.ref", "reward_model"
-OPTIM, ENGINE, CRITIC = "algorithm.optimizer", "explorer.rollout_model", "trainer.critic"
+MODEL = "actor_rollout_ref.model"
+REF = "actor_rollout_ref.ref"
+RM = "reward_model"
+OPTIM = "algorithm.optimizer"
+ENGINE = "explorer.rollout_model"
+CRITIC = "trainer.critic"
 PASSED = "trainer.trainer_config"
 ESTIMATORS = {  # veRL's name -> (algorithm_type, advantage_fn)
     "gae": ("ppo", "ppo"),
@@ -27,12 +33,27 @@ ESTIMATORS = {  # veRL's name -> (algorithm_type, advantage_fn)
     "gpg": ("gpg", "gpg"),
     "optimal_token_baseline": ("grpo", "optimal_token_baseline"),
 }
-KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
+KL = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "low_var_kl",
+    "k3": "low_var_kl",
+}
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
-DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "float": "float32"}
+DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+}
 ONLY_MEGATRON = "belongs to Megatron, which is not offered; FSDP2 has no counterpart"
 ONE_MEGATRON = "belongs to Megatron, which is refused as a whole"
-LORA, LORA_ALPHA = "model.lora_configs[0]", 16  # veRL's default
+LORA = "model.lora_configs[0]"  # veRL's default
+LORA_ALPHA = 16
 NO_LORA = "no adapters: lora_rank is 0"
 
 
@@ -63,9 +84,15 @@ def loss_reads(d: Draft, argument: str) -> bool:
 
 
 def eval_samples(d: Draft) -> bool:
-    """Whether evaluation draws its answers: asynchronous generation asks val_kwargs.temperature alone."""
-    numbers_alone = d.text(f"{ROLLOUT}.mode", "async") != "sync" and d.text(f"{ROLLOUT}.name") != "hf"
-    return d.flag(f"{ROLLOUT}.val_kwargs.do_sample") or (numbers_alone and d.number(f"{ROLLOUT}.val_kwargs.temperature") > 0)
+    """Whether evaluation draws its answers: asynchronous generation asks val_kwargs.temperature
+    alone.
+    """
+    numbers_alone = (
+        d.text(f"{ROLLOUT}.mode", "async") != "sync" and d.text(f"{ROLLOUT}.name") != "hf"
+    )
+    return d.flag(f"{ROLLOUT}.val_kwargs.do_sample") or (
+        numbers_alone and d.number(f"{ROLLOUT}.val_kwargs.temperature") > 0
+    )
 
 
 def megatron(d: Draft) -> bool:
@@ -75,6 +102,16 @@ def megatron(d: Draft) -> bool:
 
 
 def aggregates(d: Draft) -> bool:
-    """Whether anything reads loss_agg_mode: losses of sequences are always seq-mean-token-mean, KL and entropy beside them are not."""
-    of_sequences = d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") in ("gspo", "sapo", "geo_mean")
-    return not of_sequences or d.flag(f"{ACTOR}.use_kl_loss") or d.number(f"{ACTOR}.entropy_coeff") != 0
+    """Whether anything reads loss_agg_mode: losses of sequences are always seq-mean-token-mean, KL
+    and entropy beside them are not.
+    """
+    of_sequences = d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") in (
+        "gspo",
+        "sapo",
+        "geo_mean",
+    )
+    return (
+        not of_sequences
+        or d.flag(f"{ACTOR}.use_kl_loss")
+        or d.number(f"{ACTOR}.entropy_coeff") != 0
+    )

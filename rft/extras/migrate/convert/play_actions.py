@@ -1,4 +1,5 @@
-"""What veRL's keys of sampling, rewards and rollout correction do to the result.  As `actions`, of which it is the other half.
+"""What veRL's keys of sampling, rewards and rollout correction do to the result.  As `actions`, of
+which it is the other half.
 
 Invariant: it writes at most the keys that its outcome names.
 """
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
 @rule()
 def images(d: Draft, a: Argument) -> ArgumentOutcome:
     if d.terse:
-        return ArgumentOutcome("ignored", "veRL's default; a taskset with images is refused when it is read")
-    return ArgumentOutcome("refused", "rows with images are not offered; name data of texts and leave this out")
+        return ArgumentOutcome(
+            "ignored", "veRL's default; a taskset with images is refused when it is read"
+        )
+    return ArgumentOutcome(
+        "refused", "rows with images are not offered; name data of texts and leave this out"
+    )
 
 
 _OLD_RS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -31,14 +36,18 @@ def rejection(d: Draft, a: Argument) -> ArgumentOutcome:
     if "," in name:
         return ArgumentOutcome("refused", f"one statistic rejects here; choose one of {name}")
     reason = f"older veRL calls it {name}" if name in _OLD_RS else ""
-    return write(d, a, ("algorithm.rollout_correction.rollout_rs",), _OLD_RS.get(name, name), reason)
+    return write(
+        d, a, ("algorithm.rollout_correction.rollout_rs",), _OLD_RS.get(name, name), reason
+    )
 
 
 @rule("algorithm.rollout_correction.rollout_rs_threshold")
 def rejection_bounds(d: Draft, a: Argument) -> ArgumentOutcome:
     """Older veRL has the lower bound in a key of its own."""
     key = "algorithm.rollout_correction.rollout_rs_threshold"
-    upper, lower = (str(d.get(k)).strip("'\"") if d.stated(k) else "" for k in (key, f"{key}_lower"))
+    upper, lower = (
+        str(d.get(k)).strip("'\"") if d.stated(k) else "" for k in (key, f"{key}_lower")
+    )
     if "," in upper:
         return ArgumentOutcome("ignored", "belongs to several statistics, which are refused")
     if not upper:
@@ -53,7 +62,8 @@ def rejection_bounds(d: Draft, a: Argument) -> ArgumentOutcome:
 
 
 _WORKFLOW = "buffer.explorer_input.default_workflow_type"
-_TURNS, _LOOP = f"{ROLLOUT}.multi_turn", f"{ROLLOUT}.agent.default_agent_loop"
+_TURNS = f"{ROLLOUT}.multi_turn"
+_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 _TOOL_FILES = tuple(f"{sets}[i].workflow_args.tool_config_path" for sets in (TRAIN, EVAL))
 
 
@@ -69,12 +79,19 @@ def agent_loop(d: Draft, a: Argument) -> ArgumentOutcome:
         return ArgumentOutcome("equal", "asks once")
     if a.value == "tool_agent" or _WORKFLOW in d.overridden:
         return _tools(d, a, "")
-    return ArgumentOutcome("refused", f"an agent loop is code of veRL's; write a workflow, named by --set {_WORKFLOW}=NAME")
+    return ArgumentOutcome(
+        "refused",
+        f"an agent loop is code of veRL's; write a workflow, named by --set {_WORKFLOW}=NAME",
+    )
 
 
 def _tools_alone(d: Draft) -> bool:
-    """Whether a file of tools is all that asks for turns: veRL's agent loops read it whatever `enable` says."""
-    return d.stated(f"{_TURNS}.tool_config_path") and not (d.stated(f"{_TURNS}.enable") or d.stated(_LOOP))
+    """Whether a file of tools is all that asks for turns: veRL's agent loops read it whatever
+    `enable` says.
+    """
+    return d.stated(f"{_TURNS}.tool_config_path") and not (
+        d.stated(f"{_TURNS}.enable") or d.stated(_LOOP)
+    )
 
 
 def turns(d: Draft) -> bool:
@@ -85,7 +102,10 @@ def turns(d: Draft) -> bool:
 def tool_file(d: Draft, a: Argument) -> ArgumentOutcome:
     if _tools_alone(d):
         _tools(d, a, "")
-        d.questions.append(f"{a.key} is given without multi_turn.enable: tools are offered.  Is that meant?  Else leave it out")
+        d.questions.append(
+            f"{a.key} is given without multi_turn.enable: tools are offered.  Is that meant?  Else "
+            f"leave it out"
+        )
     return write(d, a, _TOOL_FILES, a.value)
 
 
@@ -101,9 +121,15 @@ def rm(rule: Rule) -> Rule:
 
 
 rm_enable = switch(
-    "reward_model.enable", "rewards come from functions", derived("one more engine, which scores", "explorer.auxiliary_models")
+    "reward_model.enable",
+    "rewards come from functions",
+    derived("one more engine, which scores", "explorer.auxiliary_models"),
 )
-rm_engine = choice("explorer.auxiliary_models[i].engine_type", {"vllm": "vllm"}, "the {} engine is not offered; use vllm")
+rm_engine = choice(
+    "explorer.auxiliary_models[i].engine_type",
+    {"vllm": "vllm"},
+    "the {} engine is not offered; use vllm",
+)
 MANAGER_TARGETS = tuple(f"{sets}[i].reward_fn_args.reward_manager" for sets in (TRAIN, EVAL))
 
 
@@ -118,8 +144,13 @@ def manager(d: Draft, a: Argument) -> ArgumentOutcome:
 
 def evaluated(name: str) -> Rule:
     target = f"{EVAL}[i].{'repeat_times' if name == 'n' else f'rollout_args.{name}'}"
-    greedy, written = "do_sample is off: evaluation is greedy", via("", target)
-    return written if name == "n" else only_if(lambda d: eval_samples(d) or not d.exact, greedy, written)
+    greedy = "do_sample is off: evaluation is greedy"
+    written = via("", target)
+    return (
+        written
+        if name == "n"
+        else only_if(lambda d: eval_samples(d) or not d.exact, greedy, written)
+    )
 
 
 _OPERATORS = "data_processor.experience_pipeline.operators[i]"
@@ -138,19 +169,39 @@ def filter_groups(d: Draft, a: Argument) -> ArgumentOutcome:
         return ArgumentOutcome("derived", f"{group}.enable chooses the operator by it")
     if name == "enable":
         if not metric:
-            return ArgumentOutcome("refused", f"{group}.metric must say which number is compared: acc, score, seq_reward ...")
+            return ArgumentOutcome(
+                "refused",
+                f"{group}.metric must say which number is compared: acc, score, seq_reward ...",
+            )
         if metric in _REWARDS:
             d.put(f"{_OPERATORS}.name", "reward_std_filter", a.key)
-            return ArgumentOutcome("mapped", "groups of equal reward are dropped and replaced", FILTER_TARGETS[:1])
+            return ArgumentOutcome(
+                "mapped", "groups of equal reward are dropped and replaced", FILTER_TARGETS[:1]
+            )
         d.put(f"{_OPERATORS}.name", "dapo_dynamic_sampling", a.key)
         d.put(f"{_OPERATORS}.args.metric_key", metric, f"{group}.metric")
         return ArgumentOutcome(
-            "mapped", f"groups in which {metric} is above 0 in all or in none are dropped and replaced", FILTER_TARGETS[:2]
+            "mapped",
+            f"groups in which {metric} is above 0 in all or in none are dropped and replaced",
+            FILTER_TARGETS[:2],
         )
     if name != "max_num_gen_batches":
-        return ArgumentOutcome("refused", "dynamic sampling has no such argument; known: enable, metric, max_num_gen_batches")
-    most, size = d.whole(a.key), d.whole("data.train_batch_size")
+        return ArgumentOutcome(
+            "refused",
+            "dynamic sampling has no such argument; known: enable, metric, max_num_gen_batches",
+        )
+    most = d.whole(a.key)
+    size = d.whole("data.train_batch_size")
     if most <= 0:
-        return ArgumentOutcome("ignored", "no limit there; here buffer.max_refill, 3 x batch_size where it is not written")
+        return ArgumentOutcome(
+            "ignored",
+            "no limit there; here buffer.max_refill, 3 x batch_size where it is not written",
+        )
     spare = max(0, most * d.whole("data.gen_batch_size", size) - size) // d.interval
-    return write(d, a, FILTER_TARGETS[2:], spare, f"{most} batches to draw from, less the {size} prompts that are trained")
+    return write(
+        d,
+        a,
+        FILTER_TARGETS[2:],
+        spare,
+        f"{most} batches to draw from, less the {size} prompts that are trained",
+    )

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Program = Literal["main_ppo", "sft", "sft_trainer", "main_eval", "generation", "one_step_off", "fully_async", "yaml"]
+Program = Literal[
+    "main_ppo",
+    "sft",
+    "sft_trainer",
+    "main_eval",
+    "generation",
+    "one_step_off",
+    "fully_async",
+    "yaml",
+]
 
 _DAPO = "it is main_ppo with data.gen_batch_size and algorithm.filter_groups"
 _QUEUE = "it is main_ppo; how rows travel between its processes changes nothing"
@@ -36,23 +45,49 @@ FILES: dict[str, Program] = {m.rsplit(".", 1)[1]: p for m, p in reversed(MODULES
 KNOWN = ", ".join(m for m in MODULES if m.startswith("verl.trainer."))
 # Commands that name a program without starting it.
 QUIET = frozenset(
-    "echo printf cat grep egrep pkill pgrep ls cp mv tee kill which sed awk find rm mkdir touch head tail diff type less wc sort "
-    "trap alias ps git cd pushd popd pip pip3 conda apt-get export test [ : true false wait sleep".split()
+    "echo printf cat grep egrep pkill pgrep ls cp mv tee kill which sed awk find rm mkdir touch "
+    "head tail diff type less wc sort "
+    "trap alias ps git cd pushd popd pip pip3 conda apt-get export test [ : true false wait "
+    "sleep".split()
 )
 SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
 # Hydra's own options: whether a value follows as the next word.
 HYDRA_OPTIONS = {
-    "--config-path": True, "-cp": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
-    "--cfg": True, "-c": True, "--package": True, "-p": True, "--info": False, "--resolve": False, "--help": False,
-    "--hydra-help": False, "--run": False, "-r": False, "--multirun": False, "-m": False,
-}  # fmt: skip
-LONG_FORM = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg", "-p": "--package",
-             "-r": "--run", "-m": "--multirun"}  # fmt: skip
+    "--config-path": True,
+    "-cp": True,
+    "--config-name": True,
+    "-cn": True,
+    "--config-dir": True,
+    "-cd": True,
+    "--cfg": True,
+    "-c": True,
+    "--package": True,
+    "-p": True,
+    "--info": False,
+    "--resolve": False,
+    "--help": False,
+    "--hydra-help": False,
+    "--run": False,
+    "-r": False,
+    "--multirun": False,
+    "-m": False,
+}
+LONG_FORM = {
+    "-cp": "--config-path",
+    "-cn": "--config-name",
+    "-cd": "--config-dir",
+    "-c": "--cfg",
+    "-p": "--package",
+    "-r": "--run",
+    "-m": "--multirun",
+}
 
 
 @dataclass(frozen=True)
 class ProgramMatch:
-    """A program among the words of a command; its arguments begin at `start`.  `program` is None for one without a counterpart."""
+    """A program among the words of a command; its arguments begin at `start`.  `program` is None
+    for one without a counterpart.
+    """
 
     program: Program | None
     entry: str
@@ -60,7 +95,9 @@ class ProgramMatch:
 
 
 def find(words: Sequence[str]) -> ProgramMatch | None:
-    """The first veRL program that these words start, whatever stands before it (ray job submit, torchrun, nohup …)."""
+    """The first veRL program that these words start, whatever stands before it (ray job submit,
+    torchrun, nohup …).
+    """
     if not words or words[0].rsplit("/", 1)[-1] in QUIET:
         return None
     for i, word in enumerate(words):
@@ -78,7 +115,9 @@ def find(words: Sequence[str]) -> ProgramMatch | None:
 
 
 def _ours(module: str) -> bool:
-    return "." in module and (module.split(".")[0] in ("verl", "recipe") or module.rsplit(".", 1)[1] in FILES)
+    return "." in module and (
+        module.split(".")[0] in ("verl", "recipe") or module.rsplit(".", 1)[1] in FILES
+    )
 
 
 def _file(word: str, start: int) -> ProgramMatch | None:

@@ -1,8 +1,10 @@
-"""What a script starts where nothing but the script is known: the words of its launch, and which of them depend on something else.
+"""What a script starts where nothing but the script is known: the words of its launch, and which of
+them depend on something else.
 
-The script is run as it is, then again with one thing changed: a variable that it does not set, an argument that it is not given, what a
-program prints.  A word that changes depends on that thing.  Invariant: such a word holds the variable as ${oc.env:NAME}, or a reason why
-its value is not known; it is never the value of one run.
+The script is run as it is, then again with one thing changed: a variable that it does not set, an
+argument that it is not given, what a program prints.  A word that changes depends on that thing.
+Invariant: such a word holds the variable as ${oc.env:NAME}, or a reason why its value is not known;
+it is never the value of one run.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ _NAME = re.compile(r"(?<![\w$.])[A-Za-z_]\w*")
 _ASSIGNED = re.compile(r"(?<![\w.+])([A-Za-z_]\w*)\+?=")
 _ARGUMENT = re.compile(r"\$\{?([1-9@*#])")
 _SHIFT = re.compile(r"\bshift\s+([1-9])")
-_COMPARED = re.compile(r"""(?:==?|!=|-eq)\s+["']?([\w.-]+)|^\s*\(?["']?([\w.-]+)["']?(?:\|[\w.|-]+)?\)""", re.MULTILINE)
+_COMPARED = re.compile(
+    r"""(?:==?|!=|-eq)\s+["']?([\w.-]+)|^\s*\(?["']?([\w.-]+)["']?(?:\|[\w.|-]+)?\)""", re.MULTILINE
+)
 _STOPPED = re.compile(r"line \d+: ([A-Za-z_]\w*|[1-9]): (?:unbound variable|parameter )")
 _DOTTED = re.compile(r"\+{0,2}[a-z_]+(\.\w+)+=")  # key=value, as only a launch has it
 
 
 @dataclass(frozen=True)
 class Launched:
-    """The first launch of a run.  `words`: its own, and those of commands after it that are arguments cut off by a stray blank."""
+    """The first launch of a run.  `words`: its own, and those of commands after it that are
+    arguments cut off by a stray blank.
+    """
 
     inputs: Inputs
     match: programs.ProgramMatch
@@ -49,7 +55,9 @@ class Launched:
 
 @dataclass(frozen=True)
 class Reading:
-    """`words` as people see them, with the reason where a value is not known; `start`: of the program's arguments among them."""
+    """`words` as people see them, with the reason where a value is not known; `start`: of the
+    program's arguments among them.
+    """
 
     launched: Launched
     words: tuple[tuple[str, str], ...]
@@ -68,10 +76,18 @@ def launched(inputs: Inputs, recording: Recording) -> Launched | None:
     for at, command in enumerate(recording.commands):
         match = programs.find(command.words)
         if match is not None and match.program is not None:
-            more = list(itertools.takewhile(lambda c: _DOTTED.match(c.words[0]), recording.commands[at + 1 :]))
+            more = list(
+                itertools.takewhile(
+                    lambda c: _DOTTED.match(c.words[0]), recording.commands[at + 1 :]
+                )
+            )
             words = (*command.words, *(w for c in more for w in c.words))
-            printing = dict.fromkeys(f"`{shown(' '.join(c.words[:2]))}`" for c in recording.commands[:at] if c.captured)
-            return Launched(inputs, match, command, words, tuple(c.line for c in more), tuple(printing))
+            printing = dict.fromkeys(
+                f"`{shown(' '.join(c.words[:2]))}`" for c in recording.commands[:at] if c.captured
+            )
+            return Launched(
+                inputs, match, command, words, tuple(c.line for c in more), tuple(printing)
+            )
     return None
 
 
@@ -79,7 +95,9 @@ class ScriptReader:
     """`first`: what was recorded where nothing is set."""
 
     def __init__(self, recorder: Recorder, text: str, inputs: Inputs) -> None:
-        self._recorder, self._text, self._inputs = recorder, text, inputs
+        self._recorder = recorder
+        self._text = text
+        self._inputs = inputs
         self.first = recorder.run(inputs)
         self.notes: list[str] = []
 
@@ -91,9 +109,16 @@ class ScriptReader:
             self.first = self._recorder.run(self._inputs)
             base = launched(self._inputs, self.first)
         if base is None and self.first.ended:
-            tries = (self._try(inputs, why) for inputs, why in itertools.islice(self._assumptions(), MOST_TRIES))
+            tries = (
+                self._try(inputs, why)
+                for inputs, why in itertools.islice(self._assumptions(), MOST_TRIES)
+            )
             base = next((found for found in tries if found is not None), None)
-        return _Dependencies(base, self._run, self._names(base), self.notes).reading() if base is not None else None
+        return (
+            _Dependencies(base, self._run, self._names(base), self.notes).reading()
+            if base is not None
+            else None
+        )
 
     def _run(self, inputs: Inputs) -> Launched | None:
         return launched(inputs, self._recorder.run(inputs))
@@ -107,33 +132,57 @@ class ScriptReader:
     def _stopped(self) -> list[str]:
         """Variables without which bash has ended the script."""
         names = (f"ARG{n}" if n.isdigit() else n for n in _STOPPED.findall(self.first.errors))
-        return [n for n in names if n not in self._inputs.variables and not (n.startswith("ARG") and self._inputs.arguments)]
+        return [
+            n
+            for n in names
+            if n not in self._inputs.variables
+            and not (n.startswith("ARG") and self._inputs.arguments)
+        ]
 
     # -- what could lead to a launch
 
     def _assumptions(self) -> Iterator[tuple[Inputs, str]]:
         used = {m[1]: m[2] or "" for m in _USED.finditer(self._text)}
-        required = [n for n in used if n not in _ASSIGNED.findall(self._text)] + [n for n, op in used.items() if op in ("-}", ":-}")]
+        required = [n for n in used if n not in _ASSIGNED.findall(self._text)] + [
+            n for n, op in used.items() if op in ("-}", ":-}")
+        ]
         if required:
-            yield with_values(self._inputs, {n: marker(n) for n in required}), f"{', '.join(required)} are taken as set"
+            yield (
+                with_values(self._inputs, {n: marker(n) for n in required}),
+                f"{', '.join(required)} are taken as set",
+            )
         yield replace(self._inputs, ignore_exit=True), "`exit` is passed by"
         for count in range(1, self._most_arguments() + 1):
             names = [f"ARG{i}" for i in range(1, count + 1)]
-            yield with_values(self._inputs, {n: marker(n) for n in names}), f"it is given {count} arguments"
+            yield (
+                with_values(self._inputs, {n: marker(n) for n in names}),
+                f"it is given {count} arguments",
+            )
         literals = dict.fromkeys(["1", "0", *(a or b for a, b in _COMPARED.findall(self._text))])
         for name, value in itertools.product(["ARG1", *used], literals):
-            yield with_values(self._inputs, {name: value}), f"{name.replace('ARG', '$')} is taken as {value}"
+            yield (
+                with_values(self._inputs, {name: value}),
+                f"{name.replace('ARG', '$')} is taken as {value}",
+            )
 
     def _most_arguments(self) -> int:
         """How many arguments the script may look at, and one more."""
         places = [int(p) if p.isdigit() else 0 for p in _ARGUMENT.findall(self._text)]
-        return max(places) + sum(map(int, _SHIFT.findall(self._text))) + 1 if places and not self._inputs.arguments else 0
+        return (
+            max(places) + sum(map(int, _SHIFT.findall(self._text))) + 1
+            if places and not self._inputs.arguments
+            else 0
+        )
 
     def _names(self, base: Launched) -> list[str]:
         """Variables that the script uses and does not set, and arguments."""
         used = [m[1] for m in _USED.finditer(self._text) if m[2] is None]
         used += [n for body in _ARITHMETIC.findall(self._text) for n in _NAME.findall(body)]
-        unset = [n for n in dict.fromkeys(used) if n not in base.command.names and n not in base.inputs.variables]
+        unset = [
+            n
+            for n in dict.fromkeys(used)
+            if n not in base.command.names and n not in base.inputs.variables
+        ]
         return unset + [f"ARG{i}" for i in range(1, self._most_arguments() + 1)]
 
 
@@ -151,21 +200,33 @@ def with_values(inputs: Inputs, values: dict[str, str]) -> Inputs:
 class _Dependencies:
     """The words of a launch, compared with those of runs in which one thing is different."""
 
-    def __init__(self, base: Launched, run: Callable[[Inputs], Launched | None], names: Sequence[str], notes: list[str]) -> None:
-        self._base, self._run, self._names, self._notes = base, run, names, notes
+    def __init__(
+        self,
+        base: Launched,
+        run: Callable[[Inputs], Launched | None],
+        names: Sequence[str],
+        notes: list[str],
+    ) -> None:
+        self._base = base
+        self._run = run
+        self._names = names
+        self._notes = notes
         self._texts = base.parts()
         self._unknown: dict[int, str] = {}
 
     def reading(self) -> Reading:
-        names, joint = list(self._names), self._joint(self._names)
+        names = list(self._names)
+        joint = self._joint(self._names)
         if joint is None:
-            names, joint = [], self._base
+            names = []
+            joint = self._base
             for name in self._names:
                 more = self._joint([*names, name])
                 if more is None:
                     self._apart(name)
                 else:
-                    names, joint = [*names, name], more
+                    names = [*names, name]
+                    joint = more
         rows = zip(joint.parts(names), self._texts, self._base.parts(), strict=True)
         self._texts = [new if old == plain else old for new, old, plain in rows]
         self._printed()
@@ -185,7 +246,10 @@ class _Dependencies:
         if random:
             unknown = f"its value comes from ${random[0]}: it differs from run to run"
         elif _PIECE.search(_MARKER.sub("", text)):
-            unknown = unknown or f"its value is cut from one that the script does not tell, {shown(text)[:80]!r}"
+            unknown = (
+                unknown
+                or f"its value is cut from one that the script does not tell, {shown(text)[:80]!r}"
+            )
         return shown(text), unknown
 
     def _with(self, names: Sequence[str], value: Callable[[str], str]) -> Launched | None:
@@ -194,26 +258,43 @@ class _Dependencies:
         return found if found is not None and _keys(found, names) == _keys(self._base, ()) else None
 
     def _joint(self, names: Sequence[str]) -> Launched | None:
-        """The launch with all of these set, if it is then what it is without them but for their values."""
+        """The launch with all of these set, if it is then what it is without them but for their
+        values.
+        """
         if not names:
             return self._base
         found = self._with(names, marker)
-        return found if found is not None and [_bare(w, names) for w in found.parts(names)] == self._base.parts() else None
+        return (
+            found
+            if found is not None
+            and [_bare(w, names) for w in found.parts(names)] == self._base.parts()
+            else None
+        )
 
     def _apart(self, name: str) -> None:
-        """Of a variable that changes more than the words it is in: what it is computed into is not known; the rest is as without it."""
-        marked, zero, probe = (self._with([name], lambda _, v=v: v) for v in (marker(name), "0", PROBE))  # type: ignore[misc]
+        """Of a variable that changes more than the words it is in: what it is computed into is not
+        known; the rest is as without it.
+        """
+        marked, zero, probe = (
+            self._with([name], lambda _, v=v: v) for v in (marker(name), "0", PROBE)
+        )  # type: ignore[misc]
         who = name.replace("ARG", "$") if name.startswith("ARG") else f"${name}"
         for at, text in enumerate(self._base.parts()):
-            with_marker, with_zero, with_probe = (run.parts([name])[at] if run is not None else None for run in (marked, zero, probe))
+            with_marker, with_zero, with_probe = (
+                run.parts([name])[at] if run is not None else None for run in (marked, zero, probe)
+            )
             bare = _bare(with_marker, [name]) if with_marker is not None else None
             if with_marker != text and bare == text:
                 self._texts[at] = str(with_marker)
             elif bare is not None and _PIECE.search(bare) and not _PIECE.search(text):
                 self._unknown[at] = f"its value is cut from {who}, which the script does not set"
             elif with_zero == text != with_probe and with_probe is not None:
-                self._unknown[at] = f"its value is computed from {who}, which the script does not set"
-        self._notes.append(f"{who} is not set by the script; where it decides something, it counts as empty")
+                self._unknown[at] = (
+                    f"its value is computed from {who}, which the script does not set"
+                )
+        self._notes.append(
+            f"{who} is not set by the script; where it decides something, it counts as empty"
+        )
 
     def _printed(self) -> None:
         """Words that depend on what other programs print."""
@@ -225,9 +306,14 @@ class _Dependencies:
             return
         for at, (text, other) in enumerate(zip(self._base.parts(), found.parts(), strict=True)):
             if other != text and other.replace(f"{PROBE}-date", "date") == text:
-                self._notes.append("`$(date …)` becomes the text 'date': a configuration is the same for each run; set `name` to tell runs apart")
+                self._notes.append(
+                    "`$(date …)` becomes the text 'date': a configuration is the same for each "
+                    "run; set `name` to tell runs apart"
+                )
             elif other != text:
-                self._unknown[at] = f"its value comes from what {names} prints: only running it tells"
+                self._unknown[at] = (
+                    f"its value comes from what {names} prints: only running it tells"
+                )
 
 
 def _bare(text: str, names: Collection[str]) -> str:

@@ -1,7 +1,9 @@
-"""Runs a shell script by bash in a sandbox and records the commands that it would start, each with its words and environment.
+"""Runs a shell script by bash in a sandbox and records the commands that it would start, each with
+its words and environment.
 
-Knows nothing of veRL but the pattern that names its programs.  Invariant: no command but bash and tools for texts is run, and these
-reach neither network nor files; where the machine offers no such isolation, ConfigError says why and what to do instead.
+Knows nothing of veRL but the pattern that names its programs.  Invariant: no command but bash and
+tools for texts is run, and these reach neither network nor files; where the machine offers no such
+isolation, ConfigError says why and what to do instead.
 """
 
 from __future__ import annotations
@@ -23,20 +25,40 @@ from rft.extras.sandbox.code_sandbox import DEFAULT, open_server
 from rft.extras.sandbox.processes import ForkServer, ProgramLimits, SandboxError, SandboxUnavailable
 
 ROOT = "\ue002"  # the sandbox's folder, in texts
-FIXED = ("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD")  # set on every machine: never taken as unset, and never one value
-SANDBOX_VARIABLES = {*FIXED, "PATH", "SHELL", "LC_ALL", "TMPDIR", "BASH_ENV", "SHLVL", "OLDPWD", "_"}
-RUN_S, BUDGET_S = 8.0, 30.0
+# set on every machine: never taken as unset, and never one value
+FIXED = ("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD")
+SANDBOX_VARIABLES = {
+    *FIXED,
+    "PATH",
+    "SHELL",
+    "LC_ALL",
+    "TMPDIR",
+    "BASH_ENV",
+    "SHLVL",
+    "OLDPWD",
+    "_",
+}
+RUN_S = 8.0
+BUDGET_S = 30.0
 MOST_RECORDS = 150
 FOLDERS = ("/bin", "/usr/bin", "/etc/alternatives")
 _PRELUDE = Path(__file__).with_name("recorded.bash")
 _PROGRAM = Path(__file__).with_name("run_recorded.py")
 _LIMITS = ProgramLimits(
-    timeout_s=RUN_S + 12, memory_mb=512, output_kb=8192, file_mb=32, files=256, processes=128, programs=True
+    timeout_s=RUN_S + 12,
+    memory_mb=512,
+    output_kb=8192,
+    file_mb=32,
+    files=256,
+    processes=128,
+    programs=True,
 )
 
 
 def marker(name: str) -> str:
-    """A text that stands for the value of an environment variable, made so that a piece of it is noticed, and a path too."""
+    """A text that stands for the value of an environment variable, made so that a piece of it is
+    noticed, and a path too.
+    """
     return f"\ue000aB/._-{name}-_./\ue001"
 
 
@@ -58,7 +80,9 @@ class Recording:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a script is run with.  `prints`: what commands print that are not run; `ignore_exit`: `exit` does nothing."""
+    """What a script is run with.  `prints`: what commands print that are not run; `ignore_exit`:
+    `exit` does nothing.
+    """
 
     variables: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
@@ -68,29 +92,48 @@ class Inputs:
 
 
 class Recorder:
-    """One script, run as often as needed within BUDGET_S.  `programs`: a pattern of bash for what names one of veRL's programs."""
+    """One script, run as often as needed within BUDGET_S.  `programs`: a pattern of bash for what
+    names one of veRL's programs.
+    """
 
     def __init__(self, text: str, path: Path, programs: str) -> None:
-        self.name, self._text, self._path, self._programs = path.name, text, path, programs
+        self.name = path.name
+        self._text = text
+        self._path = path
+        self._programs = programs
         self._end = time.monotonic() + BUDGET_S
 
     def run(self, inputs: Inputs) -> Recording:
         if time.monotonic() > self._end:
-            raise ConfigError(f"{self.name}: running it takes longer than {BUDGET_S:g} s; write the launch with plain values")
+            raise ConfigError(
+                f"{self.name}: running it takes longer than {BUDGET_S:g} s; write the launch with "
+                f"plain values"
+            )
         server, folder = _server()
-        order = {"folder": folder, "root": ROOT, "seconds": RUN_S, "most_records": MOST_RECORDS} | self._order(inputs)
+        order = {
+            "folder": folder,
+            "root": ROOT,
+            "seconds": RUN_S,
+            "most_records": MOST_RECORDS,
+        } | self._order(inputs)
         try:
             ran = jobs.run(server, _PROGRAM.read_text("utf-8"), json.dumps(order).encode(), _LIMITS)
         except SandboxError as e:
             raise ConfigError(f"{self.name}: the sandbox failed: {e}; {INSTEAD}") from e
         if ran.reason:
-            raise ConfigError(f"{self.name}: the script cannot be run to its end ({ran.reason}: {ran.detail}); {INSTEAD}")
+            raise ConfigError(
+                f"{self.name}: the script cannot be run to its end ({ran.reason}: {ran.detail}); "
+                f"{INSTEAD}"
+            )
         answer = json.loads(ran.output)
-        return Recording(tuple(map(_command, answer["records"])), _shown(answer["errors"]), answer["ended"])
+        return Recording(
+            tuple(map(_command, answer["records"])), _shown(answer["errors"]), answer["ended"]
+        )
 
     def _order(self, inputs: Inputs) -> dict[str, object]:
         script = f"{ROOT}/machine{self._path.absolute()}"
-        home, here = f"{ROOT}/{marker('HOME')}", f"{ROOT}/{marker('PWD')}"
+        home = f"{ROOT}/{marker('HOME')}"
+        here = f"{ROOT}/{marker('PWD')}"
         environment = {
             **{name: marker(name) for name in FIXED},
             **inputs.variables,
@@ -108,9 +151,15 @@ class Recorder:
             "RFT_DATE": inputs.date,
             **({"RFT_IGNORE_EXIT": "1"} if inputs.ignore_exit else {}),
         }
-        beside = {f"{ROOT}/machine{p.absolute()}": p.read_text("utf-8", "replace") for p in self._beside()}
+        beside = {
+            f"{ROOT}/machine{p.absolute()}": p.read_text("utf-8", "replace") for p in self._beside()
+        }
         return {
-            "files": {f"{ROOT}/recorded.bash": _PRELUDE.read_text("utf-8"), **beside, script: self._text},
+            "files": {
+                f"{ROOT}/recorded.bash": _PRELUDE.read_text("utf-8"),
+                **beside,
+                script: self._text,
+            },
             "directories": [here, home],
             "command": ["bash", script, *inputs.arguments],
             "environment": environment,
@@ -119,11 +168,16 @@ class Recorder:
     def _beside(self) -> list[Path]:
         """Scripts in the same folder that this one names."""
         found = self._path.absolute().parent.glob("*.sh")
-        return [p for p in found if p.name in self._text and p.is_file() and p.stat().st_size <= yamlfile.MAX_BYTES]
+        return [
+            p
+            for p in found
+            if p.name in self._text and p.is_file() and p.stat().st_size <= yamlfile.MAX_BYTES
+        ]
 
 
 INSTEAD = (
-    "give the launch itself, with the values in it: rft convert verl -- python3 -m verl.trainer.main_ppo KEY=VALUE ..., or veRL's "
+    "give the launch itself, with the values in it: rft convert verl -- python3 -m "
+    "verl.trainer.main_ppo KEY=VALUE ..., or veRL's "
     "resolved configuration as a YAML file"
 )
 
@@ -137,7 +191,9 @@ def _server() -> tuple[ForkServer, str]:
         server = open_server(DEFAULT, sys.executable, folders=FOLDERS, writable=folder.name)
     except SandboxUnavailable as e:
         folder.cleanup()
-        raise ConfigError(f"a launch script is run by bash in a sandbox; {e}.  Or {INSTEAD}") from None
+        raise ConfigError(
+            f"a launch script is run by bash in a sandbox; {e}.  Or {INSTEAD}"
+        ) from None
     atexit.register(folder.cleanup)
     atexit.register(server.close)
     return server, "/tmp" if server.level == "namespaces" else folder.name
@@ -145,9 +201,12 @@ def _server() -> tuple[ForkServer, str]:
 
 def _command(record: str) -> Command:
     line, depth, count, *rest = _shown(record).split("\0")
-    words, after = rest[: int(count)], rest[int(count) :]
+    words = rest[: int(count)]
+    after = rest[int(count) :]
     environment = dict(entry.split("=", 1) for entry in after[: after.index("")] if "=" in entry)
-    return Command(tuple(words), int(line or 1), int(depth) > 0, environment, frozenset(after[-1].split()))
+    return Command(
+        tuple(words), int(line or 1), int(depth) > 0, environment, frozenset(after[-1].split())
+    )
 
 
 def _shown(text: str) -> str:

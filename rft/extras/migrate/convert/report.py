@@ -1,7 +1,8 @@
-"""What a conversion writes: the configuration as YAML that people like to read, and its account as JSON, Markdown or a comment on top.
+"""What a conversion writes: the configuration as YAML that people like to read, and its account as
+JSON, Markdown or a comment on top.
 
-Knows no veRL key, and the schema for the order of keys alone.  Invariant: every argument is told once, with its line, its outcome and its
-reason; reading the YAML gives the same values.
+Knows no veRL key, and the schema for the order of keys alone.  Invariant: every argument is told
+once, with its line, its outcome and its reason; reading the YAML gives the same values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ def to_json(c: Conversion) -> dict[str, Any]:
         "counts": {LABELS[k]: n for k, n in c.counts.items()},
         "arguments": [
             {f: getattr(r.argument, f) for f in ("key", "value", "text", "line")}
-            | {"outcome": LABELS[r.outcome.kind], "targets": list(r.outcome.targets), "reason": r.outcome.reason}
+            | {
+                "outcome": LABELS[r.outcome.kind],
+                "targets": list(r.outcome.targets),
+                "reason": r.outcome.reason,
+            }
             for r in c.rows
         ],
         "written": [asdict(w) for w in c.written],
@@ -45,8 +50,14 @@ def refusal(source: str, error: ConfigError, *, as_json: bool) -> str:
     """The account of a file that cannot be converted at all."""
     found = [{"key": e.key, "message": str(e)} for e in error.errors]
     if as_json:
-        return json.dumps({"program": None, "source": source, "errors": found}, indent=2, ensure_ascii=False)
-    lines = [f"# {source}: veRL, not converted", "", *(f"- {_one_line(e['message'])}" for e in found)]
+        return json.dumps(
+            {"program": None, "source": source, "errors": found}, indent=2, ensure_ascii=False
+        )
+    lines = [
+        f"# {source}: veRL, not converted",
+        "",
+        *(f"- {_one_line(e['message'])}" for e in found),
+    ]
     return "\n".join(lines)
 
 
@@ -58,7 +69,8 @@ def summary(c: Conversion) -> str:
 def head(c: Conversion) -> list[str]:
     """Comment lines for the YAML: what it was made from, and what was refused."""
     lines = [
-        f"Converted from {c.source} (veRL, {c.program}) by `rft convert verl`, profile {c.profile}.",
+        f"Converted from {c.source} (veRL, {c.program}) by `rft convert verl`, profile "
+        f"{c.profile}.",
         f"{summary(c)}.  The whole account: rft convert verl ... --report report.md",
     ]
     if c.questions:
@@ -71,7 +83,12 @@ def head(c: Conversion) -> list[str]:
 
 
 def markdown(c: Conversion) -> str:
-    lines = [f"# {c.source}: veRL {c.program} converted, profile {c.profile}", "", f"{summary(c)}.", ""]
+    lines = [
+        f"# {c.source}: veRL {c.program} converted, profile {c.profile}",
+        "",
+        f"{summary(c)}.",
+        "",
+    ]
     if c.command:
         lines += ["```", c.command, "```", ""]
     for kind in KINDS:
@@ -81,20 +98,29 @@ def markdown(c: Conversion) -> str:
             lines += [f"## {LABELS[kind].capitalize()}", "", *header, *map(_table_row, rows), ""]
     if c.written:
         lines += ["## Written", "", "| Key | Value | From |", "|---|---|---|"]
-        lines += [f"| `{w.key}` | {_code(json.dumps(w.value, ensure_ascii=False))} | {_cell(w.why)} |" for w in c.written] + [""]
+        lines += [
+            f"| `{w.key}` | {_code(json.dumps(w.value, ensure_ascii=False))} | {_cell(w.why)} |"
+            for w in c.written
+        ] + [""]
     if c.gpus is not None:
         g = c.gpus
         rollout = "shared" if g.shared else f"{g.rollout} rollout"
         lines += [
-            "## GPUs", "",
-            "| | here | veRL |", "|---|---|---|",
-            f"| GPUs | {g.total} = {rollout} + {g.auxiliary} auxiliary + {g.trainer} trainer | {g.verl['gpus']}, all shared |",
-            f"| rows of a step on one rank | {_or(g.local_mini_batch, f'{g.rows} / {g.data_parallel} is not whole')} | "
-            f"{_or(g.verl['local_mini_batch'], 'not whole')} |",
-            f"| actor accumulation steps | {_or(g.actor_accumulation)} | {_or(g.verl['actor_accumulation'])} |",
-            f"| critic accumulation steps | {_or(g.critic_accumulation)} | {_or(g.verl['critic_accumulation'])} |",
+            "## GPUs",
             "",
-        ]  # fmt: skip
+            "| | here | veRL |",
+            "|---|---|---|",
+            f"| GPUs | {g.total} = {rollout} + {g.auxiliary} auxiliary + {g.trainer} trainer | "
+            f"{g.verl['gpus']}, all shared |",
+            f"| rows of a step on one rank | "
+            f"{_or(g.local_mini_batch, f'{g.rows} / {g.data_parallel} is not whole')} | "
+            f"{_or(g.verl['local_mini_batch'], 'not whole')} |",
+            f"| actor accumulation steps | {_or(g.actor_accumulation)} | "
+            f"{_or(g.verl['actor_accumulation'])} |",
+            f"| critic accumulation steps | {_or(g.critic_accumulation)} | "
+            f"{_or(g.verl['critic_accumulation'])} |",
+            "",
+        ]
     sections = (
         ("To be decided", c.questions),
         ("Warnings", c.warnings),
@@ -110,7 +136,9 @@ def markdown(c: Conversion) -> str:
 def _table_row(r: ArgumentRow) -> str:
     here = "<br>".join(f"`{t}`" for t in r.outcome.targets)
     a = r.argument
-    return f"| {a.line} | `{a.prefix}{a.key}` | {_code(a.text)} | {here} | {_cell(r.outcome.reason)} |"
+    return (
+        f"| {a.line} | `{a.prefix}{a.key}` | {_code(a.text)} | {here} | {_cell(r.outcome.reason)} |"
+    )
 
 
 def _or(number: int | None, other: str = "by tokens") -> str:
@@ -157,11 +185,15 @@ _ConfigDumper.add_representer(list, _list)
 
 
 def yaml_text(values: dict[str, Any], comments: Sequence[str] = ()) -> str:
-    """The whole file: comments, then the sections in the schema's order with an empty line between them."""
+    """The whole file: comments, then the sections in the schema's order with an empty line between
+    them.
+    """
     head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
     parts: list[str] = []
     for key, value in ordered(values).items():
-        dumped = yaml.dump({key: value}, Dumper=_ConfigDumper, sort_keys=False, width=10_000, allow_unicode=True)
+        dumped = yaml.dump(
+            {key: value}, Dumper=_ConfigDumper, sort_keys=False, width=10_000, allow_unicode=True
+        )
         apart = isinstance(value, dict) or not parts
         parts.append(("\n" if apart and (parts or head) else "") + dumped)
     return head + "".join(parts)

@@ -1,6 +1,8 @@
-"""What a rule is, and the usual kinds of rule: to a key, ignored with a reason, refused unless harmless.
+"""What a rule is, and the usual kinds of rule: to a key, ignored with a reason, refused unless
+harmless.
 
-Knows no veRL key.  Invariant: a rule names all the keys it can write in `targets`, so that a test can hold them against the schema.
+Knows no veRL key.  Invariant: a rule names all the keys it can write in `targets`, so that a test
+can hold them against the schema.
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ def rule(*targets: str) -> Callable[[Act], Rule]:
     return lambda act: Rule(act, targets)
 
 
-def to(*targets: str, by: Callable[[Any], Any] | None = None, reason: str = "", guide: str = "") -> Rule:
-    """The value goes to `targets`, changed by `by`; in the guide's profile below `guide` as veRL spells it, where that is given."""
+def to(
+    *targets: str, by: Callable[[Any], Any] | None = None, reason: str = "", guide: str = ""
+) -> Rule:
+    """The value goes to `targets`, changed by `by`; in the guide's profile below `guide` as veRL
+    spells it, where that is given.
+    """
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         into = (f"{guide}.{a.key}",) if guide and not d.exact else targets
@@ -47,7 +53,9 @@ def each_set(key: str) -> Rule:
 
 
 def below(*sections: str, after: str = "") -> Rule:
-    """The value goes below `sections`, under the name that stands after `after` in veRL's key, or under its last name."""
+    """The value goes below `sections`, under the name that stands after `after` in veRL's key, or
+    under its last name.
+    """
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         name = a.key.removeprefix(f"{after}.") if after else a.key.rpartition(".")[2]
@@ -57,26 +65,48 @@ def below(*sections: str, after: str = "") -> Rule:
 
 
 def choice(target: str, names: Mapping[str, Any], otherwise: str) -> Rule:
-    """What a choice is called here; a name that is not listed is refused for the reason `otherwise`."""
+    """What a choice is called here; a name that is not listed is refused for the reason
+    `otherwise`.
+    """
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         name = str(a.value).lower()
-        return write(d, a, (target,), names[name]) if name in names else ArgumentOutcome("refused", otherwise.format(a.value))
+        return (
+            write(d, a, (target,), names[name])
+            if name in names
+            else ArgumentOutcome("refused", otherwise.format(a.value))
+        )
 
     return Rule(act, (target,))
 
 
 def scaled(target: str, *, never: Any = None, updates: bool = False) -> Rule:
-    """Counts of veRL iterations, or `updates` of its trainer: times their steps in the exact profile.  Zero and less become `never`."""
+    """Counts of veRL iterations, or `updates` of its trainer: times their steps in the exact
+    profile.  Zero and less become `never`.
+    """
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         if a.value == "after_each_epoch":
-            return ArgumentOutcome("refused", "is a number of steps here; write how many an epoch has")
+            return ArgumentOutcome(
+                "refused", "is a number of steps here; write how many an epoch has"
+            )
         count = d.whole(a.key)
         if count <= 0 and never is not None:
-            return write(d, a, (target,), never, f"{count}: never" if never == 0 else f"{count}: the ratio holds")
+            return write(
+                d,
+                a,
+                (target,),
+                never,
+                f"{count}: never" if never == 0 else f"{count}: the ratio holds",
+            )
         if not d.exact:
-            return write(d, a, (target,), count, "copied as the guide does; it counts iterations there and steps here")
+            return write(
+                d,
+                a,
+                (target,),
+                count,
+                "copied as the guide does; it counts iterations there and steps here",
+            )
         steps = d.update if updates else d.interval
         reason = f"{count} iterations x {steps} steps" if steps > 1 and count > 0 else ""
         return write(d, a, (target,), count * steps if count > 0 else count, reason)
@@ -93,7 +123,9 @@ def refused(reason: str, *fine: Any) -> Rule:
     """Would change results, except for veRL's default, empty values and `fine`."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        if any(same(a.value, v) for v in (None, False, "", [], {}, *fine)) or same(a.value, table.default(a.key)):
+        if any(same(a.value, v) for v in (None, False, "", [], {}, *fine)) or same(
+            a.value, table.default(a.key)
+        ):
             return ArgumentOutcome("ignored", "switched off, which changes nothing")
         return ArgumentOutcome("refused", reason)
 
@@ -121,17 +153,25 @@ def derived(reason: str, *targets: str) -> Rule:
     return Rule(lambda d, a: ArgumentOutcome("derived", reason, expand(d, targets)), targets)
 
 
-def via(reason: str, *targets: str, otherwise: str = "has no effect with the other arguments") -> Rule:
+def via(
+    reason: str, *targets: str, otherwise: str = "has no effect with the other arguments"
+) -> Rule:
     """Written together with others of its group; mapped to those of `targets` that the result has."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
         there = tuple(t for t in expand(d, targets) if d.has(t))
-        return ArgumentOutcome("mapped", reason, there) if there else ArgumentOutcome("ignored", otherwise)
+        return (
+            ArgumentOutcome("mapped", reason, there)
+            if there
+            else ArgumentOutcome("ignored", otherwise)
+        )
 
     return Rule(act, targets)
 
 
-def only_if(condition: Callable[[Draft], bool], reason: str | Callable[[Draft], str], rule: Rule) -> Rule:
+def only_if(
+    condition: Callable[[Draft], bool], reason: str | Callable[[Draft], str], rule: Rule
+) -> Rule:
     """`rule` where the condition holds; else ignored for `reason`."""
 
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
@@ -156,16 +196,24 @@ def account(d: Draft, a: Argument, rule: Rule | None, known: Collection[str]) ->
         if empty and d.terse:
             return ArgumentOutcome("ignored", "not set")
         near = table.nearest(a.key, known)
-        return ArgumentOutcome("refused", "unknown argument" + (f"; did you mean {near}?" if near else ""))
+        return ArgumentOutcome(
+            "refused", "unknown argument" + (f"; did you mean {near}?" if near else "")
+        )
     if empty:
         return ArgumentOutcome("ignored", "not set: veRL's own default")
     if not isinstance(a.value, dict) and any(k.startswith(f"{a.key}.") for k in known):
-        return ArgumentOutcome("refused", f"is a group of keys; give a mapping, or {a.key}.NAME=VALUE")
+        return ArgumentOutcome(
+            "refused", f"is a group of keys; give a mapping, or {a.key}.NAME=VALUE"
+        )
     return rule.act(d, a)
 
 
-def write(d: Draft, a: Argument, targets: tuple[str, ...], value: Any, reason: str = "") -> ArgumentOutcome:
-    """Writes and tells whether that is our default anyway.  A resolved YAML states everything: what equals ours is left out."""
+def write(
+    d: Draft, a: Argument, targets: tuple[str, ...], value: Any, reason: str = ""
+) -> ArgumentOutcome:
+    """Writes and tells whether that is our default anyway.  A resolved YAML states everything: what
+    equals ours is left out.
+    """
     real = expand(d, targets)
     equal = bool(targets) and all(same(value, our_default(t)) for t in targets)
     if equal and d.terse:

@@ -1,7 +1,9 @@
-"""Shell text → commands.  Reads bash's grammar as launch scripts use it; runs nothing and knows no variable's value.
+"""Shell text → commands.  Reads bash's grammar as launch scripts use it; runs nothing and knows no
+variable's value.
 
-Invariant: reading takes time in proportion to the text (no backtracking over more than a few characters), and whatever cannot be read
-raises ConfigError with the line, and for quotes the column.
+Invariant: reading takes time in proportion to the text (no backtracking over more than a few
+characters), and whatever cannot be read raises ConfigError with the line, and for quotes the
+column.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from rft.extras.migrate.convert.words import Document, WordReader
 
 DECLARING = frozenset({"export", "local", "declare", "typeset", "readonly"})
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_RESERVED = re.compile(r"(?:if|then|elif|else|fi|case|esac|for|while|until|do|done|function|select|[{}!]|\[\[)(?=[\s;&|<>()]|$)")
+_RESERVED = re.compile(
+    r"(?:if|then|elif|else|fi|case|esac|for|while|until|do|done|function|select|[{}!]|\[\[)(?=[\s;&|<>()]|$)"
+)
 _FUNCTION = re.compile(r"([A-Za-z_][\w.:-]*)[ \t]*\([ \t]*\)")
 _NAMED_FUNCTION = re.compile(r"[ \t]*([^\s(){}]+)(?:[ \t]*\([ \t]*\))?")
 _REGEX = re.compile(r"(?:\\.|\"[^\"]*\"|'[^']*'|[^\s\"'\\])+")
@@ -26,11 +30,15 @@ _PRIVATE = re.compile("[\0\ue000-\ue00f]")
 
 
 def parse(text: str, name: str, *, line: int = 1, marked: bool = False) -> tuple[Command, ...]:
-    """The commands of a script.  `line` is the number of its first line, `marked` says that it is made of variables' values and may
-    hold their marks."""
+    """The commands of a script.  `line` is the number of its first line, `marked` says that it is
+    made of variables' values and may hold their marks.
+    """
     parser = Parser(text, name, line)
     if not marked and (bad := _PRIVATE.search(text)):
-        raise parser.error(f"holds the character U+{ord(bad[0]):04X}, which no script needs; remove it", bad.start())
+        raise parser.error(
+            f"holds the character U+{ord(bad[0]):04X}, which no script needs; remove it",
+            bad.start(),
+        )
     return parser.script()
 
 
@@ -39,7 +47,8 @@ class SimpleCommandReader(WordReader):
 
     def blanks(self) -> None:
         """Past spaces, continuation lines and a comment."""
-        text, end = self.text, len(self.text)
+        text = self.text
+        end = len(self.text)
         while self.pos < end:
             if text[self.pos] in " \t":
                 self.pos += 1
@@ -56,13 +65,15 @@ class SimpleCommandReader(WordReader):
         self.blanks()
         while self.peek() == "\n":
             self.pos += 1
-            pending, self.documents = self.documents, []
+            pending = self.documents
+            self.documents = []
             for document in pending:
                 self.read_document(document)
             self.blanks()
 
     def read_document(self, document: Document) -> None:
-        line, lines = self.line(), list[str]()
+        line = self.line()
+        lines = list[str]()
         while self.pos < len(self.text):
             newline = self.text.find("\n", self.pos)
             end = len(self.text) if newline < 0 else newline
@@ -71,14 +82,22 @@ class SimpleCommandReader(WordReader):
             row = row.lstrip("\t") if document.strip else row
             if row == document.mark:
                 text = "".join(f"{one}\n" for one in lines)
-                parts = (Lit(text, True),) if document.quoted else self.nested(text, line).quoted_parts("")
+                parts = (
+                    (Lit(text, True),)
+                    if document.quoted
+                    else self.nested(text, line).quoted_parts("")
+                )
                 document.redirects.append(Redirect("<<", Word(parts, line)))
                 return
             lines.append(row)
-        raise self.error(f"the here-document <<{document.mark} has no closing line {document.mark!r}", document.start)
+        raise self.error(
+            f"the here-document <<{document.mark} has no closing line {document.mark!r}",
+            document.start,
+        )
 
     def simple(self) -> SimpleCommand:
-        line, begin = self.line(), self.pos
+        line = self.line()
+        begin = self.pos
         assigns: list[Assign] = []
         words: list[Word | Assign] = []
         redirects: list[Redirect] = []
@@ -89,7 +108,9 @@ class SimpleCommandReader(WordReader):
                 break
             if sign == "(":
                 raise self.error("unexpected '('", column=True)
-            declares = bool(words) and isinstance(words[0], Word) and words[0].literal() in DECLARING
+            declares = (
+                bool(words) and isinstance(words[0], Word) and words[0].literal() in DECLARING
+            )
             assign = self.assignment() if not words or declares else None
             if assign is None:
                 words.append(self.word())
@@ -105,7 +126,8 @@ class SimpleCommandReader(WordReader):
         """Past blanks and redirections, which join `found`."""
         while True:
             self.blanks()
-            start, sign = self.pos, self.take(_REDIRECT)
+            start = self.pos
+            sign = self.take(_REDIRECT)
             if not sign or (sign[0] in "<>" and self.peek() == "("):
                 self.pos = start
                 return
@@ -116,12 +138,15 @@ class SimpleCommandReader(WordReader):
             word = self.word()
             if op in ("<<", "<<-"):
                 mark = "".join(p.text for p in word.parts if isinstance(p, Lit))
-                self.documents.append(Document(mark, op == "<<-", any(p.quoted for p in word.parts), found, start))
+                self.documents.append(
+                    Document(mark, op == "<<-", any(p.quoted for p in word.parts), found, start)
+                )
             else:
                 found.append(Redirect(op, word if op == "<<<" else None))
 
     def assignment(self) -> Assign | None:
-        line, found = self.line(), self.take(_ASSIGN)
+        line = self.line()
+        found = self.take(_ASSIGN)
         if not found:
             return None
         index = None if found[3] is None else self.inner(found[3], line)
@@ -129,7 +154,8 @@ class SimpleCommandReader(WordReader):
         return Assign(found[1], value, line, index, "+" in (found[2], found[4]))
 
     def elements(self, line: int) -> tuple[Assign, ...]:
-        opened, self.pos = self.pos, self.pos + 1
+        opened = self.pos
+        self.pos = self.pos + 1
         found: list[Assign] = []
         while True:
             self.gap()
@@ -137,9 +163,12 @@ class SimpleCommandReader(WordReader):
             if sign == ")":
                 self.pos += 1
                 return tuple(found)
-            if sign in ("", ";", "&", "|", "(") or (sign in "<>" and self.text[self.pos + 1 : self.pos + 2] != "("):
+            if sign in ("", ";", "&", "|", "(") or (
+                sign in "<>" and self.text[self.pos + 1 : self.pos + 2] != "("
+            ):
                 raise self.error("unbalanced '(' of an array", opened, column=True)
-            at, keyed = self.line(), self.take(_KEYED)
+            at = self.line()
+            keyed = self.take(_KEYED)
             key = self.inner(keyed[1], at) if keyed else None
             found.append(Assign("", self.word(empty=key is not None), line, key))
 
@@ -181,7 +210,8 @@ class Parser(SimpleCommandReader):
         return tuple(found)
 
     def and_or(self) -> Command:
-        line, first = self.line(), self.pipeline()
+        line = self.line()
+        first = self.pipeline()
         rest: list[tuple[str, Command]] = []
         while True:
             self.blanks()
@@ -193,7 +223,8 @@ class Parser(SimpleCommandReader):
             rest.append((op, self.pipeline()))
 
     def pipeline(self) -> Command:
-        line, negated = self.line(), False
+        line = self.line()
+        negated = False
         while self.reserved() == "!":
             negated = not negated
             self.pos += 1
@@ -206,10 +237,16 @@ class Parser(SimpleCommandReader):
             self.pos += 2 if self.at("|&") else 1
             self.gap()
             commands.append(self.command())
-        return syntax.Pipeline(tuple(commands), line, negated) if negated or len(commands) > 1 else commands[0]
+        return (
+            syntax.Pipeline(tuple(commands), line, negated)
+            if negated or len(commands) > 1
+            else commands[0]
+        )
 
     def command(self) -> Command:
-        word, line, begin = self.reserved(), self.line(), self.pos
+        word = self.reserved()
+        line = self.line()
+        begin = self.pos
         command: Command
         if self.at("((") and (text := self.arithmetic(2)) is not None:
             command = self.let(text, line)
@@ -296,7 +333,13 @@ class Parser(SimpleCommandReader):
             self.separator()
             start, condition, update = (self.let(p, line) for p in pieces)
             return syntax.GroupCommand(
-                (start, syntax.WhileCommand((condition,), self.do("for", begin), line, update=(update,))), line
+                (
+                    start,
+                    syntax.WhileCommand(
+                        (condition,), self.do("for", begin), line, update=(update,)
+                    ),
+                ),
+                line,
             )
         name = self.take(_NAME)
         if not name:
@@ -310,7 +353,9 @@ class Parser(SimpleCommandReader):
                 words.append(self.word())
                 self.blanks()
         self.separator()
-        return syntax.ForCommand(name[0], None if words is None else tuple(words), self.do("for", begin), line)
+        return syntax.ForCommand(
+            name[0], None if words is None else tuple(words), self.do("for", begin), line
+        )
 
     def separator(self) -> None:
         self.blanks()
@@ -358,5 +403,6 @@ class Parser(SimpleCommandReader):
                 items.append(word := self.word(test=True))
                 if word.literal() == "=~":
                     self.blanks()
-                    line_of, regex = self.line(), self.take(_REGEX)
+                    line_of = self.line()
+                    regex = self.take(_REGEX)
                     items.append(Word((Lit(regex[0] if regex else "", True),), line_of))

@@ -1,7 +1,8 @@
-"""Shell arithmetic, `$((…))`: whole numbers, variables, + - * / % **, comparisons, && || !, bits, ?:, assignments.
+"""Shell arithmetic, `$((…))`: whole numbers, variables, + - * / % **, comparisons, && || !, bits,
+?:, assignments.
 
-Runs nothing.  Invariant: the result is what bash computes (64 bits are not imitated; larger numbers are refused), division cuts
-towards zero.
+Runs nothing.  Invariant: the result is what bash computes (64 bits are not imitated; larger numbers
+are refused), division cuts towards zero.
 """
 
 from __future__ import annotations
@@ -17,11 +18,26 @@ _TOKEN = re.compile(
     r"|\*\*|<<=|>>=|<<|>>|<=|>=|==|!=|&&|\|\||\+\+|--|[-+*/%&|^]=|[-+*/%<>!~&|^?:=(),])"
 )
 _BINARY: tuple[tuple[str, ...], ...] = (
-    ("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", ">", "<=", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"), ("**",),
-)  # fmt: skip
+    ("||",),
+    ("&&",),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("==", "!="),
+    ("<", ">", "<=", ">="),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/", "%"),
+    ("**",),
+)
 _LEVELS = {op: level for level, ops in enumerate(_BINARY) for op in ops}
 _ASSIGNING = ("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=")
-_UNARY: dict[str, Callable[[int], int]] = {"+": lambda v: v, "-": lambda v: -v, "!": lambda v: int(not v), "~": lambda v: ~v}
+_UNARY: dict[str, Callable[[int], int]] = {
+    "+": lambda v: v,
+    "-": lambda v: -v,
+    "!": lambda v: int(not v),
+    "~": lambda v: ~v,
+}
 
 
 class ArithmeticProblem(Exception):
@@ -29,13 +45,18 @@ class ArithmeticProblem(Exception):
 
 
 def evaluate(text: str, read: Callable[[str], int], write: Callable[[str, int], None]) -> int:
-    """The value of an expression.  `read` gives a variable's value and `write` sets it; raises ArithmeticProblem."""
+    """The value of an expression.  `read` gives a variable's value and `write` sets it; raises
+    ArithmeticProblem.
+    """
     return _Evaluator(text, read, write).whole()
 
 
 class _Evaluator:
-    def __init__(self, text: str, read: Callable[[str], int], write: Callable[[str, int], None]) -> None:
-        self.read, self.write = read, write
+    def __init__(
+        self, text: str, read: Callable[[str], int], write: Callable[[str, int], None]
+    ) -> None:
+        self.read = read
+        self.write = write
         self.tokens = _tokens(text)
         self.pos = 0
         self.skipping = 0  # inside a branch that && || ?: do not take: nothing is read or written
@@ -70,12 +91,15 @@ class _Evaluator:
         return result
 
     def assignment(self) -> int:
-        name, op = self.peek(), self.tokens[self.pos + 1] if self.pos + 1 < len(self.tokens) else ""
+        name = self.peek()
+        op = self.tokens[self.pos + 1] if self.pos + 1 < len(self.tokens) else ""
         if not re.match(r"[A-Za-z_]", name) or op not in _ASSIGNING:
             return self.conditional()
         self.pos += 2
         right = self.assignment()
-        return self.assign(name, right if op == "=" else self.apply(op[:-1], self.variable(name), right))
+        return self.assign(
+            name, right if op == "=" else self.apply(op[:-1], self.variable(name), right)
+        )
 
     def assign(self, name: str, value: int) -> int:
         if not self.skipping:
@@ -157,20 +181,39 @@ def _divide(a: int, b: int) -> int:
 
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": _divide, "%": lambda a, b: a - b * _divide(a, b),
-    "**": operator.pow, "<<": operator.lshift, ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
-    "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
-    "&&": lambda a, b: bool(a) and bool(b), "||": lambda a, b: bool(a) or bool(b),
-}  # fmt: skip
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": _divide,
+    "%": lambda a, b: a - b * _divide(a, b),
+    "**": operator.pow,
+    "<<": operator.lshift,
+    ">>": operator.rshift,
+    "&": operator.and_,
+    "|": operator.or_,
+    "^": operator.xor,
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "&&": lambda a, b: bool(a) and bool(b),
+    "||": lambda a, b: bool(a) or bool(b),
+}
 
 
 def _tokens(text: str) -> list[str]:
-    found, pos, text = [], 0, text.strip()
+    found = []
+    pos = 0
+    text = text.strip()
     while pos < len(text):
         token = _TOKEN.match(text, pos)
         if not token:
             bad = text[pos:].strip()[:1]
-            what = "shell arithmetic knows whole numbers only" if bad == "." else f"unexpected {bad!r}"
+            what = (
+                "shell arithmetic knows whole numbers only" if bad == "." else f"unexpected {bad!r}"
+            )
             raise ArithmeticProblem(what)
         found.append(token[1])
         pos = token.end()
@@ -182,7 +225,9 @@ def number(text: str) -> int:
     base, mark, digits = text.partition("#")
     if not mark:
         digits = text
-        base = "16" if text[:2] in ("0x", "0X") else "8" if text[0] == "0" and len(text) > 1 else "10"
+        base = (
+            "16" if text[:2] in ("0x", "0X") else "8" if text[0] == "0" and len(text) > 1 else "10"
+        )
     if base == "10" and len(digits) >= 40:
         return _small(LIMIT)
     try:

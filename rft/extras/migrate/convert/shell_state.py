@@ -1,6 +1,8 @@
-"""What a shell holds while a script is walked, and its own commands, which change that: cd, echo, shift, `[`, basename, date …
+"""What a shell holds while a script is walked, and its own commands, which change that: cd, echo,
+shift, `[`, basename, date …
 
-Runs nothing.  Invariant: a command changes the state exactly as the shell's would; a variable whose value cannot be told holds a mark.
+Runs nothing.  Invariant: a command changes the state exactly as the shell's would; a variable whose
+value cannot be told holds a mark.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Leave(Exception):
 
     def __init__(self, levels: int, again: bool) -> None:
         super().__init__()
-        self.levels, self.again = levels, again
+        self.levels = levels
+        self.again = again
 
 
 class Unknowable(Exception):
@@ -62,7 +65,9 @@ class ShellState:
         self.nesting += 1
         try:
             if self.nesting > MAX_CALLS:
-                raise ConfigError(f"{self.name}, line {line}: {what} more than {MAX_CALLS} levels deep")
+                raise ConfigError(
+                    f"{self.name}, line {line}: {what} more than {MAX_CALLS} levels deep"
+                )
             yield
         finally:
             self.nesting -= 1
@@ -87,7 +92,12 @@ class ShellState:
 
     def apart(self, action: Callable[[], Decision]) -> Decision:
         """In a shell of its own: what it sets is gone afterwards."""
-        kept = dict(self.scope.variables), list(self.scope.positional), self.scope.shifted, self.folder
+        kept = (
+            dict(self.scope.variables),
+            list(self.scope.positional),
+            self.scope.shifted,
+            self.folder,
+        )
         self.marks.work(20 * len(kept[0]), 0)
         try:
             return action()
@@ -147,19 +157,29 @@ class ShellState:
 
     def lose(self, name: str, line: int) -> None:
         """The variable is set to something that cannot be told."""
-        self.renew(name, self.marks.new(f"${name}", f"line {line} sets it to what only running tells", line), line)
+        self.renew(
+            name,
+            self.marks.new(f"${name}", f"line {line} sets it to what only running tells", line),
+            line,
+        )
 
     def renew(self, name: str, text: str, line: int) -> None:
         """The variable is this text, whatever it was before."""
         self.scope.variables[name] = Array({"0": Text(text, line)})
 
     def declare(self, command: SimpleCommand, kind: str) -> Decision:
-        flags = "".join(t for w in command.words[1:] if isinstance(w, Word) and (t := w.literal() or "").startswith("-"))
+        flags = "".join(
+            t
+            for w in command.words[1:]
+            if isinstance(w, Word) and (t := w.literal() or "").startswith("-")
+        )
         for item in command.words[1:]:
             name = item.name if isinstance(item, Assign) else item.literal() or ""
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
                 continue
-            if (kind == "local" or (kind in ("declare", "typeset") and "g" not in flags)) and self.locals:
+            if (
+                kind == "local" or (kind in ("declare", "typeset") and "g" not in flags)
+            ) and self.locals:
                 self.locals[-1].setdefault(name, self.expander.get(name))
             if "A" in flags:
                 self.scope.variables[name] = Array(named=True)
@@ -174,7 +194,8 @@ class ShellState:
         return YES
 
 
-# -- the shell's own commands, and what a few others print: (state, words after the name, line) -> answer
+# -- the shell's own commands, and what a few others print: (state, words after the name, line) ->
+# answer
 
 
 Builtin = Callable[[ShellState, list[Text], int], Decision]
@@ -266,7 +287,10 @@ def _printf(self: ShellState, words: list[Text], line: int) -> Decision:
     if self.output is None:
         return YES
     form = texts[0] if texts else ""
-    if len(re.findall(r"%", form)) != len(re.findall(r"%[sd]", form)) or form.count("%") != len(texts) - 1:
+    if (
+        len(re.findall(r"%", form)) != len(re.findall(r"%[sd]", form))
+        or form.count("%") != len(texts) - 1
+    ):
         raise Unknowable
     rest = iter(texts[1:])
     return _print(self, re.sub(r"%[sd]", lambda m: next(rest), form.replace("\\n", "\n")))
@@ -318,14 +342,20 @@ def _realpath(self: ShellState, words: list[str]) -> str | None:
 def _date(self: ShellState, words: list[Text], line: int) -> Decision:
     if self.output is not None:
         self.note(
-            line, "`$(date …)` becomes the text 'date': a configuration is the same for each run; set `name` to tell runs apart"
+            line,
+            "`$(date …)` becomes the text 'date': a configuration is the same for each run; set "
+            "`name` to tell runs apart",
         )
     return _print(self, "date\n")
 
 
 def _expr(self: ShellState, words: list[str]) -> str | None:
     try:
-        return None if marked(" ".join(words)) else str(evaluate(" ".join(words), lambda name: 0, lambda name, value: None))
+        return (
+            None
+            if marked(" ".join(words))
+            else str(evaluate(" ".join(words), lambda name: 0, lambda name, value: None))
+        )
     except ArithmeticProblem:
         return None
 
@@ -338,12 +368,36 @@ def _seq(self: ShellState, words: list[str]) -> str | None:
 
 
 BUILTINS: dict[str, Builtin] = {
-    "shift": _shift, "set": _set, "unset": _unset, "read": _lose, "mapfile": _lose, "readarray": _lose, "getopts": _lose,
-    "let": _let, "source": _source, ".": _source, "exit": _exit, "return": _return, "break": _leave(False),
-    "continue": _leave(True), "[": _bracket, "test": _bracket, "true": lambda self, words, line: YES,
-    ":": lambda self, words, line: YES, "false": lambda self, words, line: NO, "echo": _echo, "printf": _printf,
-    "cd": _cd, "pwd": _prints(lambda self, words: self.folder), "dirname": _prints(_dirname), "basename": _prints(_basename),
-    "realpath": _prints(_realpath), "readlink": _prints(_realpath), "date": _date, "expr": _prints(_expr),
-    "hostname": _prints(lambda self, words: env("HOSTNAME")), "whoami": _prints(lambda self, words: env("USER")),
+    "shift": _shift,
+    "set": _set,
+    "unset": _unset,
+    "read": _lose,
+    "mapfile": _lose,
+    "readarray": _lose,
+    "getopts": _lose,
+    "let": _let,
+    "source": _source,
+    ".": _source,
+    "exit": _exit,
+    "return": _return,
+    "break": _leave(False),
+    "continue": _leave(True),
+    "[": _bracket,
+    "test": _bracket,
+    "true": lambda self, words, line: YES,
+    ":": lambda self, words, line: YES,
+    "false": lambda self, words, line: NO,
+    "echo": _echo,
+    "printf": _printf,
+    "cd": _cd,
+    "pwd": _prints(lambda self, words: self.folder),
+    "dirname": _prints(_dirname),
+    "basename": _prints(_basename),
+    "realpath": _prints(_realpath),
+    "readlink": _prints(_realpath),
+    "date": _date,
+    "expr": _prints(_expr),
+    "hostname": _prints(lambda self, words: env("HOSTNAME")),
+    "whoami": _prints(lambda self, words: env("USER")),
     "seq": _prints(_seq),
-}  # fmt: skip
+}

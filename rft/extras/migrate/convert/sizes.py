@@ -1,7 +1,9 @@
-"""Batch, schedule and GPU arithmetic of a conversion: how many prompts, steps and GPUs a veRL run means here.
+"""Batch, schedule and GPU arithmetic of a conversion: how many prompts, steps and GPUs a veRL run
+means here.
 
-Symbols as in the tables: B prompts of a veRL iteration, m prompts of an optimizer step, n runs of a prompt, G data-parallel size of our
-trainer.  Knows veRL's keys, no YAML.  Invariant: B = m x sync_interval, always.
+Symbols as in the tables: B prompts of a veRL iteration, m prompts of an optimizer step, n runs of a
+prompt, G data-parallel size of our trainer.  Knows veRL's keys, no YAML.  Invariant: B = m x
+sync_interval, always.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ MAX_GPUS = 20_000
 
 def is_async(d: Draft) -> bool:
     """The fully asynchronous recipe, or a YAML file of it."""
-    return d.launch.program == "fully_async" or any(k.startswith("async_training.") for k in d.given)
+    return d.launch.program == "fully_async" or any(
+        k.startswith("async_training.") for k in d.given
+    )
 
 
 def ahead(d: Draft) -> bool:
@@ -31,10 +35,16 @@ def apart(d: Draft) -> bool:
 
 
 def colocated(d: Draft) -> bool:
-    """Whether engines and trainer share their GPUs in turns: asked for, or there are too few to give each their own."""
+    """Whether engines and trainer share their GPUs in turns: asked for, or there are too few to
+    give each their own.
+    """
     if apart(d):
         return False
-    if d.colocate or (d.stated("actor_rollout_ref.hybrid_engine") and not d.terse and d.flag("actor_rollout_ref.hybrid_engine")):
+    if d.colocate or (
+        d.stated("actor_rollout_ref.hybrid_engine")
+        and not d.terse
+        and d.flag("actor_rollout_ref.hybrid_engine")
+    ):
         return True
     return "mode" not in d.overridden and d.engine_num is None and not _splits(d)
 
@@ -42,7 +52,9 @@ def colocated(d: Draft) -> bool:
 def _splits(d: Draft) -> bool:
     """Whether some number of engines leaves GPUs that the trainer's sequences divide over."""
     count, per_node = nodes(d)
-    left, tp, sp = count * per_node - reward_gpus(d), _engine_gpus(d), sequence_parallel(d)
+    left = count * per_node - reward_gpus(d)
+    tp = _engine_gpus(d)
+    sp = sequence_parallel(d)
     return any((left - e * tp) % sp == 0 for e in range(1, (left - 1) // tp + 1))
 
 
@@ -76,25 +88,36 @@ def interval(d: Draft) -> int:
     """Optimizer steps of one veRL iteration, B / m.  Raises ConfigError where m does not divide B."""
     mini = positive(d, f"{ACTOR}.ppo_mini_batch_size", 0)
     if is_async(d):
-        return positive(d, "async_training.trigger_parameter_sync_step", 4) * positive(d, "async_training.require_batches")
+        return positive(d, "async_training.trigger_parameter_sync_step", 4) * positive(
+            d, "async_training.require_batches"
+        )
     batch = d.whole("data.train_batch_size")
     if mini <= batch and batch % mini == 0:
         return batch // mini
     problem = f"the mini batch is larger than the batch{_default(d)}; lower it"
     if mini <= batch:
-        problem = f"{mini} does not divide {batch}{_default(d)}; an iteration must be whole optimizer steps (veRL asserts it too)"
+        problem = (
+            f"{mini} does not divide {batch}{_default(d)}; an iteration must be whole "
+            f"optimizer steps (veRL asserts it too)"
+        )
     key = f"{ACTOR}.ppo_mini_batch_size"
-    raise ConfigError(f"data.train_batch_size {batch}, {key} {mini}: {problem}", key=key, given=mini)
+    raise ConfigError(
+        f"data.train_batch_size {batch}, {key} {mini}: {problem}", key=key, given=mini
+    )
 
 
 def _default(d: Draft) -> str:
-    unstated = [k for k in (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size") if not d.stated(k)]
+    unstated = [
+        k for k in (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size") if not d.stated(k)
+    ]
     return f" ({' and '.join(unstated)} is veRL's default)" if unstated else ""
 
 
 def runs(d: Draft) -> int:
     """Runs of a prompt, n."""
-    return positive(d, f"{ROLLOUT}.n" if d.stated(f"{ROLLOUT}.n") or not d.stated("rollout.n") else "rollout.n")
+    return positive(
+        d, f"{ROLLOUT}.n" if d.stated(f"{ROLLOUT}.n") or not d.stated("rollout.n") else "rollout.n"
+    )
 
 
 def positive(d: Draft, key: str, default: int = 1) -> int:
@@ -115,7 +138,9 @@ def verl_ranks(d: Draft) -> int:
 
 
 def micro_batch(d: Draft, role: str = ACTOR) -> int | None:
-    """Trajectories per GPU and pass; the deprecated global number is divided by veRL's data-parallel size."""
+    """Trajectories per GPU and pass; the deprecated global number is divided by veRL's
+    data-parallel size.
+    """
     if d.stated(f"{role}.ppo_micro_batch_size_per_gpu"):
         return d.whole(f"{role}.ppo_micro_batch_size_per_gpu")
     if d.stated(f"{role}.ppo_micro_batch_size"):
@@ -124,30 +149,40 @@ def micro_batch(d: Draft, role: str = ACTOR) -> int | None:
 
 
 def nodes(d: Draft) -> tuple[int, int]:
-    """(node_num, gpu_per_node) of the whole cluster.  In the asynchronous recipe trainer and rollouter have GPUs of their own."""
-    count, per_node = positive(d, "trainer.nnodes"), positive(d, "trainer.n_gpus_per_node", 8)
+    """(node_num, gpu_per_node) of the whole cluster.  In the asynchronous recipe trainer and
+    rollouter have GPUs of their own.
+    """
+    count = positive(d, "trainer.nnodes")
+    per_node = positive(d, "trainer.n_gpus_per_node", 8)
     others = theirs = 0
     if apart(d):
-        others, theirs = positive(d, "rollout.nnodes"), positive(d, "rollout.n_gpus_per_node", 8)
+        others = positive(d, "rollout.nnodes")
+        theirs = positive(d, "rollout.n_gpus_per_node", 8)
     elif d.flag(f"{RM}.enable") and d.flag(f"{RM}.enable_resource_pool"):
-        others, theirs = positive(d, f"{RM}.nnodes"), positive(d, f"{RM}.n_gpus_per_node", 8)
+        others = positive(d, f"{RM}.nnodes")
+        theirs = positive(d, f"{RM}.n_gpus_per_node", 8)
     total = count * per_node + others * theirs
     if total > MAX_GPUS:
-        raise d.wrong("trainer.nnodes", count, f"fewer: {total:,} GPUs in all are more than {MAX_GPUS:,}")
+        raise d.wrong(
+            "trainer.nnodes", count, f"fewer: {total:,} GPUs in all are more than {MAX_GPUS:,}"
+        )
     if not others:
         return count, per_node
     if per_node == theirs == 8:
         return count + others, per_node
     if count == others and per_node + theirs <= 8:
         d.note(
-            f"trainer ({count} x {per_node} GPUs) and rollouter ({others} x {theirs}) are taken to share {count} node(s) of "
-            f"{per_node + theirs}; if they have nodes of their own, set cluster.node_num and cluster.gpu_per_node"
+            f"trainer ({count} x {per_node} GPUs) and rollouter ({others} x {theirs}) are taken to "
+            f"share {count} node(s) of "
+            f"{per_node + theirs}; if they have nodes of their own, set cluster.node_num and "
+            f"cluster.gpu_per_node"
         )
         return count, per_node + theirs
     if per_node == theirs:
         return count + others, per_node
     d.warn(
-        f"trainer ({count} x {per_node} GPUs) and rollouter ({others} x {theirs}) have different nodes; the result counts {total} GPUs on "
+        f"trainer ({count} x {per_node} GPUs) and rollouter ({others} x {theirs}) have different "
+        f"nodes; the result counts {total} GPUs on "
         "one node: set cluster.node_num and cluster.gpu_per_node to what is there"
     )
     return 1, total
@@ -155,7 +190,9 @@ def nodes(d: Draft) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Gpus:
-    """Who gets how many GPUs, here and in veRL.  `local` and accumulation are None where they are no whole numbers."""
+    """Who gets how many GPUs, here and in veRL.  `local` and accumulation are None where they are
+    no whole numbers.
+    """
 
     total: int
     rollout: int
@@ -173,7 +210,8 @@ class Gpus:
 def split(d: Draft, engine_num: int, auxiliary: int) -> Gpus:
     """R8 and R9 for `engine_num` engines and `auxiliary` GPUs of other models."""
     count, per_node = nodes(d)
-    tp, shared = _engine_gpus(d), colocated(d)
+    tp = _engine_gpus(d)
+    shared = colocated(d)
     trainer = count * per_node - auxiliary - (0 if shared else engine_num * tp)
     ranks = max(0, trainer // sequence_parallel(d))
     rows = runs(d) * d.whole(f"{ACTOR}.ppo_mini_batch_size")
@@ -181,7 +219,8 @@ def split(d: Draft, engine_num: int, auxiliary: int) -> Gpus:
     actor = None if dynamic else micro_batch(d)
     critic_dynamic = d.flag("critic.use_dynamic_bsz", dynamic)
     critic = micro_batch(d, "critic") if has_critic(d) and not critic_dynamic else None
-    local, theirs = _whole(rows, ranks), _whole(rows, verl_ranks(d))
+    local = _whole(rows, ranks)
+    theirs = _whole(rows, verl_ranks(d))
     return Gpus(
         total=count * per_node,
         shared=shared,
@@ -213,7 +252,9 @@ def fits(d: Draft, gpus: Gpus) -> bool:
 
 
 def whole_nodes(d: Draft, trainer: int) -> bool:
-    """A trainer of more than one node has whole nodes, and sequences are divided over whole groups of its ranks."""
+    """A trainer of more than one node has whole nodes, and sequences are divided over whole groups
+    of its ranks.
+    """
     per_node = nodes(d)[1]
     return (trainer <= per_node or trainer % per_node == 0) and trainer % sequence_parallel(d) == 0
 
@@ -221,17 +262,22 @@ def whole_nodes(d: Draft, trainer: int) -> bool:
 def choose_engines(d: Draft, auxiliary: int) -> int:
     """Engines where none were asked for: a quarter of the GPUs.
 
-    More of them where the trainer would get parts of nodes, and in the exact profile until the batch divides over the rest.
+    More of them where the trainer would get parts of nodes, and in the exact profile until the
+    batch divides over the rest.
     """
     count, per_node = nodes(d)
     tp = _engine_gpus(d)
     if colocated(d):
         return max(1, (count * per_node - auxiliary) // tp)
     if apart(d):
-        return max(1, positive(d, "rollout.nnodes") * positive(d, "rollout.n_gpus_per_node", 8) // tp)
+        return max(
+            1, positive(d, "rollout.nnodes") * positive(d, "rollout.n_gpus_per_node", 8) // tp
+        )
     first = max(1, count * per_node // 4 // tp)
     most = (count * per_node - auxiliary - 1) // tp
-    whole = [e for e in range(first, most + 1) if whole_nodes(d, count * per_node - e * tp - auxiliary)] or [first]
+    whole = [
+        e for e in range(first, most + 1) if whole_nodes(d, count * per_node - e * tp - auxiliary)
+    ] or [first]
     return next((e for e in whole if d.exact and fits(d, split(d, e, auxiliary))), whole[0])
 
 

@@ -15,7 +15,9 @@ class Lit:
 
 @dataclass(frozen=True)
 class Param:
-    """`$name`, `${name[index]op arg}`; `op` is "" or as written (":-", "##", "//", ":" …), "length", "indirect" or "keys"."""
+    """`$name`, `${name[index]op arg}`; `op` is "" or as written (":-", "##", "//", ":" …),
+    "length", "indirect" or "keys".
+    """
 
     name: str
     line: int
@@ -23,7 +25,8 @@ class Param:
     index: str | Word | None = None
     op: str = ""
     arg: Word | None = None
-    second: Word | None = None  # the replacement of ${x/pattern/replacement}, the length of ${x:offset:length}
+    # the replacement of ${x/pattern/replacement}, the length of ${x:offset:length}
+    second: Word | None = None
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,14 @@ class Redirect:
 
 @dataclass(frozen=True)
 class SimpleCommand:
-    """`A=b cmd arg …`; an Assign among the words belongs to `export`, `local` and their kind.  `((…))` is `let "…"`."""
+    """`A=b cmd arg …`; an Assign among the words belongs to `export`, `local` and their kind.
+    `((…))` is `let "…"`.
+    """
 
     assigns: tuple[Assign, ...]
     words: tuple[Word | Assign, ...]
-    redirects: list[Redirect]  # a here-document joins it when its text is read, after the line's end
+    # a here-document joins it when its text is read, after the line's end
+    redirects: list[Redirect]
     line: int
 
 
@@ -163,6 +169,14 @@ class AndOr:
 
 
 Command = (
-    SimpleCommand | TestCommand | GroupCommand | IfCommand | CaseCommand | ForCommand | WhileCommand
-    | FunctionCommand | Pipeline | AndOr
-)  # fmt: skip
+    SimpleCommand
+    | TestCommand
+    | GroupCommand
+    | IfCommand
+    | CaseCommand
+    | ForCommand
+    | WhileCommand
+    | FunctionCommand
+    | Pipeline
+    | AndOr
+)

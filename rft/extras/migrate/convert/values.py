@@ -1,6 +1,8 @@
-"""What a script's variables hold: texts in which unset environment variables and unknowable pieces keep a mark.
+"""What a script's variables hold: texts in which unset environment variables and unknowable pieces
+keep a mark.
 
-Knows no grammar.  Invariant: marks are private-use characters that no script contains, so a mark is never mistaken for text.
+Knows no grammar.  Invariant: marks are private-use characters that no script contains, so a mark is
+never mistaken for text.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ PASSED = "\ue004"  # "$@" of the script itself
 MAX_CHARACTERS = 20_000_000
 MAX_VALUE = 300_000
 # Set on every machine, so never taken as unset.
-ALWAYS_SET = frozenset({"HOME", "USER", "LOGNAME", "PWD", "PATH", "SHELL", "HOSTNAME", "UID", "OSTYPE", "LANG"})
+ALWAYS_SET = frozenset(
+    {"HOME", "USER", "LOGNAME", "PWD", "PATH", "SHELL", "HOSTNAME", "UID", "OSTYPE", "LANG"}
+)
 _ENV = re.compile("\ue000([^\ue001]*)\ue001")
 _UNKNOWN = re.compile("\ue002(\\d+)\ue003")
 _MARK = re.compile("[\ue000\ue002\ue004]")
@@ -31,7 +35,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Array:
-    """What a variable holds: entries by key.  Keys of an indexed array are numbers as text; a single text is the entry "0"."""
+    """What a variable holds: entries by key.  Keys of an indexed array are numbers as text; a
+    single text is the entry "0".
+    """
 
     entries: Mapping[str, Text] = field(default_factory=dict)
     named: bool = False
@@ -77,7 +83,10 @@ class Marks:
     def spend(self, text: str, line: int) -> str:
         """Refuses scripts whose values grow without end."""
         if len(text) > MAX_VALUE:
-            raise ConfigError(f"{self.name}, line {line}: a value grows beyond any use, to {len(text):,} characters")
+            raise ConfigError(
+                f"{self.name}, line {line}: a value grows beyond any use, to {len(text):,} "
+                f"characters"
+            )
         self.work(len(text), line)
         return text
 
@@ -85,7 +94,10 @@ class Marks:
         """Counts what has been read and made; a script that would take long is refused."""
         self.characters += characters
         if self.characters > MAX_CHARACTERS:
-            raise ConfigError(f"{self.name}, line {line}: the script does too much to read; write the launch with plain values")
+            raise ConfigError(
+                f"{self.name}, line {line}: the script does too much to read; write the launch "
+                f"with plain values"
+            )
 
 
 def env(name: str) -> str:
@@ -108,7 +120,9 @@ def lone(text: str) -> str:
 
 
 def shown(text: str, marks: Marks) -> str:
-    """For people and for the configuration: ${oc.env:NAME} for a variable, the script's own text for what is unknown."""
+    """For people and for the configuration: ${oc.env:NAME} for a variable, the script's own text
+    for what is unknown.
+    """
     text = _ENV.sub(lambda m: f"${{oc.env:{m[1]}}}", text)
     return _UNKNOWN.sub(lambda m: marks.unknown[int(m[1])].what, text).replace(PASSED, "$@")
 

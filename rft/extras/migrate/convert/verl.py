@@ -1,6 +1,7 @@
 """A veRL launch → our configuration and an account of every argument.
 
-Reads no file and starts nothing.  Invariant: each argument of the launch has exactly one row, in the order of the launch.
+Reads no file and starts nothing.  Invariant: each argument of the launch has exactly one row, in
+the order of the launch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from rft.config.schema.source import dotted
 from rft.errors import ConfigError, ConfigErrors
 from rft.extras.migrate.compat.keys import verl_keys as table
 from rft.extras.migrate.convert import defaults, key_groups, verl_eval, verl_generation, verl_sft
-from rft.extras.migrate.convert.draft import KINDS, ArgumentOutcome, ArgumentRow, Draft, Kind, Profile, WrittenValue, ordered
+from rft.extras.migrate.convert.draft import (
+    KINDS,
+    ArgumentOutcome,
+    ArgumentRow,
+    Draft,
+    Kind,
+    Profile,
+    WrittenValue,
+    ordered,
+)
 from rft.extras.migrate.convert.launch import Argument, Launch, opened
 from rft.extras.migrate.convert.names import RM, ROLLOUT
 from rft.extras.migrate.convert.rule import account
@@ -31,7 +41,9 @@ Judge = Callable[[Draft, Argument], ArgumentOutcome]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """The result.  `values` is empty where the program has no run configuration (main_eval): then `command` says what to start."""
+    """The result.  `values` is empty where the program has no run configuration (main_eval): then
+    `command` says what to start.
+    """
 
     program: str
     source: str  # name of the file
@@ -41,7 +53,8 @@ class Conversion:
     written: tuple[WrittenValue, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    questions: tuple[str, ...] = ()  # what a person has to decide; the result holds the answer that was assumed
+    # what a person has to decide; the result holds the answer that was assumed
+    questions: tuple[str, ...] = ()
     gpus: Gpus | None = None
     command: str = ""
     errors: tuple[str, ...] = ()  # what `rft check` would refuse in the result
@@ -53,16 +66,29 @@ class Conversion:
 
 
 def convert(
-    launch: Launch, *, profile: Profile = "exact", engine_num: int | None = None, overrides: Sequence[str] = ()
+    launch: Launch,
+    *,
+    profile: Profile = "exact",
+    engine_num: int | None = None,
+    overrides: Sequence[str] = (),
 ) -> Conversion:
     """Raises ConfigError(s) for sizes that do not fit and for overrides that are no keys."""
     if engine_num is not None and engine_num < 1:
-        raise ConfigError(f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num)
+        raise ConfigError(
+            f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num
+        )
     overridden = tuple(o.partition("=")[0].strip() for o in overrides)
     own = _own(launch)
     read = _renamed(launch.program, _opened(launch.arguments, own))
     arguments, questions = _parameters(read, own)
-    d = Draft(dataclasses.replace(launch, arguments=arguments), profile, engine_num, overridden, questions=questions, own=own)
+    d = Draft(
+        dataclasses.replace(launch, arguments=arguments),
+        profile,
+        engine_num,
+        overridden,
+        questions=questions,
+        own=own,
+    )
     d.colocate = any(o.replace(" ", "") == "mode=colocate" for o in overrides)
     command = verl_eval.command(d) if launch.program == "main_eval" else ""
     prepare, outcome, finish = _FAMILIES.get(launch.program, (_prepare, _outcome, _finish))
@@ -102,9 +128,15 @@ def _own(launch: Launch) -> dict[str, Any]:
         return verl_sft.OWN if launch.program == "sft" else verl_sft.NEWER
     if launch.program == "generation":
         return verl_generation.own(launch.arguments)
-    if launch.program == "fully_async" or any(a.key.startswith("async_training.") for a in launch.arguments):
-        names = (key for key in table.by_name(ASYNC) if key.startswith(("async_training.", "rollout.")))
-        return {key: table.default(key, ASYNC) for key in names} | {"algorithm.rollout_correction.bypass_mode": True}
+    if launch.program == "fully_async" or any(
+        a.key.startswith("async_training.") for a in launch.arguments
+    ):
+        names = (
+            key for key in table.by_name(ASYNC) if key.startswith(("async_training.", "rollout."))
+        )
+        return {key: table.default(key, ASYNC) for key in names} | {
+            "algorithm.rollout_correction.bypass_mode": True
+        }
     return {}
 
 
@@ -125,17 +157,24 @@ def _nothing(d: Draft) -> None:
     """An evaluation of stored answers has no configuration."""
 
 
-def _parameters(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[tuple[Argument, ...], list[str]]:
-    """Numbers and switches that are left to the environment get veRL's default, and a question; texts stay ${oc.env:NAME}."""
-    done, questions = [], []
+def _parameters(
+    arguments: Sequence[Argument], own: dict[str, Any]
+) -> tuple[tuple[Argument, ...], list[str]]:
+    """Numbers and switches that are left to the environment get veRL's default, and a question;
+    texts stay ${oc.env:NAME}.
+    """
+    done = []
+    questions = []
     for a in arguments:
-        default, value = own.get(a.key, table.default(a.key, ASYNC)), str(a.value)
+        default = own.get(a.key, table.default(a.key, ASYNC))
+        value = str(a.value)
         empty = a.value is not None and not value.strip() and default not in (None, "")
         if empty or (isinstance(default, bool | int | float) and "${oc.env:" in value):
             names = ", ".join(f"${v}" for v in a.variables)
             whence = f"left to {names}, which the script does not set" if names else "empty"
             questions.append(
-                f"line {a.line}: {a.key} is {whence}; veRL's default, {default}, is taken.  Is that meant?  Else write the value into the "
+                f"line {a.line}: {a.key} is {whence}; veRL's default, {default}, is taken.  Is "
+                f"that meant?  Else write the value into the "
                 "script"
             )
             a = dataclasses.replace(a, value=default)
@@ -144,11 +183,20 @@ def _parameters(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[tup
 
 
 def _opened(arguments: Sequence[Argument], own: dict[str, Any]) -> tuple[Argument, ...]:
-    """Without older names and references; a group given as a mapping counts as its leaves, beside itself."""
+    """Without older names and references; a group given as a mapping counts as its leaves, beside
+    itself.
+    """
     named = [dataclasses.replace(a, key=table.ALIASES.get(a.key, a.key)) for a in arguments]
     plain = opened(named, {key: table.default(key, ASYNC) for key in table.by_name(ASYNC)} | own)
-    alone = [a for a in arguments if a.key == f"{ROLLOUT}.val_temperature" and a.value not in (None, "", 0)]  # without do_sample
-    sampled = [dataclasses.replace(a, key=f"{ROLLOUT}.val_kwargs.do_sample", value=True) for a in alone]
+    # without do_sample
+    alone = [
+        a
+        for a in arguments
+        if a.key == f"{ROLLOUT}.val_temperature" and a.value not in (None, "", 0)
+    ]
+    sampled = [
+        dataclasses.replace(a, key=f"{ROLLOUT}.val_kwargs.do_sample", value=True) for a in alone
+    ]
     return (*plain, *(leaf for a in plain for leaf in _inside(a)), *sampled)
 
 
@@ -163,7 +211,8 @@ def _inside(a: Argument) -> list[Argument]:
     return found
 
 
-# Newer versions of veRL have all of rewards in one section, and read the older names as well; the critic has its engine's group at once.
+# Newer versions of veRL have all of rewards in one section, and read the older names as well; the
+# critic has its engine's group at once.
 _NEWER = {
     "critic.fsdp.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
     "reward.reward_manager.name": f"{RM}.reward_manager",
@@ -185,7 +234,9 @@ def _renamed(program: str, arguments: Sequence[Argument]) -> tuple[Argument, ...
 
     def name(key: str) -> str:
         begin = next((s for s in sections if key.startswith(f"{s}.")), None)
-        return names.get(key) or (key if begin is None else f"{sections[begin]}{key.removeprefix(begin)}")
+        return names.get(key) or (
+            key if begin is None else f"{sections[begin]}{key.removeprefix(begin)}"
+        )
 
     return tuple(dataclasses.replace(a, key=name(a.key)) for a in arguments)
 
@@ -202,16 +253,26 @@ def _account(d: Draft, a: Argument, outcome: Judge) -> ArgumentOutcome:
     if wins is not a:
         return ArgumentOutcome("ignored", f"given again on line {wins.line}, which wins")
     if a.prefix == "~":
-        return ArgumentOutcome("ignored", "taken out of veRL's configuration; nothing is left to convert")
+        return ArgumentOutcome(
+            "ignored", "taken out of veRL's configuration; nothing is left to convert"
+        )
     if leaves := _inside(a):
         return _together([(b.key, outcome(d, b)) for b in leaves])
     return outcome(d, a)
 
 
 def _together(parts: list[tuple[str, ArgumentOutcome]]) -> ArgumentOutcome:
-    worst = next(k for k in ("refused", "mapped", "derived", "equal", "ignored") if any(o.kind == k for _, o in parts))
-    reason = "; ".join(f"{key.rsplit('.', 1)[-1]}: {o.reason}" for key, o in parts if o.reason and o.kind == worst)
-    return ArgumentOutcome(worst, reason, tuple(dict.fromkeys(t for _, o in parts for t in o.targets)))  # type: ignore[arg-type]
+    worst = next(
+        k
+        for k in ("refused", "mapped", "derived", "equal", "ignored")
+        if any(o.kind == k for _, o in parts)
+    )
+    reason = "; ".join(
+        f"{key.rsplit('.', 1)[-1]}: {o.reason}" for key, o in parts if o.reason and o.kind == worst
+    )
+    return ArgumentOutcome(
+        worst, reason, tuple(dict.fromkeys(t for _, o in parts for t in o.targets))
+    )  # type: ignore[arg-type]
 
 
 def _outcome(d: Draft, a: Argument) -> ArgumentOutcome:
@@ -245,7 +306,11 @@ def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[str, ...]:
         plan = resolve(from_dict(plain(d.values)), Facts(gpus=0))
     except ConfigError as e:
         found = e.errors
-        if mine := [x for x in found if x.key and any(x.key.startswith(o) or o.startswith(x.key) for o in overridden)]:
+        if mine := [
+            x
+            for x in found
+            if x.key and any(x.key.startswith(o) or o.startswith(x.key) for o in overridden)
+        ]:
             raise ConfigErrors(mine) from None
         return tuple(str(x) for x in found)
     for text in plan.warnings:

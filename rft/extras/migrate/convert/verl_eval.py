@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rft.extras.migrate.convert.launch import Argument
 
 SECTION = frozenset({17})
-REWARD, NAME = "custom_reward_function.path", "custom_reward_function.name"
+REWARD = "custom_reward_function.path"
+NAME = "custom_reward_function.name"
 OPTIONS = {
     "data.path": "--input",
     "data.prompt_key": "--prompt-key",
@@ -37,7 +38,10 @@ RULES = {
 }
 BEGINNINGS = {
     "evaluation.": ignored("not a veRL key"),
-    **dict.fromkeys(("--", "ray_init.", "ray_kwargs.", "hydra."), ignored("nothing is started through Ray or Hydra")),
+    **dict.fromkeys(
+        ("--", "ray_init.", "ray_kwargs.", "hydra."),
+        ignored("nothing is started through Ray or Hydra"),
+    ),
 }
 
 
@@ -45,13 +49,18 @@ def command(d: Draft) -> str:
     """The line to type.  Columns that are not stated have veRL's names."""
     words = ["rft", "bench"]
     for key, option in OPTIONS.items():
-        value = d.get(key, table.default(key, SECTION)) if d.stated(key) or key != "data.path" else None
+        value = (
+            d.get(key, table.default(key, SECTION)) if d.stated(key) or key != "data.path" else None
+        )
         if value is None:
             continue
         if key == REWARD:
             value = f"{value}:{d.text(NAME, 'compute_score')}"
         words += [option, shlex.quote(str(value)) if "$" not in str(value) else f'"{value}"']
-    d.note("main_eval scores stored answers; it trains nothing, so there is no run configuration and no YAML is written")
+    d.note(
+        "main_eval scores stored answers; it trains nothing, so there is no run configuration and "
+        "no YAML is written"
+    )
     return " ".join(words)
 
 

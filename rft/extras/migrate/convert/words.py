@@ -1,6 +1,7 @@
 """Words of shell text: quotes, escapes, $ and its forms.  `shell` reads commands with it.
 
-Knows no command.  Invariant: reading goes forward only; an unbalanced quote raises ConfigError with the line and column of its beginning.
+Knows no command.  Invariant: reading goes forward only; an unbalanced quote raises ConfigError with
+the line and column of its beginning.
 """
 
 from __future__ import annotations
@@ -12,22 +13,66 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from rft.errors import ConfigError
-from rft.extras.migrate.convert.syntax import Arith, Command, CommandSub, Lit, Param, Part, Redirect, Word
+from rft.extras.migrate.convert.syntax import (
+    Arith,
+    Command,
+    CommandSub,
+    Lit,
+    Param,
+    Part,
+    Redirect,
+    Word,
+)
 
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!_-]")
 _SHORT = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PLAIN = re.compile(r"[^ \t\n\\'\"$`;&|<>()]+")
 _BACKTICKS = re.compile(r"`((?:\\.|[^`\\])*+)`", re.DOTALL)
 _ANSI = re.compile(r"\$'((?:\\.|[^'\\])*+)'", re.DOTALL)
-_ANSI_CODE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|([0-7]{1,3})|(.))", re.DOTALL)
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
+_ANSI_CODE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|([0-7]{1,3})|(.))", re.DOTALL
+)
+_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "a": "\a",
+    "b": "\b",
+    "e": "\x1b",
+    "E": "\x1b",
+    "f": "\f",
+    "v": "\v",
+}
 _ESCAPES |= {sign: sign for sign in "\\'\"?"}
-_OPS = (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#", "//", "/", "^^", "^", ",,", ",", "@", ":")
+_OPS = (
+    ":-",
+    ":=",
+    ":+",
+    ":?",
+    "-",
+    "=",
+    "+",
+    "?",
+    "%%",
+    "%",
+    "##",
+    "#",
+    "//",
+    "/",
+    "^^",
+    "^",
+    ",,",
+    ",",
+    "@",
+    ":",
+)
 
 
 @dataclass(frozen=True)
 class Document:
-    """A here-document whose operator stands at `start`; it becomes one of `redirects` when its text is read."""
+    """A here-document whose operator stands at `start`; it becomes one of `redirects` when its text
+    is read.
+    """
 
     mark: str
     strip: bool
@@ -40,7 +85,9 @@ class WordReader(ABC):
     """One pass over one text.  `pos` is the next character to read."""
 
     def __init__(self, text: str, name: str, line: int) -> None:
-        self.text, self.name, self.first = text.replace("\r\n", "\n"), name, line
+        self.text = text.replace("\r\n", "\n")
+        self.name = name
+        self.first = line
         self.pos = 0
         self.documents: list[Document] = []  # their texts begin after the next line end
         self.starts = [0, *(m.end() for m in re.finditer("\n", self.text))]
@@ -66,11 +113,15 @@ class WordReader(ABC):
 
     def unexpected(self) -> ConfigError:
         sign = self.peek()
-        return self.error(f"unexpected {sign!r}" if sign else "the script ends in the middle of a command")
+        return self.error(
+            f"unexpected {sign!r}" if sign else "the script ends in the middle of a command"
+        )
 
     def unclosed(self, sign: str, begin: int) -> ConfigError:
         what = "backtick" if sign == "`" else "quote"
-        return self.error(f"unbalanced {sign!r}: the {what} that opens here is never closed", begin, column=True)
+        return self.error(
+            f"unbalanced {sign!r}: the {what} that opens here is never closed", begin, column=True
+        )
 
     def at(self, *texts: str) -> bool:
         return self.text.startswith(texts, self.pos)
@@ -94,7 +145,9 @@ class WordReader(ABC):
         return -1
 
     def arithmetic(self, skip: int) -> str | None:
-        """The text of the arithmetic expression that begins `skip` characters on, and past its `))`; None if it is two brackets."""
+        """The text of the arithmetic expression that begins `skip` characters on, and past its
+        `))`; None if it is two brackets.
+        """
         start = self.pos + skip
         end = self.closing(start)
         if end < 0 or not self.text.startswith("))", end):
@@ -112,7 +165,8 @@ class WordReader(ABC):
         return Word(self.nested(text, line).quoted_parts("", skip="'\""), line)
 
     def word(self, *, empty: bool = False, test: bool = False) -> Word:
-        line, begin = self.line(), self.pos
+        line = self.line()
+        begin = self.pos
         parts: list[Part] = []
         while (sign := self.peek()) and sign not in " \t\n;&|)" and not (test and sign == "("):
             if sign in "<>":
@@ -156,7 +210,8 @@ class WordReader(ABC):
         return [Lit(plain[0])]
 
     def double_quoted(self) -> list[Part]:
-        begin, self.pos = self.pos, self.pos + 1
+        begin = self.pos
+        self.pos = self.pos + 1
         parts = self.quoted_parts('"')
         if self.peek() != '"':
             raise self.unclosed('"', begin)
@@ -164,7 +219,9 @@ class WordReader(ABC):
         return [*parts] or [Lit("", True)]
 
     def quoted_parts(self, stops: str, skip: str = "") -> tuple[Part, ...]:
-        """Text in which only $, backticks and backslashes mean something, up to one of `stops` or the end."""
+        """Text in which only $, backticks and backslashes mean something, up to one of `stops` or
+        the end.
+        """
         plain = re.compile(rf"[^\\$`{stops}{skip}]+")
         parts: list[Part] = []
         while (sign := self.peek()) and sign not in stops:
@@ -184,7 +241,8 @@ class WordReader(ABC):
     # -- $ and its forms
 
     def dollar(self, quoted: bool) -> Part:
-        begin, line = self.pos, self.line()
+        begin = self.pos
+        line = self.line()
         if self.peek() == "`":
             return self.backticks(quoted)
         if self.at("$((") and (text := self.arithmetic(3)) is not None:
@@ -208,13 +266,15 @@ class WordReader(ABC):
 
     def command_sub(self, start: int, begin: int, quoted: bool) -> CommandSub:
         line, self.pos = self.line(begin), start
-        documents, self.documents = self.documents, []
+        documents = self.documents
+        self.documents = []
         body = self.until_paren(begin)
         self.documents = documents
         return CommandSub(body, self.text[begin : self.pos], line, quoted)
 
     def backticks(self, quoted: bool) -> CommandSub:
-        begin, line = self.pos, self.line()
+        begin = self.pos
+        line = self.line()
         found = self.take(_BACKTICKS)
         if not found:
             raise self.unclosed("`", begin)
@@ -228,7 +288,8 @@ class WordReader(ABC):
             number = code[1] or code[2]
             return chr(int(number, 16) if number else int(code[3], 8) & 255)
 
-        begin, found = self.pos, self.take(_ANSI)
+        begin = self.pos
+        found = self.take(_ANSI)
         if not found:
             raise self.unclosed("$'", begin)
         return Lit(_ANSI_CODE.sub(sign, found[1]), True)
@@ -236,9 +297,11 @@ class WordReader(ABC):
     def parameter(self, begin: int, line: int, quoted: bool) -> Param:
         op = ""
         if self.peek() == "#" and not re.compile(r"#[}:%#/+?=-]").match(self.text, self.pos):
-            self.pos, op = self.pos + 1, "length"
+            self.pos = self.pos + 1
+            op = "length"
         elif self.peek() == "!" and not self.at("!}"):
-            self.pos, op = self.pos + 1, "indirect"
+            self.pos = self.pos + 1
+            op = "indirect"
         name = self.take(_PARAMETER)
         if not name:
             raise self.bad_substitution(begin)
@@ -268,9 +331,11 @@ class WordReader(ABC):
         if op in ("/", "//") and self.at("#", "%"):
             op += self.peek()
             self.pos += 1
-        between = op[0] if op[0] == "/" or op == ":" else ""  # what parts the two words after the operator
+        # what parts the two words after the operator
+        between = op[0] if op[0] == "/" or op == ":" else ""
         quoted = op == ":" or (param.quoted and op[0] not in "%#")
-        arg, second = self.argument(between + "}", quoted, begin), None
+        arg = self.argument(between + "}", quoted, begin)
+        second = None
         if between and self.peek() == between:
             self.pos += 1
             second = self.argument("}", quoted, begin)
@@ -297,9 +362,12 @@ class WordReader(ABC):
 
     def bad_substitution(self, begin: int) -> ConfigError:
         close = self.text.find("}", begin)
-        given = self.text[begin : close + 1 if 0 <= close < begin + 60 else begin + 30].split("\n")[0]
+        given = self.text[begin : close + 1 if 0 <= close < begin + 60 else begin + 30].split("\n")[
+            0
+        ]
         return self.error(
-            f"{given!r} is no shell variable (bash stops with \"bad substitution\"); "
+            f'{given!r} is no shell variable (bash stops with "bad substitution"); '
             "an interpolation meant for Hydra stands in single quotes or begins with \\$",
-            begin, column=True,
-        )  # fmt: skip
+            begin,
+            column=True,
+        )

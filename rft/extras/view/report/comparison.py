@@ -1,6 +1,7 @@
 """Runs beside each other: what each measured, what it cost, and which keys differ.
 
-Knows `RunFacts` of each run.  Invariant: a row is there where any of the runs has it, and a run without it has no cell.
+Knows `RunFacts` of each run.  Invariant: a row is there where any of the runs has it, and a run
+without it has no cell.
 """
 
 from __future__ import annotations
@@ -27,15 +28,36 @@ def short_names(found: Sequence[RunFacts]) -> list[str]:
     return [f"{i}: {'/'.join(p[-1:])}" for i, p in enumerate(paths, 1)]
 
 
-def compared(found: Sequence[RunFacts], names: Sequence[str], keys: Sequence[str]) -> dict[str, Rows]:
-    """Tables by title: evaluations, newest numbers of `keys`, curves, cost, alarms, configuration and versions that differ."""
+def compared(
+    found: Sequence[RunFacts], names: Sequence[str], keys: Sequence[str]
+) -> dict[str, Rows]:
+    """Tables by title: evaluations, newest numbers of `keys`, curves, cost, alarms, configuration
+    and versions that differ.
+    """
     run = dict(zip(names, found, strict=True))
     return {
-        "evaluation": _by({n: {p.name: _told(p, q) for p, q in first_and_last(f.evals)} for n, f in run.items()}),
-        "newest": _by({n: {k: points[-1][1] for k in keys if (points := f.series.points(k))} for n, f in run.items()}),
-        "curve": _by({n: {k: sparkline(v, 24) for k, v in main_values(f.series).items()} for n, f in run.items()}),
+        "evaluation": _by(
+            {n: {p.name: _told(p, q) for p, q in first_and_last(f.evals)} for n, f in run.items()}
+        ),
+        "newest": _by(
+            {
+                n: {k: points[-1][1] for k in keys if (points := f.series.points(k))}
+                for n, f in run.items()
+            }
+        ),
+        "curve": _by(
+            {
+                n: {k: sparkline(v, 24) for k, v in main_values(f.series).items()}
+                for n, f in run.items()
+            }
+        ),
         "cost": _by({n: {"steps": f.steps, **dict(f.cost)} for n, f in run.items()}),
-        "alarm": _by({n: {a.name: f"since step {a.step}" for a in reversed(f.alarms)} for n, f in run.items()}),
+        "alarm": _by(
+            {
+                n: {a.name: f"since step {a.step}" for a in reversed(f.alarms)}
+                for n, f in run.items()
+            }
+        ),
         "configuration": _apart({n: dict(f.changed) for n, f in run.items()}),
         "version": _apart({n: dict(f.versions) for n, f in run.items()}),
     }
@@ -44,7 +66,9 @@ def compared(found: Sequence[RunFacts], names: Sequence[str], keys: Sequence[str
 def picture(found: Sequence[RunFacts], names: Sequence[str]) -> str:
     """The main curves of all runs on one pair of axes."""
     lines: dict[str, Points] = {
-        f"{run}: {name}": points for run, f in zip(names, found, strict=True) for name, points in main_curves(f.series).items()
+        f"{run}: {name}": points
+        for run, f in zip(names, found, strict=True)
+        for name, points in main_curves(f.series).items()
     }
     return svg(lines, title="by step", width=900, height=420)
 
@@ -55,7 +79,10 @@ def _told(first: Any, last: Any) -> str:
 
 
 def _apart(columns: dict[str, dict[str, str]]) -> Rows:
-    return {key: dict(zip(columns, row, strict=True)) for key, row in differing(list(columns.values())).items()}
+    return {
+        key: dict(zip(columns, row, strict=True))
+        for key, row in differing(list(columns.values())).items()
+    }
 
 
 def _by(columns: dict[str, dict[str, Any]]) -> Rows:

@@ -1,7 +1,8 @@
-"""What there is to say about a run: its subject, numbers, answers, cost, alarms and versions, read from its folder.
+"""What there is to say about a run: its subject, numbers, answers, cost, alarms and versions, read
+from its folder.
 
-Knows no HTML and no terminal.  Invariant: what a run does not have is left out, never guessed; numbers are those of metrics.jsonl and of
-the ledger's views.
+Knows no HTML and no terminal.  Invariant: what a run does not have is left out, never guessed;
+numbers are those of metrics.jsonl and of the ledger's views.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _TOOK = ("perf/step_s", "rollout/time/batch", "sync/total_s")  # what ended with
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """One evaluation of one taskset: its mean, a 95 % interval over tasks where one can be given, and what else was counted."""
+    """One evaluation of one taskset: its mean, a 95 % interval over tasks where one can be given,
+    and what else was counted.
+    """
 
     name: str
     step: int
@@ -53,7 +56,9 @@ class EvalPoint:
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """An answer as it was stored.  `prompt` and `text` are what people read; `written_by` are weight versions."""
+    """An answer as it was stored.  `prompt` and `text` are what people read; `written_by` are
+    weight versions.
+    """
 
     kind: str
     id: str
@@ -99,16 +104,24 @@ class RunFacts:
 
 
 class RunSummary:
-    """What the records of a run come to, taken one at a time; `keys` are metrics whose series is kept besides those that are drawn."""
+    """What the records of a run come to, taken one at a time; `keys` are metrics whose series is
+    kept besides those that are drawn.
+    """
 
     def __init__(self, records: Iterable[MetricRecord], keys: Collection[str] = ()) -> None:
-        self.series = AllSeries(lambda n: n in keys or n.startswith(("eval/", "bench/")) or is_main(n) or may_be_charted(n))
-        self.steps, self.answers_each = 0, 0.0
+        self.series = AllSeries(
+            lambda n: (
+                n in keys or n.startswith(("eval/", "bench/")) or is_main(n) or may_be_charted(n)
+            )
+        )
+        self.steps = 0
+        self.answers_each = 0.0
         self.explored = False
         self.alarms: list[Raised] = []
         self.spent = Spent()
         self.totals: Counter[str] = Counter()
-        self.ends, self.took = array("d"), array("d")  # of what is measured, seconds; of mode bench nothing is
+        self.ends = array("d")  # of what is measured, seconds; of mode bench nothing is
+        self.took = array("d")
         for record in records:
             self._take(record)
 
@@ -116,7 +129,9 @@ class RunSummary:
         self.series.take(r)
         self.spent.take(r)
         self.alarms += [
-            Raised(n.removeprefix("alarm/"), r.role, r.step, " ".join(r.notes)) for n in r.values if n.startswith("alarm/")
+            Raised(n.removeprefix("alarm/"), r.role, r.step, " ".join(r.notes))
+            for n in r.values
+            if n.startswith("alarm/")
         ]
         v = {name: value for name, value in r.values.items() if math.isfinite(value)}
         self.totals.update({name: v[name] for name in _TOTALS if name in v})  # type: ignore[dict-item]  # not whole numbers
@@ -126,16 +141,24 @@ class RunSummary:
         if v.get("rollout/runs"):
             groups = v.get("rollout/groups/accepted", 0.0) + v.get("rollout/groups/rejected", 0.0)
             self.answers_each = v["rollout/runs"] / groups if groups else 0.0
-        names = [n for n in v if n.startswith("eval/") and n.endswith("/time")] if r.role == "eval" else _TOOK
+        names = (
+            [n for n in v if n.startswith("eval/") and n.endswith("/time")]
+            if r.role == "eval"
+            else _TOOK
+        )
         self.ends.append(r.time)
         self.took.append(max((v.get(n, 0.0) for n in names), default=0.0))
 
 
 def collect(run: StoredRun, *, answers: bool = True, keys: Collection[str] = ()) -> RunFacts:
-    """Raises ConfigError and RunFailed where what is there cannot be read at all; a part that is missing is named in `missing`."""
+    """Raises ConfigError and RunFailed where what is there cannot be read at all; a part that is
+    missing is named in `missing`.
+    """
     if (run.run_dir / "stages.json").exists():
         below = ", ".join(sorted(str(p.parent) for p in run.run_dir.glob("*/state.json")))
-        raise ConfigError(f"{run.run_dir} is a program of stages; give the folder of one ({below})", key="RUN")
+        raise ConfigError(
+            f"{run.run_dir} is a program of stages; give the folder of one ({below})", key="RUN"
+        )
     missing: list[str] = []
     path = run.run_dir / "metrics.jsonl"
     records = Records(path)
@@ -148,7 +171,14 @@ def collect(run: StoredRun, *, answers: bool = True, keys: Collection[str] = ())
     def told(what: str, rows: Callable[[], list[T]]) -> list[T]:
         try:
             return rows()
-        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RecursionError) as e:
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+            ArithmeticError,
+            RecursionError,
+        ) as e:
             missing.append(f"{what}: not what a run writes ({type(e).__name__}: {e})")
             return []
 
@@ -170,7 +200,13 @@ def collect(run: StoredRun, *, answers: bool = True, keys: Collection[str] = ())
         cost=told("cost", lambda: _cost(tree, found, RunDir(run.run_dir).worked_s(state))),
         alarms=found.alarms,
         changed=told("settings", lambda: list(changed(tree).items())),
-        versions=told("versions", lambda: [("seed", str(tree.get("seed", "unknown"))), *saved.get("versions", {}).items()]),
+        versions=told(
+            "versions",
+            lambda: [
+                ("seed", str(tree.get("seed", "unknown"))),
+                *saved.get("versions", {}).items(),
+            ],
+        ),
         repeat=told("command", lambda: _repeat(saved)),
         missing=missing,
     )
@@ -188,7 +224,12 @@ def _repeat(saved: dict[str, Any]) -> list[str]:
     if not saved.get("path"):
         return []
     tree = saved["tree"]
-    command = start_command(tree.get("mode", ""), saved["path"], saved.get("overrides", ()), tree.get("plugin_dirs") or ())
+    command = start_command(
+        tree.get("mode", ""),
+        saved["path"],
+        saved.get("overrides", ()),
+        tree.get("plugin_dirs") or (),
+    )
     return [f"# {saved['path']}  sha256 {saved.get('sha256')}", command]
 
 
@@ -203,14 +244,21 @@ def _subject(tree: dict[str, Any], measured: RunSummary) -> list[tuple[str, str]
 
     given = at("buffer.explorer_input", {})
     train = [t for t in (given.get("taskset"), *given.get("tasksets", ())) if t]
-    evaluated = given | {"default_workflow_type": given.get("default_eval_workflow_type") or given.get("default_workflow_type")}
+    evaluated = given | {
+        "default_workflow_type": given.get("default_eval_workflow_type")
+        or given.get("default_workflow_type")
+    }
     lora = " with LoRA" if at("model.lora_configs") else ""
     rate = at("algorithm.optimizer.lr")
     total = f" of {at('trainer.total_steps')}" if at("trainer.total_steps") else ""
     answers = f", {measured.answers_each:g} answers each" if measured.answers_each else ""
     rows = [
         ("model", f"{at('model.model_path')}{lora}" if at("model.model_path") else ""),
-        ("algorithm", at("algorithm.algorithm_type", "") + ("" if rate is None else f", learning rate {rate:g}")),
+        (
+            "algorithm",
+            at("algorithm.algorithm_type", "")
+            + ("" if rate is None else f", learning rate {rate:g}"),
+        ),
         *[("trained on", _taskset(t, given)) for t in train],
         *[("evaluated on", _taskset(t, evaluated)) for t in given.get("eval_tasksets", ())],
         ("a step", f"{at('buffer.batch_size')} tasks{answers}" if train else ""),
@@ -221,9 +269,16 @@ def _subject(tree: dict[str, Any], measured: RunSummary) -> list[tuple[str, str]
 
 
 def _taskset(t: dict[str, Any], given: dict[str, Any]) -> str:
-    reward = t.get("default_reward_fn_type") or given.get("default_reward_fn_type") or "the workflow's own"
+    reward = (
+        t.get("default_reward_fn_type")
+        or given.get("default_reward_fn_type")
+        or "the workflow's own"
+    )
     workflow = t.get("default_workflow_type") or given.get("default_workflow_type")
-    return f"{t.get('name')}: {t.get('path')} ({t.get('split') or 'all'}), workflow {workflow}, reward {reward}"
+    return (
+        f"{t.get('name')}: {t.get('path')} ({t.get('split') or 'all'}), workflow {workflow}, "
+        f"reward {reward}"
+    )
 
 
 # ------------------------------------------------------------ numbers
@@ -234,7 +289,9 @@ def eval_points(found: AllSeries) -> list[EvalPoint]:
     points = []
     for name in sorted(evaluations(found.found)):
         prefix, mean, n = name.rpartition("/mean@")  # else a loss, beside which nothing is counted
-        errors, *counted = (dict(found.points(f"{prefix}/{k}")) for k in (f"sem@{n}", "tasks", "runs", "failed"))
+        errors, *counted = (
+            dict(found.points(f"{prefix}/{k}")) for k in (f"sem@{n}", "tasks", "runs", "failed")
+        )
         for step, value in found.points(name):
             tasks, runs, failed = (_count(of.get(step)) for of in counted)
             low, high = interval(value, errors.get(step), tasks) if mean else (None, None)
@@ -243,40 +300,65 @@ def eval_points(found: AllSeries) -> list[EvalPoint]:
 
 
 def _count(value: float | None) -> int | None:
-    return int(value) if value is not None and 0 <= value < 1 << 53 else None  # nobody counts further
+    # nobody counts further
+    return int(value) if value is not None and 0 <= value < 1 << 53 else None
 
 
-def interval(mean: float, sem: float | None, tasks: int | None) -> tuple[float | None, float | None]:
+def interval(
+    mean: float, sem: float | None, tasks: int | None
+) -> tuple[float | None, float | None]:
     """95 % interval of a mean over tasks: mean ± 1.96 standard errors.
 
-    Without a standard error, or where it is 0 because all tasks came out alike, Wilson's for a share of `tasks` (Wilson 1927), if the mean
-    can be one: then it is wide rather than narrow.
+    Without a standard error, or where it is 0 because all tasks came out alike, Wilson's for a
+    share of `tasks` (Wilson 1927), if the mean can be one: then it is wide rather than narrow.
     """
     if sem:
         return mean - _Z * sem, mean + _Z * sem
     if not tasks or not 0 <= mean <= 1:
         return None, None
-    scale, middle = 1 + _Z**2 / tasks, mean + _Z**2 / (2 * tasks)
+    scale = 1 + _Z**2 / tasks
+    middle = mean + _Z**2 / (2 * tasks)
     half = _Z * math.sqrt(mean * (1 - mean) / tasks + _Z**2 / (4 * tasks**2))
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
-def _cost(tree: dict[str, Any], measured: RunSummary, worked_s: float | None = None) -> list[tuple[str, str]]:
+def _cost(
+    tree: dict[str, Any], measured: RunSummary, worked_s: float | None = None
+) -> list[tuple[str, str]]:
     """Hours, tokens and dollars; `worked_s`: of its processes, where that is known."""
     if not measured.series.names:
         return []
-    seconds, total, spent = worked_s or covered(measured.ends, measured.took), measured.totals, measured.spent
+    seconds = worked_s or covered(measured.ends, measured.took)
+    total = measured.totals
+    spent = measured.spent
     busy = total["perf/step_s"] - total["time/wait_s"]
     ranks = tree.get("trainer", {}).get("world_size") or 1
     engines = (tree.get("explorer", {}).get("rollout_model") or {}).get("engine_num") or 1
-    generated, trained = total["engine/generated_tokens"], total["experience/response_tokens"]
+    generated = total["engine/generated_tokens"]
+    trained = total["experience/response_tokens"]
     rows = [
-        ("duration", f"{duration(seconds)}, pauses between its processes left out" if seconds else ""),
-        ("trainer", f"{ranks} rank(s): {duration(ranks * seconds)} held, {duration(ranks * busy)} at work" if busy else ""),
-        ("engines", f"{engines} engine(s): {duration(engines * seconds)} held" if measured.explored else ""),
+        (
+            "duration",
+            f"{duration(seconds)}, pauses between its processes left out" if seconds else "",
+        ),
+        (
+            "trainer",
+            f"{ranks} rank(s): {duration(ranks * seconds)} held, {duration(ranks * busy)} at work"
+            if busy
+            else "",
+        ),
+        (
+            "engines",
+            f"{engines} engine(s): {duration(engines * seconds)} held" if measured.explored else "",
+        ),
         ("tokens generated", f"{generated:,.0f}" if generated else ""),
         ("tokens trained", f"{trained:,.0f}" if trained else ""),
-        ("judges and servers", f"{spent.usd:.4f} USD" if spent.usd else "0 USD, or without prices in the configuration"),
+        (
+            "judges and servers",
+            f"{spent.usd:.4f} USD"
+            if spent.usd
+            else "0 USD, or without prices in the configuration",
+        ),
     ]
     return [(name, text) for name, text in rows if text]
 
@@ -291,11 +373,14 @@ def first_and_last(points: Sequence[EvalPoint]) -> list[tuple[EvalPoint, EvalPoi
 
 
 def _answers(run: StoredRun, missing: list[str]) -> list[ShownAnswer]:
-    """The best, worst and most usual answers, each of different tasks; nothing is drawn at random, so a report can be repeated."""
+    """The best, worst and most usual answers, each of different tasks; nothing is drawn at random,
+    so a report can be repeated.
+    """
     if not (run.run_dir / "buffer").is_dir():
         missing.append("answers: the run has no buffer of rollouts")
         return []
-    found, told = [], set[str]()
+    found = []
+    told = set[str]()
     try:
         with questions_of(run.run_dir) as questions:
             for kind, rows in zip(("best", "worst", "typical"), _looked_at(questions), strict=True):
@@ -315,20 +400,29 @@ def _answers(run: StoredRun, missing: list[str]) -> list[ShownAnswer]:
 
 
 def _looked_at(questions: Questions) -> list[list[tuple[str, str]]]:
-    """(id, group) of the best, the worst, and those of the median reward, as far as a value that occurs can be it; at most so many of each.
+    """(id, group) of the best, the worst, and those of the median reward, as far as a value that
+    occurs can be it; at most so many of each.
 
     Of the last quarter of what was trained; where nothing was yet, of all there is.
     """
-    with questions.ask("SELECT max(used_step) FROM v_experiences", timeout_s=READ_TIMEOUT_S) as answer:
+    with questions.ask(
+        "SELECT max(used_step) FROM v_experiences", timeout_s=READ_TIMEOUT_S
+    ) as answer:
         last = next(iter(answer.rows))[0]
     where = f"used_step > {last * 3 // 4} AND reward IS NOT NULL" if last else "reward IS NOT NULL"
-    sql = f"SELECT id, group_id, reward, count(*) OVER () FROM v_experiences WHERE {where} ORDER BY reward DESC, id"
-    best, worst, typical = list[tuple[str, str]](), list[tuple[str, str]](), list[tuple[str, str]]()
+    sql = (
+        f"SELECT id, group_id, reward, count(*) OVER () FROM v_experiences WHERE {where} ORDER "
+        f"BY reward DESC, id"
+    )
+    best = list[tuple[str, str]]()
+    worst = list[tuple[str, str]]()
+    typical = list[tuple[str, str]]()
     end = 0
     with questions.ask(sql, timeout_s=READ_TIMEOUT_S) as answer:
         for (_, count), rows in groupby(answer.rows, key=itemgetter(2, 3)):
             alike = [(id, group) for id, group, *_ in islice(rows, 40 * ANSWERS)]
-            begin, end = end, end + len(alike) + sum(1 for _ in rows)
+            begin = end
+            end = end + len(alike) + sum(1 for _ in rows)
             best = [*best, *alike][: 40 * ANSWERS]
             worst = [*alike, *worst][: 40 * ANSWERS]
             typical = alike if begin <= (count - 1) // 2 < end else typical

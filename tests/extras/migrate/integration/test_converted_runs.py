@@ -1,4 +1,6 @@
-"""veRL's launch scripts, converted and scaled down by overrides alone, run two synchronisation windows on CPU."""
+"""veRL's launch scripts, converted and scaled down by overrides alone, run two synchronisation
+windows on CPU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.extras.migrate import converted as converted_runs
 from tests.helpers.command import rft
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-WINDOWS, INTERVAL = 2, 4
+WINDOWS = 2
+INTERVAL = 4
 INPUT = "buffer.explorer_input"
 SMALL = (
     "model.max_prompt_tokens=60",
@@ -36,7 +39,9 @@ FIXED = ("trainer.micro_batch_size_per_gpu=2", "trainer.critic.micro_batch_size_
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home folder with veRL's data: data/NAME/{train,test}.parquet.  `answer` is the column that the guide names."""
+    """A home folder with veRL's data: data/NAME/{train,test}.parquet.  `answer` is the column that
+    the guide names.
+    """
     root = tmp_path_factory.mktemp("home")
     for name, source in (("gsm8k", "openai/gsm8k"), ("math", "lighteval/MATH")):
         (root / "data" / name).mkdir(parents=True)
@@ -80,21 +85,34 @@ def test_passes_check_for_its_eight_gpus(
     assert plan is not None and plan.cluster.gpus == 8 and plan.sync.interval == INTERVAL
     assert (
         plan.learner.world_size
-        == {"grpo_seq_balance": {"exact": 4, "guide": 6}, "ppo_rm": {"exact": 4, "guide": 4}}[script][profile]
+        == {"grpo_seq_balance": {"exact": 4, "guide": 6}, "ppo_rm": {"exact": 4, "guide": 4}}[
+            script
+        ][profile]
     )
 
 
 @pytest.mark.parametrize(
-    ("script", "profile"), [("grpo_seq_balance", "exact"), ("grpo_seq_balance", "guide"), ("ppo_rm", "exact")]
+    ("script", "profile"),
+    [("grpo_seq_balance", "exact"), ("grpo_seq_balance", "guide"), ("ppo_rm", "exact")],
 )
 def test_runs_two_windows_scaled_down(
-    script: str, profile: str, tmp_path: Path, home: Path, tiny_model: Path, reward_model: Path, monkeypatch: pytest.MonkeyPatch
+    script: str,
+    profile: str,
+    tmp_path: Path,
+    home: Path,
+    tiny_model: Path,
+    reward_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", str(home))
     file = converted(script, profile, tmp_path)
     more = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}/runs", *SMALL]
     if script == "ppo_rm":
-        more += [*FIXED, f"model.critic_model_path={tiny_model}", f"{JUDGE}.model_path={reward_model}"]
+        more += [
+            *FIXED,
+            f"model.critic_model_path={tiny_model}",
+            f"{JUDGE}.model_path={reward_model}",
+        ]
         more += [f"{JUDGE}.engine_type=transformers", f"{JUDGE}.engine_num=1"]
     if profile == "guide":  # it says nothing of the data's form
         more += [f"{INPUT}.{kind}.0.format.preset=verl" for kind in ("tasksets", "eval_tasksets")]
@@ -104,14 +122,18 @@ def test_runs_two_windows_scaled_down(
     records = read(folder / "metrics.jsonl")
     assert [v for _, v in series(records, "sync/version")] == [0, INTERVAL, WINDOWS * INTERVAL]
     assert len(series(records, "actor/pg_loss")) == WINDOWS * INTERVAL
-    assert len(series(records, "critic/vf_loss")) == (WINDOWS * INTERVAL if script == "ppo_rm" else 0)
+    assert len(series(records, "critic/vf_loss")) == (
+        WINDOWS * INTERVAL if script == "ppo_rm" else 0
+    )
     assert (folder / "checkpoints").is_dir()
     scored = [v for _, v in series(records, "rollout/reward_model/mean")]
     assert (len(set(scored)) > 1) is (script == "ppo_rm"), "the reward model's raw numbers"
 
 
 @pytest.mark.parametrize("script", ["grpo_seq_balance", "ppo_rm"])
-def test_nothing_of_them_waits(script: str, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_them_waits(
+    script: str, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(home))
     report = check(converted(script, "exact", tmp_path), schema_only=True)
     assert report.plan is not None
@@ -120,10 +142,16 @@ def test_nothing_of_them_waits(script: str, tmp_path: Path, home: Path, monkeypa
     )
 
 
-def test_a_converted_script_learns_scaled_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RLOO as its script says, four steps of a window; `scripts/verl_learning.py` does the same with scripts that veRL publishes."""
+def test_a_converted_script_learns_scaled_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RLOO as its script says, four steps of a window; `scripts/verl_learning.py` does the same
+    with scripts that veRL publishes.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
-    done, run = converted_runs.train(SCRIPTS / "rloo_sweep.sh", tiny.make(tmp_path / "model"), tmp_path)
+    done, run = converted_runs.train(
+        SCRIPTS / "rloo_sweep.sh", tiny.make(tmp_path / "model"), tmp_path
+    )
     assert done.code == 0, done.output
     accuracy = dict(series(read(run / "metrics.jsonl"), "eval/gsm8k_eval/mean@1"))
     assert accuracy[0] < 0.3 and accuracy[converted_runs.STEPS] >= 0.9, accuracy

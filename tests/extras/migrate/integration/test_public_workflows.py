@@ -1,6 +1,8 @@
-"""Workflow and reward files of the public trinity-rft 0.6.0 package run with nothing but their imports changed.
+"""Workflow and reward files of the public trinity-rft 0.6.0 package run with nothing but their
+imports changed.
 
-The package is taken from the folder TRINITY_PACKAGE (its `trinity`), else from pip's download into the cache folder of the user.
+The package is taken from the folder TRINITY_PACKAGE (its `trinity`), else from pip's download into
+the cache folder of the user.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from tests.helpers.households import tidy_household
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # TextWorld and ScienceWorld leave files open
+    # TextWorld and ScienceWorld leave files open
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 LIMITS = RunLimits(max_timeout_s=60.0)
 IMPORT = re.compile(r"^(\s*)from (?:trinity|verl)\.[a-z_.]+ import", re.MULTILINE)
@@ -52,7 +55,17 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wheels = list(cache.glob("trinity_rft-0.6.0-*.whl"))
     if not wheels:
         cache.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "trinity-rft==0.6.0", "--no-deps", "-q", "-d", str(cache)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "trinity-rft==0.6.0",
+            "--no-deps",
+            "-q",
+            "-d",
+            str(cache),
+        ]
         got = subprocess.run(command, capture_output=True, text=True, timeout=240)
         if got.returncode != 0:
             pytest.skip(f"trinity-rft 0.6.0 cannot be had here: {got.stderr[-300:]}")
@@ -65,7 +78,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def public(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """take("common/rewards/math_reward") copies a file and what it needs into a package of its own, its imports changed."""
+    """take("common/rewards/math_reward") copies a file and what it needs into a package of its own,
+    its imports changed.
+    """
     load_all()
     root = tmp_path / "public_files"
     root.mkdir()
@@ -88,12 +103,19 @@ def public(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def _imports(source: str) -> str:
-    """The one change: `from trinity.X import`, or verl's, becomes `from rft.extras.migrate.compat import`; copied helpers come from beside."""
+    """The one change: `from trinity.X import`, or verl's, becomes `from rft.extras.migrate.compat
+    import`; copied helpers come from beside.
+    """
     for helper in KEPT:
         source = source.replace(
-            f"from trinity.{helper.replace('/', '.')} import", f"from public_files.{Path(helper).name} import"
+            f"from trinity.{helper.replace('/', '.')} import",
+            f"from public_files.{Path(helper).name} import",
         )
-    source = re.sub(r"from trinity\.common\.workflows\.envs\.[a-z_.]+\.(\w+) import", r"from public_files.\1 import", source)
+    source = re.sub(
+        r"from trinity\.common\.workflows\.envs\.[a-z_.]+\.(\w+) import",
+        r"from public_files.\1 import",
+        source,
+    )
     return IMPORT.sub(r"\1from rft.extras.migrate.compat import", source)
 
 
@@ -101,7 +123,8 @@ def _bodies(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            node.module, node.level = "", 0
+            node.module = ""
+            node.level = 0
     return ast.dump(tree)
 
 
@@ -111,12 +134,22 @@ def name(path: str, attribute: str) -> str:
 
 async def play(workflow: str, engine: ScriptedEngine, *, models=None, **of_task):
     task = Task(
-        **{"taskset": "public", "index": 0, "prompt": "1+1?", "truth": "2", "workflow": workflow, "num_runs": 2, **of_task}
+        **{
+            "taskset": "public",
+            "index": 0,
+            "prompt": "1+1?",
+            "truth": "2",
+            "workflow": workflow,
+            "num_runs": 2,
+            **of_task,
+        }
     )
     recipes = Recipes()
     try:
         recipe = await recipes.get(task)
-        return await run_group(task, recipe, engine, GroupId(1, 0, 0, 0), limits=LIMITS, models=models or {})
+        return await run_group(
+            task, recipe, engine, GroupId(1, 0, 0, 0), limits=LIMITS, models=models or {}
+        )
     finally:
         await recipes.close()
 
@@ -126,10 +159,18 @@ async def test_math_boxed_workflow(public):
     for cls in ("MathBoxedWorkflow", "AsyncMathBoxedWorkflow"):
         engine = ScriptedEngine(r"It is \boxed{2}", r"It is \boxed{3}")
         group = await play(name(file, cls), engine, workflow_args={"with_think": True})
-        assert group.accepted and sorted(group.rewards) == [pytest.approx(-0.1), pytest.approx(0.9)], cls
-        assert {r.status for r in group.rows} == {"complete"} and group.rows[0].metrics["accuracy"] in (0.0, 1.0)
+        assert group.accepted and sorted(group.rewards) == [
+            pytest.approx(-0.1),
+            pytest.approx(0.9),
+        ], cls
+        assert {r.status for r in group.rows} == {"complete"} and group.rows[0].metrics[
+            "accuracy"
+        ] in (0.0, 1.0)
     group = await play(
-        name(file, "MathBoxedWorkflow"), ScriptedEngine(r"\boxed{2}"), workflow_args={"use_base": True}, num_runs=1
+        name(file, "MathBoxedWorkflow"),
+        ScriptedEngine(r"\boxed{2}"),
+        workflow_args={"use_base": True},
+        num_runs=1,
     )
     assert group.rewards == [1.0]
 
@@ -137,17 +178,27 @@ async def test_math_boxed_workflow(public):
 async def test_ruler_with_a_judge(public):
     file = public("common/workflows/math_ruler_workflow")
     judge = ScriptedEngine("Both look fine: [0.25, 0.75]")
-    engine = ScriptedEngine("<think>a</think><answer>2</answer>", "<think>b</think><answer>3</answer>")
+    engine = ScriptedEngine(
+        "<think>a</think><answer>2</answer>", "<think>b</think><answer>3</answer>"
+    )
     group = await play(name(file, "MathRULERWorkflow"), engine, models={"judge": judge})
     assert group.accepted and group.rewards == [0.25, 0.75]
-    assert group.rows[0].metrics["judge_success"] == 1.0 and "Candidate solution 2" in judge.calls[0].messages[1]["content"]
+    assert (
+        group.rows[0].metrics["judge_success"] == 1.0
+        and "Candidate solution 2" in judge.calls[0].messages[1]["content"]
+    )
 
 
 async def test_rubric_judge(public):
     file = public("common/workflows/rubric_judge_workflow")
     judge = ScriptedEngine('```json\n{"rating": 7}\n```', '```json\n{"rating": 3}\n```')
     row = {"rubric": [{"weight": 1, "description": "short"}]}
-    group = await play(name(file, "RubricJudgeWorkflow"), ScriptedEngine("a", "b"), models={"judge": judge}, row=row)
+    group = await play(
+        name(file, "RubricJudgeWorkflow"),
+        ScriptedEngine("a", "b"),
+        models={"judge": judge},
+        row=row,
+    )
     assert group.accepted and group.rewards == [pytest.approx(0.7), pytest.approx(0.3)]
 
 
@@ -167,14 +218,19 @@ async def test_tool_calls(public):
 
 async def test_sudoku_step_by_step(public):
     folder = "common/workflows/envs/sudoku"
-    file = public(f"{folder}/sudoku_workflow", f"{folder}/sudoku_generator", f"{folder}/sudoku_judge")
+    file = public(
+        f"{folder}/sudoku_workflow", f"{folder}/sudoku_generator", f"{folder}/sudoku_judge"
+    )
     solution = [[(3 * (r % 3) + r // 3 + c) % 9 + 1 for c in range(9)] for r in range(9)]
     puzzle = [row[:] for row in solution]
     puzzle[0][0] = puzzle[8][8] = 0
     engine = ScriptedEngine(f"0 0 {solution[0][0]}", f"8 8 {solution[8][8]}")
     row = {"puzzle": puzzle, "solution": solution}
     group = await play(name(file, "SudokuWorkflow"), engine, row=row, num_runs=1)
-    assert [r.reward for r in group.rows] == [0.0, 1.0] and [r.id.step for r in group.rows] == [0, 1]
+    assert [r.reward for r in group.rows] == [0.0, 1.0] and [r.id.step for r in group.rows] == [
+        0,
+        1,
+    ]
 
 
 async def test_frozen_lake_in_one_sequence(public):
@@ -183,23 +239,34 @@ async def test_frozen_lake_in_one_sequence(public):
     file = public(f"{folder}/workflow", f"{folder}/utils")
     lake = {"desc": ["SFG", "FFF", "FFF"]}
     engine = ScriptedEngine(answer=lambda messages: "go ```Right```")  # also asked to count tokens
-    group = await play(name(file, "FrozenLakeWorkflow"), engine, workflow_args=lake, row={"size": 3}, num_runs=1)
+    group = await play(
+        name(file, "FrozenLakeWorkflow"), engine, workflow_args=lake, row={"size": 3}, num_runs=1
+    )
     (row,) = group.rows
     assert row.reason == "" and row.reward == 1.0 and row.metrics["env_steps"] == 2.0
-    assert row.num_response_tokens == 2 * (len("go ```Right```") + 1), "exactly what the policy wrote"
+    assert row.num_response_tokens == 2 * (len("go ```Right```") + 1), (
+        "exactly what the policy wrote"
+    )
 
 
 async def test_a_reward_that_sees_the_conversation(public):
     file = public("common/workflows/math_rm_workflow")
     for cls in ("MathRMWorkflow", "AsyncMathRMWorkflow"):
-        engine = ScriptedEngine("<think>a</think><answer>2</answer>", "<think>a</think><answer>3</answer>")
+        engine = ScriptedEngine(
+            "<think>a</think><answer>2</answer>", "<think>a</think><answer>3</answer>"
+        )
         group = await play(name(file, cls), engine, reward="math_reward")
-        assert group.accepted and sorted(group.rewards) == [pytest.approx(0.1), pytest.approx(1.1)], cls
+        assert group.accepted and sorted(group.rewards) == [
+            pytest.approx(0.1),
+            pytest.approx(1.1),
+        ], cls
 
 
 async def test_math_evaluation(public):
     pytest.importorskip("word2number")  # what the public file's helpers import
-    file = public("common/workflows/eval_workflow", "common/rewards/qwen25_eval", "common/rewards/eval_utils")
+    file = public(
+        "common/workflows/eval_workflow", "common/rewards/qwen25_eval", "common/rewards/eval_utils"
+    )
     for cls in ("MathEvalWorkflow", "AsyncMathEvalWorkflow"):
         group = await play(
             name(file, cls),
@@ -215,13 +282,26 @@ async def test_math_evaluation(public):
 
 async def test_on_policy_distillation(public):
     pytest.importorskip("word2number")
-    file = public("common/workflows/on_policy_distill_workflow", "common/rewards/qwen25_eval", "common/rewards/eval_utils")
-    for cls, rewards in (("OnPolicyDistillWorkflow", [0.0, 0.0]), ("OnPolicyDistillMathWorkflow", [0.0, 1.0])):
+    file = public(
+        "common/workflows/on_policy_distill_workflow",
+        "common/rewards/qwen25_eval",
+        "common/rewards/eval_utils",
+    )
+    for cls, rewards in (
+        ("OnPolicyDistillWorkflow", [0.0, 0.0]),
+        ("OnPolicyDistillMathWorkflow", [0.0, 1.0]),
+    ):
         group = await play(
-            name(file, cls), ScriptedEngine(r"\boxed{2}", r"\boxed{3}"), models={"teacher": ScriptedEngine()}, num_runs=2
+            name(file, cls),
+            ScriptedEngine(r"\boxed{2}", r"\boxed{3}"),
+            models={"teacher": ScriptedEngine()},
+            num_runs=2,
         )
         assert group.accepted and sorted(group.rewards) == rewards, cls
-        assert all(row.teacher_logprobs is not None and row.teacher_logprobs[row.loss_mask].any() for row in group.rows)
+        assert all(
+            row.teacher_logprobs is not None and row.teacher_logprobs[row.loss_mask].any()
+            for row in group.rows
+        )
 
 
 STEPS = """
@@ -259,7 +339,12 @@ async def test_steps_with_a_reward_each_or_one_for_all(public, cls, arguments, r
 
 async def test_a_ruler_that_is_the_policy(public, monkeypatch):
     file = public("common/workflows/math_trainable_ruler_workflow")
-    answers = ("<think>a</think><answer>2</answer>", "<think>b</think><answer>3</answer>", "So [0.25, 0.75]", "So [1, 0]")
+    answers = (
+        "<think>a</think><answer>2</answer>",
+        "<think>b</think><answer>3</answer>",
+        "So [0.25, 0.75]",
+        "So [1, 0]",
+    )
     task = {"workflow": name(file, "MathTrainableRULERWorkflow"), "reward": "math_reward"}
     monkeypatch.setattr("numpy.random.rand", lambda: 0.9)  # the gold answer is not used
     group = await play(task["workflow"], ScriptedEngine(*answers), reward=task["reward"])
@@ -272,10 +357,17 @@ async def test_a_ruler_that_is_the_policy(public, monkeypatch):
 
 
 def acts(*commands: str) -> ScriptedModel:
-    return ScriptedModel(*(f"<experience>e</experience><think>so</think><action>{c}</action>" for c in commands))
+    return ScriptedModel(
+        *(f"<experience>e</experience><think>so</think><action>{c}</action>" for c in commands)
+    )
 
 
-TIDY = ("go to diningtable 1", "take mug 1 from diningtable 1", "go to shelf 1", "move mug 1 to shelf 1")
+TIDY = (
+    "go to diningtable 1",
+    "take mug 1 from diningtable 1",
+    "go to shelf 1",
+    "move mug 1 to shelf 1",
+)
 
 
 async def test_households(public, tmp_path):
@@ -286,24 +378,43 @@ async def test_households(public, tmp_path):
     group = await play(name(file, "AlfworldWorkflow"), acts(*TIDY), **task)
     assert group.rewards == [1.0], group.rows[0]
     assert group.rows[0].metrics["env_rounds"] == 3.0
-    group = await play(name(file, "AlfworldWorkflow"), acts("look", "look"), **task, workflow_args={"max_env_steps": 2})
+    group = await play(
+        name(file, "AlfworldWorkflow"),
+        acts("look", "look"),
+        **task,
+        workflow_args={"max_env_steps": 2},
+    )
     assert group.rewards == [-0.1]
     group = await play(name(file, "StepWiseAlfworldWorkflow"), acts(*TIDY), **task)
-    assert [r.reward for r in group.rows] == [1.0] * 4 and len({r.info["env_state_hash"] for r in group.rows}) == 4
+    assert [r.reward for r in group.rows] == [1.0] * 4 and len(
+        {r.info["env_state_hash"] for r in group.rows}
+    ) == 4
 
 
 async def test_households_that_are_imitated(public, tmp_path):
     pytest.importorskip("alfworld")
     folder = "common/workflows/envs/alfworld"
     file = public(f"{folder}/RAFT_alfworld_workflow", f"{folder}/RAFT_utils")
-    (prompts := tmp_path / "public_files" / "RAFT_prompt").mkdir()  # its prompts are not in the package
+    # its prompts are not in the package
+    (prompts := tmp_path / "public_files" / "RAFT_prompt").mkdir()
     (prompts / "alfworld_system.j2").write_text("You act in a household.")
     household = tidy_household(tmp_path)
-    task = {"prompt": str(household), "row": {"game_file": str(household)}, "num_runs": 1, "reward": "accuracy_reward"}
+    task = {
+        "prompt": str(household),
+        "row": {"game_file": str(household)},
+        "num_runs": 1,
+        "reward": "accuracy_reward",
+    }
     group = await play(name(file, "RAFTAlfworldWorkflow"), acts(*TIDY), **task)
-    assert group.rows[0].reason == "" and group.rows[0].metrics["reward"] == 1.0 and group.rows[0].num_response_tokens > 0
+    assert (
+        group.rows[0].reason == ""
+        and group.rows[0].metrics["reward"] == 1.0
+        and group.rows[0].num_response_tokens > 0
+    )
     group = await play(name(file, "RAFTAlfworldWorkflow"), acts("look", "look", "look"), **task)
-    assert group.reason == "too_few" and group.rows[0].num_response_tokens == 0, "a run that failed is kept, and not trained"
+    assert group.reason == "too_few" and group.rows[0].num_response_tokens == 0, (
+        "a run that failed is kept, and not trained"
+    )
 
 
 async def test_households_with_a_second_attempt(public, tmp_path, monkeypatch):
@@ -316,12 +427,21 @@ async def test_households_with_a_second_attempt(public, tmp_path, monkeypatch):
         (prompts / f"{prompt}.j2").write_text("You act in a household. {{ reward_feedback }}")
     monkeypatch.chdir(tmp_path)  # where it writes what it has seen
     household = tidy_household(tmp_path)
-    task = {"prompt": str(household), "row": {"game_file": str(household)}, "num_runs": 1, "reward": "accuracy_reward"}
+    task = {
+        "prompt": str(household),
+        "row": {"game_file": str(household)},
+        "num_runs": 1,
+        "reward": "accuracy_reward",
+    }
     group = await play(name(file, "RAFTReflectAlfworldWorkflow"), acts(*TIDY), **task)
     assert group.rows[0].reason == "" and group.rows[0].num_response_tokens > 0
-    group = await play(name(file, "RAFTReflectAlfworldWorkflow"), acts("look", "look", "look", *TIDY), **task)
+    group = await play(
+        name(file, "RAFTReflectAlfworldWorkflow"), acts("look", "look", "look", *TIDY), **task
+    )
     assert group.reason == "too_few" and group.rows[0].num_response_tokens == 0
-    assert group.rows[0].metrics["improvement"] == 1.0, "it was better, and is not trained behind another prompt than its own"
+    assert group.rows[0].metrics["improvement"] == 1.0, (
+        "it was better, and is not trained behind another prompt than its own"
+    )
 
 
 async def test_experiments(public):
@@ -330,7 +450,11 @@ async def test_experiments(public):
     prompt = json.dumps({"task_name": "find-living-thing", "var_num": 0, "jar_path": None})
     engine = ScriptedModel(answer=lambda messages: "<think>so</think><action>look around</action>")
     group = await play(name(file, "SciWorldWorkflow"), engine, prompt=prompt, num_runs=1)
-    assert group.rows[0].reason == "" and group.rows[0].metrics["env_rounds"] == 29.0 and group.rewards[0] >= 0.0
+    assert (
+        group.rows[0].reason == ""
+        and group.rows[0].metrics["env_rounds"] == 29.0
+        and group.rewards[0] >= 0.0
+    )
 
 
 async def test_math_and_accuracy_rewards(public):
@@ -338,10 +462,16 @@ async def test_math_and_accuracy_rewards(public):
     pytest.importorskip("word2number")
     helpers = ("common/rewards/eval_utils", "common/rewards/qwen25_eval")
     file = public("common/rewards/accuracy_reward", *helpers)
-    assert (await score(build(name(file, "AccuracyReward"), {}), task, make_transcript(r"It is \boxed{2}"))).value == 1.0
+    assert (
+        await score(
+            build(name(file, "AccuracyReward"), {}), task, make_transcript(r"It is \boxed{2}")
+        )
+    ).value == 1.0
     file = public("common/rewards/math_reward", "common/rewards/format_reward", *helpers)
     found = await score(
-        build(name(file, "MathRewardFn"), {}), task, make_transcript("<think>\na\n</think>\n<answer>\n2\n</answer>")
+        build(name(file, "MathRewardFn"), {}),
+        task,
+        make_transcript("<think>\na\n</think>\n<answer>\n2\n</answer>"),
     )
     assert found.value == pytest.approx(1.1)
 
@@ -350,16 +480,30 @@ async def test_format_reward(public):
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="w")
     file = public("common/rewards/format_reward")
     found = await score(
-        build(name(file, "FormatReward"), {}), task, make_transcript("<think>\na\n</think>\n<answer>\n2\n</answer>")
+        build(name(file, "FormatReward"), {}),
+        task,
+        make_transcript("<think>\na\n</think>\n<answer>\n2\n</answer>"),
     )
     assert found.parts == {"format_score": 0.1}
 
 
 async def test_countdown_reward(public):
     pytest.importorskip("word2number")  # what the public file's helpers import
-    file = public("common/rewards/countdown_reward", "common/rewards/eval_utils", "common/rewards/qwen25_eval")
-    task = Task(taskset="t", index=0, prompt="p", truth=json.dumps({"target": 5, "numbers": [2, 3]}), workflow="w")
-    found = await score(build(name(file, "CountDownRewardFn"), {}), task, make_transcript("Assistant: <answer>2+3</answer>"))
+    file = public(
+        "common/rewards/countdown_reward", "common/rewards/eval_utils", "common/rewards/qwen25_eval"
+    )
+    task = Task(
+        taskset="t",
+        index=0,
+        prompt="p",
+        truth=json.dumps({"target": 5, "numbers": [2, 3]}),
+        workflow="w",
+    )
+    found = await score(
+        build(name(file, "CountDownRewardFn"), {}),
+        task,
+        make_transcript("Assistant: <answer>2+3</answer>"),
+    )
     assert found.value == 1.0
 
 
@@ -367,4 +511,8 @@ async def test_dapo_reward(public):
     pytest.importorskip("pylatexenc")
     file = public("common/rewards/dapo_reward", "common/rewards/naive_dapo_score")
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="w")
-    assert (await score(build(name(file, "MathDAPORewardFn"), {}), task, make_transcript(r"So \boxed{2}"))).value == 1.0
+    assert (
+        await score(
+            build(name(file, "MathDAPORewardFn"), {}), task, make_transcript(r"So \boxed{2}")
+        )
+    ).value == 1.0

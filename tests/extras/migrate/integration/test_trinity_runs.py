@@ -1,6 +1,8 @@
-"""Two files in the form of Trinity-RFT's examples, each with a Python workflow of its own, as they are: Ray, vLLM, three steps.
+"""Two files in the form of Trinity-RFT's examples, each with a Python workflow of its own, as they
+are: Ray, vLLM, three steps.
 
-The workflows have nothing changed but their imports; the YAMLs are the form that people bring along, made small by overrides.
+The workflows have nothing changed but their imports; the YAMLs are the form that people bring
+along, made small by overrides.
 """
 
 from __future__ import annotations
@@ -184,8 +186,17 @@ JUDGE = """  auxiliary_models:
       max_response_tokens: 64
 """
 SMALL = (
-    *("cluster.gpu_per_node=0", "algorithm.repeat_times=2", "buffer.batch_size=2", "trainer.total_steps=3"),
-    *("explorer.rollout_model.engine_num=1", "explorer.rollout_model.dtype=float32", "explorer.eval_on_startup=false"),
+    *(
+        "cluster.gpu_per_node=0",
+        "algorithm.repeat_times=2",
+        "buffer.batch_size=2",
+        "trainer.total_steps=3",
+    ),
+    *(
+        "explorer.rollout_model.engine_num=1",
+        "explorer.rollout_model.dtype=float32",
+        "explorer.eval_on_startup=false",
+    ),
 )
 
 
@@ -195,9 +206,15 @@ SMALL = (
         ("graded", "GradedWorkflow", "grpo", {"flow": GRADED, "rewards": REWARDS}, 1),
         ("asking", "AskingWorkflow", "multi_step_grpo", {"flow": ASKING}, 2),
     ],
-)  # fmt: skip
+)
 def test_a_file_with_its_own_workflow_trains(
-    name: str, workflow: str, algorithm: str, files: dict[str, str], steps: int, tmp_path: Path, tiny_model: Path
+    name: str,
+    workflow: str,
+    algorithm: str,
+    files: dict[str, str],
+    steps: int,
+    tmp_path: Path,
+    tiny_model: Path,
 ) -> None:
     home = tmp_path / "examples" / name
     home.mkdir(parents=True)
@@ -212,12 +229,19 @@ def test_a_file_with_its_own_workflow_trains(
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     auxiliary = JUDGE if name == "asking" else ""
-    (tmp_path / "file.yaml").write_text(YAML.format(name=name, workflow=workflow, algorithm=algorithm, auxiliary=auxiliary))
-    places = {"CHECKPOINT_ROOT_DIR": tmp_path / "runs", "MODEL_PATH": tiny_model, "TASKSET_PATH": tmp_path / "rows.jsonl"}
+    (tmp_path / "file.yaml").write_text(
+        YAML.format(name=name, workflow=workflow, algorithm=algorithm, auxiliary=auxiliary)
+    )
+    places = {
+        "CHECKPOINT_ROOT_DIR": tmp_path / "runs",
+        "MODEL_PATH": tiny_model,
+        "TASKSET_PATH": tmp_path / "rows.jsonl",
+    }
     env = {f"TRINITY_{key}": str(value) for key, value in places.items()}
     dtype = ("explorer.auxiliary_models[0].dtype=float32",) if auxiliary else ()
     run = runs.Run(
-        *("run", "--config", str(tmp_path / "file.yaml"), *SMALL, *dtype), env={**env, "PYTHONPATH": f"{runs.ROOT}:{tmp_path}"}
+        *("run", "--config", str(tmp_path / "file.yaml"), *SMALL, *dtype),
+        env={**env, "PYTHONPATH": f"{runs.ROOT}:{tmp_path}"},
     )
     assert run.end() == 0, run.output
     folder = tmp_path / "runs" / "examples" / name

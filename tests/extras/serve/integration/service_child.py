@@ -1,4 +1,5 @@
-"""A service that is killed: the real gateway, book, buffer and checkpoints, a scripted engine, and a trainer without a model.
+"""A service that is killed: the real gateway, book, buffer and checkpoints, a scripted engine, and
+a trainer without a model.
 
 python -m tests.fault.service_child FOLDER [SECONDS: end where no step has rows for so long]
 """
@@ -30,7 +31,13 @@ async def main(folder: Path, patience_s: float) -> None:
         (aside / "weights").write_text(str(engine.version))
         return {}
 
-    async with started(folder, engine, found, num_runs=2, batch_size=1) as (_, buffer, _, _, lineage):
+    async with started(folder, engine, found, num_runs=2, batch_size=1) as (
+        _,
+        buffer,
+        _,
+        _,
+        lineage,
+    ):
         reader = buffer.reader(lineage)
         step = 0 if parent is None else parent.step
         while True:

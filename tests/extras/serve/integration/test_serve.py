@@ -1,4 +1,6 @@
-"""`rft serve` as a person runs it: clients in other processes play and reward, the trainer steps; then everything is killed, often."""
+"""`rft serve` as a person runs it: clients in other processes play and reward, the trainer steps;
+then everything is killed, often.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,18 @@ EXAMPLE = runs.ROOT / "examples" / "serve"
 SMALL = ("buffer.batch_size=2", "algorithm.repeat_times=2", "explorer.proxy_port=0")
 
 
-def serve(launch: Any, model: Path, root: Path, *overrides: str, command: str = "serve", **environment: str) -> Any:
+def serve(
+    launch: Any,
+    model: Path,
+    root: Path,
+    *overrides: str,
+    command: str = "serve",
+    **environment: str,
+) -> Any:
     given = (f"model.model_path={model}", f"checkpoint_root_dir={root}", *SMALL, *overrides)
-    return launch(command, "-c", str(EXAMPLE / "config.yaml"), *given, **{ENVIRONMENT: KEY}, **environment)
+    return launch(
+        command, "-c", str(EXAMPLE / "config.yaml"), *given, **{ENVIRONMENT: KEY}, **environment
+    )
 
 
 def folder(root: Path) -> Path:
@@ -45,14 +56,22 @@ async def address(root: Path, run: Any, timeout_s: float = 180.0, part: str = ""
                 found = str(json.loads(file.read_text())["base_url"])
                 await http.get(found.removesuffix("/v1") + "/health")
                 return found
-            except (OSError, ValueError, httpx.TransportError):  # not there, half written, or of a service that was killed
+            except (
+                OSError,
+                ValueError,
+                httpx.TransportError,
+            ):  # not there, half written, or of a service that was killed
                 await asyncio.sleep(0.1)
 
 
 async def play(rft: AsyncClient, task: str, reward: float, text: str = "ab1") -> str:
     session = await rft.session(task_id=task)
-    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as model:
-        await model.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+    async with openai.AsyncOpenAI(
+        base_url=session.base_url, api_key=session.api_key, max_retries=0
+    ) as model:
+        await model.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": text}]
+        )
     await rft.reward(session, reward)
     return session.id
 
@@ -60,7 +79,13 @@ async def play(rft: AsyncClient, task: str, reward: float, text: str = "ab1") ->
 async def until_served(run_dir: Path, step: int) -> None:
     async with asyncio.timeout(180):
         while True:
-            if max((v for _, v in series(read(run_dir / "metrics.jsonl"), "sync/version")), default=-1) >= step:
+            if (
+                max(
+                    (v for _, v in series(read(run_dir / "metrics.jsonl"), "sync/version")),
+                    default=-1,
+                )
+                >= step
+            ):
                 return
             await asyncio.sleep(0.05)
 
@@ -68,7 +93,10 @@ async def until_served(run_dir: Path, step: int) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.engine_num=2"), marks=pytest.mark.vllm),
+        pytest.param(
+            ("explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.engine_num=2"),
+            marks=pytest.mark.vllm,
+        ),
         ("--in-process",),
     ],
     ids=["two vllm engines", "one process"],
@@ -83,9 +111,13 @@ def test_a_model_learns_from_rewards_that_are_posted(launch, tiny_model, tmp_pat
         nonlocal visits
         while True:
             session = await rft.session(task_id="visit")
-            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as model:
+            async with openai.AsyncOpenAI(
+                base_url=session.base_url, api_key=session.api_key, max_retries=0
+            ) as model:
                 for text in ("ab1", "ab2"):
-                    await model.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+                    await model.chat.completions.create(
+                        model="policy", messages=[{"role": "user", "content": text}]
+                    )
                     visits += 1
             await rft.withdraw(session)
 
@@ -94,7 +126,9 @@ def test_a_model_learns_from_rewards_that_are_posted(launch, tiny_model, tmp_pat
         async with AsyncClient(found, KEY) as rft:
             visiting = asyncio.ensure_future(visit(rft))
             for step in range(3):
-                await asyncio.gather(*(play(rft, f"{step}-{i // 2}", float(i % 2)) for i in range(4)))
+                await asyncio.gather(
+                    *(play(rft, f"{step}-{i // 2}", float(i % 2)) for i in range(4))
+                )
                 if step < 2:
                     await until_served(folder(tmp_path), step + 1)
             assert not visiting.done(), visiting.exception()
@@ -106,7 +140,9 @@ def test_a_model_learns_from_rewards_that_are_posted(launch, tiny_model, tmp_pat
     assert ok and audit["used"] == 12 and audit["acked"] - 12 >= visits > 0, (audit, visits)
     values = read(folder(tmp_path) / "metrics.jsonl")
     assert [v for _, v in series(values, "rollout/reward/mean")] == [0.5] * 3
-    assert max(v for _, v in series(values, "sync/canary_max_abs")) <= 1e-4, "every step's weights were served"
+    assert max(v for _, v in series(values, "sync/canary_max_abs")) <= 1e-4, (
+        "every step's weights were served"
+    )
     assert any(v > 0 for _, v in series(values, "actor/grad_norm")), "and they changed"
     assert sum(v for _, v in series(values, "sync/requests_aborted")) == 0
     assert manifests.latest(folder(tmp_path) / "checkpoints").version.step == 3
@@ -118,7 +154,10 @@ def test_its_one_listener_is_on_loopback(launch, tiny_model, tmp_path):
     found = asyncio.run(address(tmp_path, run))
     state = json.loads((folder(tmp_path) / "state.json").read_text())
     listening = [
-        c.laddr for p in runs.parts(state["run_id"]) for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN
+        c.laddr
+        for p in runs.parts(state["run_id"])
+        for c in p.net_connections(kind="inet")
+        if c.status == psutil.CONN_LISTEN
     ]
     port = int(found.split(":")[2].removesuffix("/v1"))
     assert [a for a in listening if a.port == port] == [("127.0.0.1", port)]
@@ -138,21 +177,29 @@ def test_its_one_listener_is_on_loopback(launch, tiny_model, tmp_path):
 def test_a_service_joins_a_trainer_that_another_command_started(launch, tiny_model, tmp_path):
     """It is killed while a reward waits, started again, and what it had acknowledged is trained."""
     cluster = runs.Cluster()
-    given = ("explorer.serve.trainer_apart=true", f"cluster.ray_address={cluster.address}", "trainer.total_steps=2")
+    given = (
+        "explorer.serve.trainer_apart=true",
+        f"cluster.ray_address={cluster.address}",
+        "trainer.total_steps=2",
+    )
 
     def start(command: str, *more: str) -> Any:
-        return serve(launch, tiny_model, tmp_path, *given, *more, command=command, **cluster.environment)
+        return serve(
+            launch, tiny_model, tmp_path, *given, *more, command=command, **cluster.environment
+        )
 
     async def play_some(run: Any, *tasks: str) -> None:
         async with AsyncClient(await address(tmp_path, run, 400, "explorers/explorer"), KEY) as rft:
             await asyncio.gather(*(play(rft, task, float(i)) for task in tasks for i in range(2)))
 
     try:
-        trainer, killed = start("run", "mode=train"), start("serve")
+        trainer = start("run", "mode=train")
+        killed = start("serve")
         asyncio.run(play_some(killed, "0"))
         killed.process.kill()
         killed.end(400)
-        (folder(tmp_path) / "explorers/explorer/serve.json").unlink(missing_ok=True)  # its service may go on for a moment
+        # its service may go on for a moment
+        (folder(tmp_path) / "explorers/explorer/serve.json").unlink(missing_ok=True)
         again = start("serve")
         asyncio.run(play_some(again, "1", "2", "3"))
         codes = [run.end(400) for run in (trainer, again)]
@@ -171,14 +218,22 @@ KILLS = 5  # of a run; four runs of each kind are 20 moments
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("how", [(), ("--in-process",)], ids=["parts", "one process"])
 def test_nothing_that_was_acknowledged_is_lost(launch, tiny_model, tmp_path, how, seed):
-    """kill -9 of a random part (service, buffer, trainer, engine, coordinator) at random moments, or of the one process there is."""
+    """kill -9 of a random part (service, buffer, trainer, engine, coordinator) at random moments,
+    or of the one process there is.
+    """
     dice = random.Random(seed)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    clients, killed_parts = Persistent(f"http://127.0.0.1:{port}", KEY), list[str]()
+    clients = Persistent(f"http://127.0.0.1:{port}", KEY)
+    killed_parts = list[str]()
 
     async def started() -> Any:
-        given = (f"explorer.proxy_port={port}", "trainer.save_interval=1", "trainer.total_steps=100000", *how)
+        given = (
+            f"explorer.proxy_port={port}",
+            "trainer.save_interval=1",
+            "trainer.total_steps=100000",
+            *how,
+        )
         run = serve(launch, tiny_model, tmp_path, *given)
         await address(tmp_path, run, 400)
         return run
@@ -213,5 +268,8 @@ def test_nothing_that_was_acknowledged_is_lost(launch, tiny_model, tmp_path, how
     told = (audit, len(clients.acknowledged), clients.again)
     assert ok and len(clients.acknowledged) > 5 * KILLS and clients.again > 0, told
     assert clients.lost(folder(tmp_path)) == [], told
-    answered, rewarded = len(clients.acknowledged), len(clients.rewarded)
-    print(f"killed {killed_parts}: {answered} answers, {rewarded} rewards, {clients.again} sent again")
+    answered = len(clients.acknowledged)
+    rewarded = len(clients.rewarded)
+    print(
+        f"killed {killed_parts}: {answered} answers, {rewarded} rewards, {clients.again} sent again"
+    )

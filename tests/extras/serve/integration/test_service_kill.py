@@ -1,4 +1,6 @@
-"""kill -9 of a service at random moments and at each named one: what a client saw acknowledged is in the ledger, once."""
+"""kill -9 of a service at random moments and at each named one: what a client saw acknowledged is
+in the ledger, once.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Killed:
         (self.folder / "serve.json").unlink(missing_ok=True)
         environment = {**os.environ, ENVIRONMENT: KEY, **({VARIABLE: fault} if fault else {})}
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.fault.service_child", str(self.folder), *patience_s], cwd=runs.ROOT, env=environment
+            [sys.executable, "-m", "tests.fault.service_child", str(self.folder), *patience_s],
+            cwd=runs.ROOT,
+            env=environment,
         )
 
     async def address(self, child: subprocess.Popen[bytes]) -> str:
@@ -50,8 +54,13 @@ class Killed:
                 await asyncio.sleep(0.02)
 
     async def play(self, address: str, clients: int = 6) -> None:
-        """Until the service is gone.  A request whose answer did not come is asked again, after the next start."""
-        async with AsyncClient(address, KEY, patience_s=0.0) as rft, httpx.AsyncClient(timeout=20) as http:
+        """Until the service is gone.  A request whose answer did not come is asked again, after the
+        next start.
+        """
+        async with (
+            AsyncClient(address, KEY, patience_s=0.0) as rft,
+            httpx.AsyncClient(timeout=20) as http,
+        ):
             await asyncio.gather(*(self._one_after_the_other(rft, http) for _ in range(clients)))
 
     async def _one_after_the_other(self, rft: AsyncClient, http: httpx.AsyncClient) -> None:
@@ -63,8 +72,15 @@ class Killed:
                 for turn in range(1 + number % 3):
                     text = f"{number}-{turn}"
                     body = {"model": "m", "messages": [{"role": "user", "content": text}]}
-                    headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": text}
-                    answer = (await http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)).json()
+                    headers = {
+                        "Authorization": f"Bearer {session.api_key}",
+                        "Idempotency-Key": text,
+                    }
+                    answer = (
+                        await http.post(
+                            f"{session.base_url}/chat/completions", json=body, headers=headers
+                        )
+                    ).json()
                     self.acknowledged[answer["id"]] = text
                 await rft.reward(session, float(number % 2))
                 self.rewarded.add(session.id)
@@ -72,29 +88,45 @@ class Killed:
     def check(self) -> None:
         audit = audit_run(self.folder)
         assert audit.ok, audit
-        with contextlib.closing(sqlite3.connect(self.folder / "buffer" / "experience_buffer.db")) as ledger:
+        with contextlib.closing(
+            sqlite3.connect(self.folder / "buffer" / "experience_buffer.db")
+        ) as ledger:
             calls = [f"chatcmpl-{id}" for (id,) in ledger.execute("SELECT id FROM calls")]
-            retries = ledger.execute("SELECT count(*) FROM (SELECT 1 FROM calls GROUP BY session, retry_key HAVING count(*) > 1)")
+            retries = ledger.execute(
+                "SELECT count(*) FROM (SELECT 1 FROM calls GROUP BY session, retry_key HAVING "
+                "count(*) > 1)"
+            )
             assert retries.fetchone() == (0,), "a request counts once"
-            scored = {id for (id,) in ledger.execute("SELECT id FROM sessions WHERE score IS NOT NULL")}
+            scored = {
+                id for (id,) in ledger.execute("SELECT id FROM sessions WHERE score IS NOT NULL")
+            }
         assert self.acknowledged.keys() <= set(calls) and len(set(calls)) == len(calls)
         assert self.rewarded <= scored
 
     def train_the_rest(self) -> None:
-        """Once more, without clients, until no row waits; then each acknowledged reward of a whole group was trained exactly once."""
+        """Once more, without clients, until no row waits; then each acknowledged reward of a whole
+        group was trained exactly once.
+        """
         assert self.start("", "2.0").wait(60) == 0
         audit = audit_run(self.folder)
-        assert audit.ok and audit.discarded == {} and audit.used + audit.waiting == audit.acked, audit
-        with contextlib.closing(sqlite3.connect(self.folder / "buffer" / "experience_buffer.db")) as ledger:
-            states = dict(ledger.execute("SELECT id, state FROM sessions"))
-            waiting = ledger.execute("SELECT count(*) FROM sessions WHERE state = 'rewarded' GROUP BY task_id").fetchall()
-        assert {states[id] for id in self.rewarded} <= {"accepted", "rewarded"} and set(waiting) <= {(1,)}, (
-            "whole groups are rows"
+        assert audit.ok and audit.discarded == {} and audit.used + audit.waiting == audit.acked, (
+            audit
         )
+        with contextlib.closing(
+            sqlite3.connect(self.folder / "buffer" / "experience_buffer.db")
+        ) as ledger:
+            states = dict(ledger.execute("SELECT id, state FROM sessions"))
+            waiting = ledger.execute(
+                "SELECT count(*) FROM sessions WHERE state = 'rewarded' GROUP BY task_id"
+            ).fetchall()
+        assert {states[id] for id in self.rewarded} <= {"accepted", "rewarded"} and set(
+            waiting
+        ) <= {(1,)}, "whole groups are rows"
 
 
 def test_at_twenty_random_moments(tmp_path):
-    dice, killed = random.Random(0), Killed(tmp_path)
+    dice = random.Random(0)
+    killed = Killed(tmp_path)
 
     async def moment() -> None:
         child = killed.start()
@@ -114,7 +146,9 @@ def test_at_twenty_random_moments(tmp_path):
     assert len(killed.acknowledged) > 200 and len(killed.rewarded) > 50
 
 
-@pytest.mark.parametrize("point", [*SERVE_POINTS, "buffer.append.before", "buffer.append.stored", "buffer.append.after"])
+@pytest.mark.parametrize(
+    "point", [*SERVE_POINTS, "buffer.append.before", "buffer.append.stored", "buffer.append.after"]
+)
 def test_at_each_named_moment(tmp_path, point):
     killed = Killed(tmp_path)
 
@@ -137,10 +171,24 @@ EXAMPLE = runs.ROOT / "examples" / "serve" / "config.yaml"
 
 
 def test_a_service_without_a_checkpoint_trains_its_rewards_again(tiny_model, tmp_path):
-    """N25: 10 sessions rewarded, 2 steps trained, kill -9, the same command: all 10 were set aside as orphaned."""
+    """N25: 10 sessions rewarded, 2 steps trained, kill -9, the same command: all 10 were set aside
+    as orphaned.
+    """
     folder = tmp_path / "rft" / "examples" / "serve"
-    given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", "explorer.proxy_port=0"]
-    command = ("serve", "--in-process", "-c", str(EXAMPLE), *given, "buffer.batch_size=2", "algorithm.repeat_times=2")
+    given = [
+        f"model.model_path={tiny_model}",
+        f"checkpoint_root_dir={tmp_path}",
+        "explorer.proxy_port=0",
+    ]
+    command = (
+        "serve",
+        "--in-process",
+        "-c",
+        str(EXAMPLE),
+        *given,
+        "buffer.batch_size=2",
+        "algorithm.repeat_times=2",
+    )
 
     async def play(address: str) -> None:
         """Five groups of two sessions: two steps and a half."""
@@ -149,7 +197,11 @@ def test_a_service_without_a_checkpoint_trains_its_rewards_again(tiny_model, tmp
                 session = await rft.session(task_id=str(number // 2))
                 headers = {"Authorization": f"Bearer {session.api_key}"}
                 body = {"model": "policy", "messages": HI}
-                (await http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)).raise_for_status()
+                (
+                    await http.post(
+                        f"{session.base_url}/chat/completions", json=body, headers=headers
+                    )
+                ).raise_for_status()
                 await rft.reward(session, float(number % 2))
 
     first = runs.Run(*command, env={ENVIRONMENT: KEY})
@@ -160,7 +212,9 @@ def test_a_service_without_a_checkpoint_trains_its_rewards_again(tiny_model, tmp
     finally:
         first.process.kill()
         first.end()
-    assert not list(folder.glob("checkpoints/global_step_*")), "the crash came before the first checkpoint was due"
+    assert not list(folder.glob("checkpoints/global_step_*")), (
+        "the crash came before the first checkpoint was due"
+    )
 
     again = runs.Run(*command, env={ENVIRONMENT: KEY})
     try:
@@ -169,9 +223,22 @@ def test_a_service_without_a_checkpoint_trains_its_rewards_again(tiny_model, tmp
         assert again.end(60) == 130, again.output
     finally:
         again.process.kill()
-    assert "no checkpoint was saved before the stop; starting again at step 0" in again.output, again.output
+    assert "no checkpoint was saved before the stop; starting again at step 0" in again.output, (
+        again.output
+    )
     ok, audit = runs.audit(folder)
-    assert ok and (audit["acked"], audit["used"], audit["available"], audit["explained"]) == (10, 8, 2, {}), audit
+    assert ok and (audit["acked"], audit["used"], audit["available"], audit["explained"]) == (
+        10,
+        8,
+        2,
+        {},
+    ), audit
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [(r["step"], r["values"]["actor/loss"], r["values"]["actor/grad_norm"]) for r in lines if r["role"] == "trainer"]
-    assert steps[2:] == steps[:2], "the lost steps were trained again: the same rows in the same batches"
+    steps = [
+        (r["step"], r["values"]["actor/loss"], r["values"]["actor/grad_norm"])
+        for r in lines
+        if r["role"] == "trainer"
+    ]
+    assert steps[2:] == steps[:2], (
+        "the lost steps were trained again: the same rows in the same batches"
+    )

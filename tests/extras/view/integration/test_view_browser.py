@@ -1,4 +1,6 @@
-"""`rft view` in a real browser: every page of a run that goes on and of a stored one, at two widths, in both colour schemes."""
+"""`rft view` in a real browser: every page of a run that goes on and of a stored one, at two
+widths, in both colour schemes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ def _command(folder: Path) -> list[str]:
 def live(folder: Path) -> Iterator[Run]:
     """A run that goes on until the tests have ended."""
     run = Run(
-        *_command(folder), "name=live", "trainer.total_steps=100000", "buffer.total_epochs=100000", "trainer.save_interval=100000"
+        *_command(folder),
+        "name=live",
+        "trainer.total_steps=100000",
+        "buffer.total_epochs=100000",
+        "trainer.save_interval=100000",
     )
     run.wait_for("step 2/")
     yield run
@@ -74,7 +80,9 @@ def address(folder: Path, live: Run) -> Iterator[str]:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("run", ["stored", "live"])
-def test_every_page_can_be_walked_through(address: str, live: Run, run: str, size: str, dark: bool) -> None:
+def test_every_page_can_be_walked_through(
+    address: str, live: Run, run: str, size: str, dark: bool
+) -> None:
     with browser(size=size, dark=dark) as window:
         walk = Walk(window)
         walk.open(address)
@@ -84,7 +92,8 @@ def test_every_page_can_be_walked_through(address: str, live: Run, run: str, siz
             before = until(window, "document.querySelectorAll('.card b')[1].textContent")
             until(
                 window,
-                f"!document.querySelector('#live').hidden && Number(document.querySelectorAll('.card b')[1].textContent) > {before}",
+                f"!document.querySelector('#live').hidden && "
+                f"Number(document.querySelectorAll('.card b')[1].textContent) > {before}",
                 180,
             )
         walk.rollouts()
@@ -113,7 +122,9 @@ def test_a_chart_that_is_a_hair_wide_is_drawn(address: str) -> None:
 
 
 def test_a_newcomers_minute(address: str) -> None:
-    """The clicks that docs/howto/view.md writes down: the worst answer of step 10, why it got its reward, which weights wrote it."""
+    """The clicks that docs/howto/view.md writes down: the worst answer of step 10, why it got its
+    reward, which weights wrote it.
+    """
     with browser() as window:
         walk = Walk(window)
         walk.open(address)
@@ -125,9 +136,20 @@ def test_a_newcomers_minute(address: str) -> None:
         walk.click("#rows a.go")
         assert walk.clicks == 4, "and a number, and a choice"
         assert "Trained in step 1:10" in walk.text("#why")
-        for station in ("weights 1:9", "engine", "row batch 9", "lease step 10", "step 1:10", "checkpoint global_step_10"):
+        for station in (
+            "weights 1:9",
+            "engine",
+            "row batch 9",
+            "lease step 10",
+            "step 1:10",
+            "checkpoint global_step_10",
+        ):
             assert station in walk.text("#path")
-        assert [line.split()[0] for line in walk.text("#reward").splitlines()][-3:] == ["reward", "mean", "reward"]
+        assert [line.split()[0] for line in walk.text("#reward").splitlines()][-3:] == [
+            "reward",
+            "mean",
+            "reward",
+        ]
         assert walk.text("#conversation .role-user") and walk.text("#conversation .role-assistant")
 
 
@@ -145,7 +167,11 @@ class Walk:
 
     def text(self, css: str) -> str:
         """In one step: a live page replaces its elements."""
-        return str(self.window.execute_script("return document.querySelector(arguments[0]).innerText.trim()", css))
+        return str(
+            self.window.execute_script(
+                "return document.querySelector(arguments[0]).innerText.trim()", css
+            )
+        )
 
     def open(self, url: str) -> None:
         self.window.get(url)
@@ -162,7 +188,9 @@ class Walk:
         self.fits()
 
     def fits(self) -> None:
-        assert self.window.execute_script("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert self.window.execute_script(
+            "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        )
         assert console(self.window) == []
 
     def write(self, css: str, text: str) -> None:
@@ -185,13 +213,22 @@ class Walk:
         for axis in ("time", "tokens", "step"):
             self.choose("[name=x]", axis)
             named = {"time": "hours", "tokens": "tokens", "step": "step"}[axis]
-            until(w, f"[...document.querySelectorAll('.u-legend .u-series th')].some(t => t.textContent.includes('{named}'))")
-        w.execute_script("const s = document.querySelector('[name=smooth]'); s.value = 0.8; s.dispatchEvent(new Event('input'))")
+            until(
+                w,
+                f"[...document.querySelectorAll('.u-legend .u-series th')].some(t => "
+                f"t.textContent.includes('{named}'))",
+            )
+        w.execute_script(
+            "const s = document.querySelector('[name=smooth]'); s.value = 0.8; s.dispatchEvent(new "
+            "Event('input'))"
+        )
         self.write("[name=name]", "actor/loss\n")
         until(w, "document.querySelector('.chart h3').textContent === 'actor/loss'")
         plot = self.one(".chart .u-over")
         w.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
-        ActionChains(w).move_to_element_with_offset(plot, -60, 0).click_and_hold().move_by_offset(90, 0).release().perform()
+        ActionChains(w).move_to_element_with_offset(plot, -60, 0).click_and_hold().move_by_offset(
+            90, 0
+        ).release().perform()
         until(w, "document.querySelector('#timeline').naturalWidth > 100")
         assert "done" in self.text(".cards") or "running" in self.text(".cards")
         self.fits()
@@ -204,28 +241,43 @@ class Walk:
         assert self.text("#count") == "32 rollouts"
         rewards = [
             float(r)
-            for r in self.window.execute_script("return [...document.querySelectorAll('#rows a.go')].map(a => a.textContent)")
+            for r in self.window.execute_script(
+                "return [...document.querySelectorAll('#rows a.go')].map(a => a.textContent)"
+            )
         ]
         assert len(rewards) == 32
         assert rewards == sorted(rewards)
         where = "return document.querySelector('#rows a.go').getBoundingClientRect().top"
-        shown = "; ".join(f"document.querySelector('{s}').hidden = false" for s in ("#new", "#live"))
-        assert self.window.execute_script(where) == self.window.execute_script(f"{shown}; {where}"), "news move nothing away"
+        shown = "; ".join(
+            f"document.querySelector('{s}').hidden = false" for s in ("#new", "#live")
+        )
+        assert self.window.execute_script(where) == self.window.execute_script(
+            f"{shown}; {where}"
+        ), "news move nothing away"
 
     def one_rollout(self) -> None:
         self.click("#rows a.go")
         assert "Trained in step 1:2" in self.text("#why")
         path = self.text("#path")
-        assert [path.index(s) for s in ("weights 1:1", "engine", "row", "lease step 2", "step 1:2", "checkpoint")] == sorted(
-            path.index(s) for s in ("weights 1:1", "engine", "row", "lease step 2", "step 1:2", "checkpoint")
+        assert [
+            path.index(s)
+            for s in ("weights 1:1", "engine", "row", "lease step 2", "step 1:2", "checkpoint")
+        ] == sorted(
+            path.index(s)
+            for s in ("weights 1:1", "engine", "row", "lease step 2", "step 1:2", "checkpoint")
         )
         for colour in ("advantage", "mismatch", "version", "logprob"):
             self.click(f"#colours a[href*='{colour}']")
-            shown = self.window.execute_script("return [...document.querySelectorAll('#tokens span')].map(t => t.className)")
+            shown = self.window.execute_script(
+                "return [...document.querySelectorAll('#tokens span')].map(t => t.className)"
+            )
             assert "prompt" in shown
             if colour == "advantage":
                 assert "The trainer's advantage" in self.text("#taught")
-            assert shown[-1][0] in {"advantage": "np", "mismatch": "np", "version": "v", "logprob": "s"}[colour]
+            assert (
+                shown[-1][0]
+                in {"advantage": "np", "mismatch": "np", "version": "v", "logprob": "s"}[colour]
+            )
         assert "trainer's" in self.one("#tokens span:last-of-type").get_attribute("title")
         self.click("#next")
         self.click("#prev")
@@ -241,7 +293,9 @@ class Walk:
         self.click("[data-key=s]")
         self.click("main li a")
         assert "rows" in self.text("#count")
-        self.write("#q", "SELECT state, count(*) AS n FROM v_experiences WHERE batch < 2 GROUP BY state")
+        self.write(
+            "#q", "SELECT state, count(*) AS n FROM v_experiences WHERE batch < 2 GROUP BY state"
+        )
         self.click("#query button")
         assert self.text("#answer").split() == ["state", "n", "used", "64"]
         self.write("#q", "DELETE FROM experiences")
@@ -275,9 +329,14 @@ class Walk:
         body.send_keys("?")
         assert self.window.execute_script("return document.querySelector('#help').open")
         body.send_keys(Keys.ESCAPE)
-        before = self.window.execute_script("return getComputedStyle(document.body).backgroundColor")
+        before = self.window.execute_script(
+            "return getComputedStyle(document.body).backgroundColor"
+        )
         self.one("body").send_keys("t")
-        assert self.window.execute_script("return getComputedStyle(document.body).backgroundColor") != before
+        assert (
+            self.window.execute_script("return getComputedStyle(document.body).backgroundColor")
+            != before
+        )
         self.fits()
 
 
@@ -299,9 +358,12 @@ def test_hostile_texts_do_nothing_in_a_browser(tmp_path: Path) -> None:
                 window.get(run + page)
                 assert console(window) == [], page
                 assert window.execute_script(
-                    "return window.hit === undefined && location.href.startsWith(arguments[0])", address
+                    "return window.hit === undefined && location.href.startsWith(arguments[0])",
+                    address,
                 ), page
-                outside = window.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+                outside = window.execute_script(
+                    "return performance.getEntriesByType('resource').map(e => e.name)"
+                )
                 assert all(name.startswith(address) for name in outside), outside
     finally:
         viewer.interrupt()

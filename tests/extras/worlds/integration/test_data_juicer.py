@@ -17,26 +17,44 @@ from rft.taskset.task_pipeline import prepare
 from rft.types.task import Task
 from tests.unit.buffer.test_operators import row
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("data_juicer") is None, reason="py-data-juicer is not installed")
-GROUP = GroupView(task=Task(taskset="sums", index=7, prompt="?", workflow="w", num_runs=2), members=())
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("data_juicer") is None, reason="py-data-juicer is not installed"
+)
+GROUP = GroupView(
+    task=Task(taskset="sums", index=7, prompt="?", workflow="w", num_runs=2), members=()
+)
 LONG = {"name": "text_length_filter", "args": {"min_len": 5}}
 
 
 def test_filters_measure_and_rewards_are_shaped_by_it(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("project_name: x\nprocess:\n  - text_length_filter: {min_len: 5}\n  - words_num_filter: {min_num: 1}\n")
+    recipe.write_text(
+        "project_name: x\nprocess:\n  - text_length_filter: {min_len: 5}\n  - words_num_filter: "
+        "{min_num: 1}\n"
+    )
     rows = [row(0, 1.0, "one two three"), row(1, 0.0, "one")]
     made = list(DataJuicer(config_path=str(recipe)).process(rows, GROUP).rows)
-    assert [(r.metrics["text_len"], r.metrics["num_words"], r.metrics[KEPT]) for r in made] == [(13.0, 3.0, 1.0), (3.0, 1.0, 0.0)]
-    shaped = RewardShapingMapper(reward_shaping_configs=[{"stats_key": "num_words", "op_type": "ADD", "weight": 0.5}])
+    assert [(r.metrics["text_len"], r.metrics["num_words"], r.metrics[KEPT]) for r in made] == [
+        (13.0, 3.0, 1.0),
+        (3.0, 1.0, 0.0),
+    ]
+    shaped = RewardShapingMapper(
+        reward_shaping_configs=[{"stats_key": "num_words", "op_type": "ADD", "weight": 0.5}]
+    )
     assert [r.reward for r in asyncio.run(shaped.process(made, GROUP)).rows] == [2.5, 0.5]
 
 
 def test_rows_of_a_taskset_are_filtered_and_measured(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "one two three", "answer": "3"}\n{"prompt": "one", "answer": "1"}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "one two three", "answer": "3"}\n{"prompt": "one", "answer": "1"}\n'
+    )
     operator = TaskOperatorSettings(name="data_juicer_filter", args={"operators": [LONG]}, key="x")
     made = prepare(
-        TaskPipelineSettings(inputs=(str(tmp_path / "rows.jsonl"),), output=str(tmp_path / "made.jsonl"), operators=(operator,))
+        TaskPipelineSettings(
+            inputs=(str(tmp_path / "rows.jsonl"),),
+            output=str(tmp_path / "made.jsonl"),
+            operators=(operator,),
+        )
     )
     assert list(made.rows) == [{"prompt": "one two three", "answer": "3", "text_len": 13.0}]
 

@@ -1,4 +1,6 @@
-"""Scripted episodes in the simulators themselves: TextWorld, ALFWorld, ScienceWorld; and programs in the sandbox."""
+"""Scripted episodes in the simulators themselves: TextWorld, ALFWorld, ScienceWorld; and programs
+in the sandbox.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.helpers.households import tidy_household
 
 play = partial(run_workflow, timeout_s=300.0)  # simulators start slowly on a busy machine
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the simulators leave files open
+# the simulators leave files open
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def does(*commands: str) -> ScriptedModel:
@@ -29,7 +32,9 @@ def does(*commands: str) -> ScriptedModel:
 
 
 def needs(library: str, program: str = "python") -> pytest.MarkDecorator:
-    there = importlib.util.find_spec(library) is not None and (program == "python" or shutil.which(program) is not None)
+    there = importlib.util.find_spec(library) is not None and (
+        program == "python" or shutil.which(program) is not None
+    )
     return pytest.mark.skipif(not there, reason=f"{library} or its {program} is not installed")
 
 
@@ -43,19 +48,29 @@ def game(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     import textworld
 
     options = textworld.GameOptions()
-    options.nb_rooms, options.nb_objects, options.quest_length, options.seeds = 2, 3, 2, 1
-    options.path, options.force_recompile = str(tmp_path_factory.mktemp("games") / "game.z8"), True
+    options.nb_rooms = 2
+    options.nb_objects = 3
+    options.quest_length = 2
+    options.seeds = 1
+    options.path = str(tmp_path_factory.mktemp("games") / "game.z8")
+    options.force_recompile = True
     made = textworld.generator.make_game(options)
     return Path(textworld.generator.compile_game(made, options)), list(made.metadata["walkthrough"])
 
 
 @needs("textworld")
-@pytest.mark.filterwarnings("ignore:Game '.*' is not fully supported")  # jericho, of a game that was just made
+# jericho, of a game that was just made
+@pytest.mark.filterwarnings("ignore:Game '.*' is not fully supported")
 def test_a_game_is_won(game: tuple[Path, list[str]]) -> None:
     path, walkthrough = game
     result = play("textworld_workflow", {"game_file": str(path)}, does(*walkthrough))
     assert result.reward == 1.0 and result.runs[0].transcript.score.parts["success"] == 1.0
-    lost = play("textworld_workflow", {"prompt": str(path)}, does("look", "look"), workflow_args={"max_env_steps": 2})
+    lost = play(
+        "textworld_workflow",
+        {"prompt": str(path)},
+        does("look", "look"),
+        workflow_args={"max_env_steps": 2},
+    )
     assert lost.reward == 0.0 and "Observation:" in observed(lost)
 
 
@@ -70,11 +85,18 @@ def test_a_household_task_is_done(workflow: str, household: Path) -> None:
     row = {"game_file": str(household), "prompt": str(household)}
     start = play(workflow, row, does("look"), workflow_args={"max_env_steps": 1})
     assert start.reward == -0.1 and "put a mug on the shelf" in observed(start), observed(start)
-    tidy = does("go to diningtable 1", "take mug 1 from diningtable 1", "go to shelf 1", "move mug 1 to shelf 1")
+    tidy = does(
+        "go to diningtable 1",
+        "take mug 1 from diningtable 1",
+        "go to shelf 1",
+        "move mug 1 to shelf 1",
+    )
     result = play(workflow, row, tidy)
     assert result.reward == 1.0, observed(result)
     rows = result.runs[0].experiences
-    assert len(rows) == (4 if workflow.startswith("step") else 1) and {r.reward for r in rows} == {1.0}
+    assert len(rows) == (4 if workflow.startswith("step") else 1) and {r.reward for r in rows} == {
+        1.0
+    }
     if len(rows) > 1:
         assert len({r.info["env_state_hash"] for r in rows}) > 1
 
@@ -83,20 +105,36 @@ def test_a_household_task_is_done(workflow: str, household: Path) -> None:
 def simulators() -> Iterator[None]:
     """Those that wait for another experiment end with the test."""
     yield
-    importlib.import_module(REGISTRY.get("workflow", "sciworld_workflow").obj.__module__)._close_idle()
+    importlib.import_module(
+        REGISTRY.get("workflow", "sciworld_workflow").obj.__module__
+    )._close_idle()
 
 
 @needs("scienceworld", "java")
 @pytest.mark.usefixtures("simulators")
 def test_an_experiment_is_scored() -> None:
-    row = {"prompt": json.dumps({"task_name": "find-living-thing", "var_num": 0, "jar_path": "anywhere"})}
-    result = play("sciworld_workflow", row, does("look around", "open door to kitchen"), workflow_args={"max_env_steps": 2})
+    row = {
+        "prompt": json.dumps(
+            {"task_name": "find-living-thing", "var_num": 0, "jar_path": "anywhere"}
+        )
+    }
+    result = play(
+        "sciworld_workflow",
+        row,
+        does("look around", "open door to kitchen"),
+        workflow_args={"max_env_steps": 2},
+    )
     said = observed(result)
     assert 0.0 < result.reward < 1.0 and "Your task is to find" in said and "door" in said
     again = play(
-        "sciworld_workflow", {"task_name": "boil", "var_num": 1}, ScriptedModel("no command"), workflow_args={"max_turns": 1}
+        "sciworld_workflow",
+        {"task_name": "boil", "var_num": 1},
+        ScriptedModel("no command"),
+        workflow_args={"max_turns": 1},
     )
-    assert again.reward == 0.0 and "Your task is to boil" in observed(again), "the same simulator, another experiment"
+    assert again.reward == 0.0 and "Your task is to boil" in observed(again), (
+        "the same simulator, another experiment"
+    )
 
 
 def call(code: str) -> str:
@@ -107,9 +145,18 @@ def call(code: str) -> str:
 def test_programs_are_run_and_told(name: str) -> None:
     answers = (call("print(6 * 7)"), call("1 / 0"), call("open('/etc/passwd')"), "So \\boxed{42}")
     try:
-        result = play(name, {"prompt": "6 * 7?", "truth": "It is.\n#### 42"}, ScriptedModel(*answers), reward="math_boxed_reward")
+        result = play(
+            name,
+            {"prompt": "6 * 7?", "truth": "It is.\n#### 42"},
+            ScriptedModel(*answers),
+            reward="math_boxed_reward",
+        )
     finally:
         job_pool.close_all()
     told: list[Any] = [m["content"] for m in result.messages if m["role"] == "tool"]
-    assert told[0].strip() == "42" and "ZeroDivisionError" in told[1] and ("No such file" in told[2] or "denied" in told[2])
+    assert (
+        told[0].strip() == "42"
+        and "ZeroDivisionError" in told[1]
+        and ("No such file" in told[2] or "denied" in told[2])
+    )
     assert result.reward == 1.0

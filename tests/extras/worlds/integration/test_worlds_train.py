@@ -29,7 +29,9 @@ class Stairs(EnvWorkflow):
 """
 
 
-def config(folder: Path, model: Path, algorithm: str, taskset: dict[str, Any], **explorer: Any) -> Path:
+def config(
+    folder: Path, model: Path, algorithm: str, taskset: dict[str, Any], **explorer: Any
+) -> Path:
     made = {
         "name": algorithm,
         "checkpoint_root_dir": str(folder / "runs"),
@@ -64,7 +66,9 @@ def test_rows_of_steps(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Mon
         "default_workflow_type": "stairs.py:Stairs",
         "workflow_args": {"layout": "steps", "credit": "run", "max_turn_tokens": 1},
     }
-    run = execute(config(tmp_path, tiny_model, "multi_step_grpo", taskset), [], in_process=True).run_dir
+    run = execute(
+        config(tmp_path, tiny_model, "multi_step_grpo", taskset), [], in_process=True
+    ).run_dir
     found = rows(tmp_path, run)
     assert len(found) == 2 * 2 * 2 * 2, "two steps of two tasks, two runs each, two moves each"
     assert {r["step"] for r in found} == {0, 1} and all(r["used_step"] is not None for r in found)
@@ -72,13 +76,31 @@ def test_rows_of_steps(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Mon
 
 def test_a_teacher(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    taskset = {"path": "rft.testing.tiny:copy_tasks", "default_workflow_type": "on_policy_distill_workflow", "split": "train"}
-    teacher = [{"name": "teacher", "model_path": str(tiny.make(tmp_path / "teacher", seed=5)), "engine_type": "transformers"}]
+    taskset = {
+        "path": "rft.testing.tiny:copy_tasks",
+        "default_workflow_type": "on_policy_distill_workflow",
+        "split": "train",
+    }
+    teacher = [
+        {
+            "name": "teacher",
+            "model_path": str(tiny.make(tmp_path / "teacher", seed=5)),
+            "engine_type": "transformers",
+        }
+    ]
     run = execute(
-        config(tmp_path, tiny_model, "on_policy_distill", taskset, auxiliary_models=teacher), [], in_process=True
+        config(tmp_path, tiny_model, "on_policy_distill", taskset, auxiliary_models=teacher),
+        [],
+        in_process=True,
     ).run_dir
     found = rows(tmp_path, run)
     assert len(found) == 8 and all(r["used_step"] is not None for r in found)
     for r in found:
-        mask, taught, said = (np.array(r[name]) for name in ("loss_mask", "teacher_logprobs", "logprobs"))
-        assert (taught[mask] < 0).all() and not taught[~mask].any() and not np.allclose(taught[mask], said[mask])
+        mask, taught, said = (
+            np.array(r[name]) for name in ("loss_mask", "teacher_logprobs", "logprobs")
+        )
+        assert (
+            (taught[mask] < 0).all()
+            and not taught[~mask].any()
+            and not np.allclose(taught[mask], said[mask])
+        )

@@ -52,7 +52,9 @@ class Numbers(Workflow):
         if ctx.run == 1:
             ctx.score_step(1.0, parts={"right": answer.text == task.truth})
             return ctx.transcript(metrics={"right": answer.text == task.truth})
-        return ctx.transcript(score={"right": answer.text == task.truth, "short": 0.5} if ctx.run == 0 else 0.25)
+        return ctx.transcript(
+            score={"right": answer.text == task.truth, "short": 0.5} if ctx.run == 0 else 0.25
+        )
 
 
 @workflow("unsafe_impatient")
@@ -62,7 +64,8 @@ class Impatient(Workflow):
     async def run(self, task, ctx):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ctx.model("judge").generate(ctx.request(task.chat())), 0.05)
-        for _ in range(2):  # the late answer to the first question comes before that to the last one
+        # the late answer to the first question comes before that to the last one
+        for _ in range(2):
             await ctx.chat(task.chat())
         return ctx.transcript(score=Score(value=1.0), layout="steps")
 

@@ -12,6 +12,7 @@ class Stacks(unittest.TestCase):
         self.assertRaises(IndexError, s.pop)
 
     def test_each_has_its_own(self):
-        a, b = Stack(), Stack()
+        a = Stack()
+        b = Stack()
         a.push(1)
         self.assertRaises(IndexError, b.pop)

@@ -1,7 +1,9 @@
-"""The table of veRL's keys as data: what each name became here, its default as a value, and the nearest name.
+"""The table of veRL's keys as data: what each name became here, its default as a value, and the
+nearest name.
 
-Knows how to read `data/verl_keys.tsv`, not what to do with it.  Invariant: a Row says what its line says, nothing is added; a default is
-what the row says, read as YAML, and one that follows another key is None.
+Knows how to read `data/verl_keys.tsv`, not what to do with it.  Invariant: a Row says what its line
+says, nothing is added; a default is what the row says, read as YAML, and one that follows another
+key is None.
 """
 
 from __future__ import annotations
@@ -17,15 +19,27 @@ from typing import Any, Literal, cast
 
 from rft.config import yamlfile
 
-Kind = Literal["native", "derived", "n/a", "refused"]  # n/a changes nothing here; refused would change results
+# n/a changes nothing here; refused would change results
+Kind = Literal["native", "derived", "n/a", "refused"]
 MAIN = frozenset({*range(1, 17), 22})
-"""Sections of the ordinary trainer; 22 are keys of launch scripts that veRL's documents do not have, 23 those of sft_trainer."""
+"""Sections of the ordinary trainer; 22 are keys of launch scripts that veRL's documents do not
+have, 23 those of sft_trainer.
+"""
 
-_ACTOR, _MODEL, _REF, _RM = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.ref", "reward_model"
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_REF = "actor_rollout_ref.ref"
+_RM = "reward_model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 ALIASES = {  # other spellings of veRL's own, older and newer ones
-    **{f"{_ACTOR}.{n}": f"{_ACTOR}.policy_loss.{n}" for n in ("loss_mode", "kl_cov_ratio", "ppo_kl_coef")},
-    **{f"{_ACTOR}.clip_cov_{n}": f"{_ACTOR}.policy_loss.clip_cov_{n}" for n in ("ratio", "lb", "ub")},
+    **{
+        f"{_ACTOR}.{n}": f"{_ACTOR}.policy_loss.{n}"
+        for n in ("loss_mode", "kl_cov_ratio", "ppo_kl_coef")
+    },
+    **{
+        f"{_ACTOR}.clip_cov_{n}": f"{_ACTOR}.policy_loss.clip_cov_{n}"
+        for n in ("ratio", "lb", "ub")
+    },
     **{f"{_ACTOR}.policy_loss.{n}": f"{_ACTOR}.{n}" for n in ("tau_pos", "tau_neg")},
     f"{_ACTOR}.checkpoint.contents": f"{_ACTOR}.checkpoint.save_contents",
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",
@@ -39,7 +53,10 @@ ALIASES = {  # other spellings of veRL's own, older and newer ones
     f"{_ROLLOUT}.n_val": f"{_ROLLOUT}.val_kwargs.n",  # these two of DeepScaleR's copy
     f"{_ROLLOUT}.val_temperature": f"{_ROLLOUT}.val_kwargs.temperature",
     "critic.checkpoint.contents": "critic.checkpoint.save_contents",
-    **{f"{r}.fsdp_config.ulysses_sequence_parallel_size": f"{r}.ulysses_sequence_parallel_size" for r in (_ACTOR, _REF)},
+    **{
+        f"{r}.fsdp_config.ulysses_sequence_parallel_size": f"{r}.ulysses_sequence_parallel_size"
+        for r in (_ACTOR, _REF)
+    },
     **{
         f"{_RM}.overlong_buffer.{n}": f"{_RM}.reward_kwargs.overlong_buffer_cfg.{n}"
         for n in ("enable", "len", "log", "penalty_factor")
@@ -55,14 +72,16 @@ ALIASES = {  # other spellings of veRL's own, older and newer ones
 class Row:
     """One name of veRL's documents.
 
-    Example: section 3, name "actor_rollout_ref.actor.grad_clip", kind "native", default "1.0", targets ("trainer.grad_clip",).
+    Example: section 3, name "actor_rollout_ref.actor.grad_clip", kind "native", default "1.0",
+    targets ("trainer.grad_clip",).
     """
 
     section: int  # of the table, 1 to 23
     name: str  # with a remark where a name occurs twice: "data.prompt_key (evaluation)"
     kind: Kind
     default: str  # veRL's, as its documents write it
-    targets: tuple[str, ...]  # schema keys, command-line options (`rft bench --input`) or metrics (section 21)
+    # schema keys, command-line options (`rft bench --input`) or metrics (section 21)
+    targets: tuple[str, ...]
     note: str
 
     @property
@@ -74,7 +93,11 @@ class Row:
 @cache
 def rows() -> tuple[Row, ...]:
     """Every row, in the order of the table."""
-    text = importlib.resources.files("rft.extras.migrate.compat.keys").joinpath("data/verl_keys.tsv").read_text(encoding="utf-8")
+    text = (
+        importlib.resources.files("rft.extras.migrate.compat.keys")
+        .joinpath("data/verl_keys.tsv")
+        .read_text(encoding="utf-8")
+    )
     lines = csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
     return tuple(
         Row(
@@ -107,7 +130,9 @@ def by_target() -> dict[str, tuple[Row, ...]]:
 
 @cache
 def by_name(sections: frozenset[int] = MAIN) -> dict[str, Row]:
-    """Rows of some sections by their path.  Where a name occurs twice the first one holds: the FSDP form before the Megatron form."""
+    """Rows of some sections by their path.  Where a name occurs twice the first one holds: the FSDP
+    form before the Megatron form.
+    """
     found: dict[str, Row] = {}
     for row in rows():
         if row.section in sections:
@@ -122,13 +147,21 @@ def default(key: str, sections: frozenset[int] = MAIN) -> Any:
 
 
 def nearest(key: str, known: Collection[str]) -> str:
-    """The known key that was probably meant: the same last name elsewhere, or a similar one; "" if none is near."""
+    """The known key that was probably meant: the same last name elsewhere, or a similar one; "" if
+    none is near.
+    """
     last = key.rsplit(".", 1)[-1]
     if moved := [k for k in known if k.rsplit(".", 1)[-1] == last]:
         close = difflib.get_close_matches(key, moved, n=1, cutoff=0.3)
     else:  # the groups alone may not make two keys similar
-        alike = set(difflib.get_close_matches(last, sorted({k.rsplit(".", 1)[-1] for k in known}), n=20, cutoff=0.6))
-        close = difflib.get_close_matches(key, [k for k in known if k.rsplit(".", 1)[-1] in alike], n=1, cutoff=0.6)
+        alike = set(
+            difflib.get_close_matches(
+                last, sorted({k.rsplit(".", 1)[-1] for k in known}), n=20, cutoff=0.6
+            )
+        )
+        close = difflib.get_close_matches(
+            key, [k for k in known if k.rsplit(".", 1)[-1] in alike], n=1, cutoff=0.6
+        )
     return close[0] if close else ""
 
 
@@ -136,7 +169,16 @@ def nearest(key: str, known: Collection[str]) -> str:
 def _value(text: str) -> Any:
     if text.startswith("—"):
         return None
-    text = re.sub(r"\s*(later|\(overwritten\))$", "", text.rpartition("; ")[2]).partition(" (")[0].strip()
-    if not text or text[0] == "=" or text.startswith(("same as", "HF ", "null /")) or text in ("unset", "on"):
+    text = (
+        re.sub(r"\s*(later|\(overwritten\))$", "", text.rpartition("; ")[2])
+        .partition(" (")[0]
+        .strip()
+    )
+    if (
+        not text
+        or text[0] == "="
+        or text.startswith(("same as", "HF ", "null /"))
+        or text in ("unset", "on")
+    ):
         return None
     return yamlfile.scalar(text)

@@ -1,7 +1,9 @@
-"""`trainer.trainer_config.<veRL path>`: veRL's own spelling of a key, moved to the native key before anything is validated.
+"""`trainer.trainer_config.<veRL path>`: veRL's own spelling of a key, moved to the native key
+before anything is validated.
 
-Knows veRL's table and no schema.  Invariant: afterwards no `trainer_config` is left, every value in it has been moved, ignored with a
-warning, or refused, and a moved value keeps the line that it was written on.
+Knows veRL's table and no schema.  Invariant: afterwards no `trainer_config` is left, every value in
+it has been moved, ignored with a warning, or refused, and a moved value keeps the line that it was
+written on.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ from rft.extras.migrate.compat.keys.verl_keys import ALIASES, Row, by_path, near
 HERE = ("trainer", "trainer_config")
 # the flat form: trainer_config.actor.* for trainer_config.actor_rollout_ref.actor.*
 _GROUPS = ("actor", "model", "ref", "rollout")
-_OPEN = ("actor_rollout_ref.model.override_config", "actor_rollout_ref.rollout.engine_kwargs.vllm")  # any key may stand below
+# any key may stand below
+_OPEN = ("actor_rollout_ref.model.override_config", "actor_rollout_ref.rollout.engine_kwargs.vllm")
 _MINI_BATCH = (
-    "is not an option of the trainer: a train step has buffer.batch_size tasks (veRL's ppo_mini_batch_size, in prompts) and "
+    "is not an option of the trainer: a train step has buffer.batch_size tasks (veRL's "
+    "ppo_mini_batch_size, in prompts) and "
     "buffer.train_batch_size = batch_size x repeat_times experiences; write those, and remove this"
 )
-_VALUES: dict[str, dict[Any, Any]] = {  # other names of the same choice; a name that is not listed stays as it is
+# other names of the same choice; a name that is not listed stays as it is
+_VALUES: dict[str, dict[Any, Any]] = {
     "actor_rollout_ref.actor.strategy": {"fsdp": "fsdp2"},
     "actor_rollout_ref.ref.strategy": {"fsdp": "fsdp2"},
     "critic.strategy": {"fsdp": "fsdp2"},
@@ -52,7 +57,8 @@ _SAME = {  # derived rows that are another name of their target, value for value
     "critic.model.fsdp_config.fsdp_size",
 }
 _OWN = ("trainer.", "algorithm.", "data.", "reward_model.", "ray_init.")
-"""Groups that Trinity-RFT fills in from its own keys; of them only what `_HONOURED` names is read."""
+"""Groups that Trinity-RFT fills in from its own keys; of them only what `_HONOURED` names is read.
+"""
 _HONOURED = ("trainer.critic_warmup", "trainer.balance_batch", "trainer.max_actor_ckpt_to_keep")
 _CORRECTION = "algorithm.rollout_correction."
 _REFERENCE = re.compile(r"\$\{trainer\.trainer_config\.([\w.]+)\}")
@@ -62,12 +68,15 @@ Values = dict[str, Any]
 
 
 class VerlKeys(ForeignKeys):
-    def expand(self, values: Values, origins: Origins, same_layer: Callable[[Loc], bool]) -> list[str]:
-        """Moves what stands below trainer.trainer_config in `values` and `origins`; what was ignored, as warnings.
+    def expand(
+        self, values: Values, origins: Origins, same_layer: Callable[[Loc], bool]
+    ) -> list[str]:
+        """Moves what stands below trainer.trainer_config in `values` and `origins`; what was
+        ignored, as warnings.
 
-        A native key that is written too, with another value, is an error if `same_layer` says that it was written in the same place;
-        otherwise it is an earlier layer (a base file under the file, the file under an override) and gives way.
-        Raises ConfigError or ConfigErrors.
+        A native key that is written too, with another value, is an error if `same_layer` says that
+        it was written in the same place; otherwise it is an earlier layer (a base file under the
+        file, the file under an override) and gives way. Raises ConfigError or ConfigErrors.
         """
         trainer = values.get("trainer")
         if not isinstance(trainer, dict) or "trainer_config" not in trainer:
@@ -79,7 +88,11 @@ class VerlKeys(ForeignKeys):
         if given is None:
             return []
         if not isinstance(given, dict):
-            raise ConfigError("must be a mapping of veRL's keys, such as actor_rollout_ref", key=dotted(HERE), given=given)
+            raise ConfigError(
+                "must be a mapping of veRL's keys, such as actor_rollout_ref",
+                key=dotted(HERE),
+                given=given,
+            )
         warnings: list[str] = []
         idle: dict[str, str] = {}  # sections without effect: why
         errors: list[ConfigError] = []
@@ -87,25 +100,36 @@ class VerlKeys(ForeignKeys):
         refuse_megatron(given, where)
         for loc, name, value in _leaves(given, ()):
             if _MEGATRON.search(name):
-                idle[dotted((*HERE, *loc[: loc.index("megatron") + 1]))] = "trainer.trainer_strategy is fsdp2"
+                idle[dotted((*HERE, *loc[: loc.index("megatron") + 1]))] = (
+                    "trainer.trainer_strategy is fsdp2"
+                )
                 continue
             if value == {} or (value is None and any(n.startswith(f"{name}.") for n in _known())):
                 continue  # an empty group
             written = (*HERE, *loc)
-            origin = next((o for at, o in where.items() if at[: len(written)] == written[: len(at)]), "")
+            origin = next(
+                (o for at, o in where.items() if at[: len(written)] == written[: len(at)]), ""
+            )
             try:
                 target = _target(name, value)
                 if target is None:
                     warnings.append(f"{dotted(written)} is ignored: {_why_ignored(name)}")
                     continue
-                key, new = target[0], _pointed(target[1])
+                key = target[0]
+                new = _pointed(target[1])
                 if key in moved and moved[key][1] != new:
                     other, earlier = moved[key]
                     raise _differs(value, dotted(other), earlier, key, origin)
                 moved[key] = (written, new)
                 put(values, origins, key, new, written, origin, same_layer)
             except ConfigError as e:
-                errors.append(ConfigError(e.message + (f"  ({origin})" if origin else ""), key=dotted(written), given=value))
+                errors.append(
+                    ConfigError(
+                        e.message + (f"  ({origin})" if origin else ""),
+                        key=dotted(written),
+                        given=value,
+                    )
+                )
         raise_all(errors)
         return warnings + [f"{section} has no effect: {why}" for section, why in idle.items()]
 
@@ -114,9 +138,14 @@ def refuse_megatron(given: Values, where: Origins) -> None:
     """One error for a whole configuration of Megatron."""
     for at, name, value in _leaves(given, ()):
         if name.endswith(".strategy") and str(value).strip().lower() == "megatron":
-            text = "Megatron is not offered: leave out strategy and the sections called megatron; the trainer is FSDP2"
+            text = (
+                "Megatron is not offered: leave out strategy and the sections called megatron; "
+                "the trainer is FSDP2"
+            )
             line = where.get((*HERE, *at), "")
-            raise ConfigError(text + (f"  ({line})" if line else ""), key=dotted((*HERE, *at)), given=value)
+            raise ConfigError(
+                text + (f"  ({line})" if line else ""), key=dotted((*HERE, *at)), given=value
+            )
 
 
 def _pointed(value: Any) -> Any:
@@ -134,12 +163,18 @@ def _why_ignored(name: str) -> str:
         return "mode says whether engines and trainer share their GPUs"
     if name.startswith(_OWN) and name not in _HONOURED:
         row = by_path().get(name)
-        return f"{' and '.join(row.targets)} is read" if row and row.targets else (row.note if row else "") or "nothing reads it"
+        return (
+            f"{' and '.join(row.targets)} is read"
+            if row and row.targets
+            else (row.note if row else "") or "nothing reads it"
+        )
     return by_path()[name].note or "it is always so here"
 
 
 def native(name: str) -> Row | None:
-    """The row of a veRL path, in any of the accepted spellings (with or without `trainer.trainer_config.`, flat or not)."""
+    """The row of a veRL path, in any of the accepted spellings (with or without
+    `trainer.trainer_config.`, flat or not).
+    """
     name = name.removeprefix("trainer.trainer_config.")
     found = by_path().get(_full(name))
     return found or by_path().get(name)
@@ -162,7 +197,9 @@ def _leaves(given: Any, loc: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def _known() -> list[str]:
-    return [n for n in by_path() if n.startswith(("actor_rollout_ref.", "critic.")) or n in _HONOURED]
+    return [
+        n for n in by_path() if n.startswith(("actor_rollout_ref.", "critic.")) or n in _HONOURED
+    ]
 
 
 def _below_open(name: str) -> str:
@@ -170,12 +207,16 @@ def _below_open(name: str) -> str:
 
 
 def _target(name: str, value: Any) -> tuple[str, Any] | None:
-    """(native key, value for it), or None for what is ignored.  Raises ConfigError for what is neither."""
+    """(native key, value for it), or None for what is ignored.  Raises ConfigError for what is
+    neither.
+    """
     if name.rpartition(".")[2] == "ppo_mini_batch_size":
         raise ConfigError(_MINI_BATCH)
     if name.startswith(_CORRECTION):
         return name, value
-    if (name.startswith(_OWN) and (name not in _HONOURED or value is None)) or "hybrid_engine" in name:
+    if (
+        name.startswith(_OWN) and (name not in _HONOURED or value is None)
+    ) or "hybrid_engine" in name:
         return None
     row = by_path().get(name) if name in _known() else None
     if row is None:
@@ -188,8 +229,13 @@ def _target(name: str, value: Any) -> tuple[str, Any] | None:
     simple = len(row.targets) == 1 and "[i]" not in row.targets[0]
     if simple and (row.kind == "native" or name in _SAME):
         if isinstance(value, str) and "${" in value and name in _VALUES:
-            raise ConfigError(f"its value has another name here, so an interpolation cannot be read; write {row.targets[0]}")
-        return row.targets[0], _VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+            raise ConfigError(
+                f"its value has another name here, so an interpolation cannot be read; write "
+                f"{row.targets[0]}"
+            )
+        return row.targets[0], _VALUES.get(name, {}).get(value, value) if isinstance(
+            value, str
+        ) else value
     if row.kind == "derived" and off:
         return None
     instead = f"write the native key {' and '.join(row.targets)}" if row.targets else "remove it"
@@ -207,11 +253,20 @@ def _open_target(name: str) -> str:
 def _is_default(row: Row, value: Any) -> bool:
     """Whether `value` is what veRL does anyway."""
     text = re.sub(r" \(doc YAML\)| later| \(overwritten\)", "", row.default)
-    return any(part and part[0] not in "=—" and scalar(part) == value for part in map(str.strip, text.split(";")))
+    return any(
+        part and part[0] not in "=—" and scalar(part) == value
+        for part in map(str.strip, text.split(";"))
+    )
 
 
 def put(
-    values: Values, origins: Origins, key: str, new: Any, written: Loc, origin: str, same_layer: Callable[[Loc], bool]
+    values: Values,
+    origins: Origins,
+    key: str,
+    new: Any,
+    written: Loc,
+    origin: str,
+    same_layer: Callable[[Loc], bool],
 ) -> None:
     loc: Loc = tuple(key.split("."))
     place: Any = values
@@ -221,7 +276,9 @@ def put(
             inner = place[part] = {}
             origins.pop(loc[: i + 1], None)
         if not isinstance(inner, dict):
-            raise ConfigError(f"belongs to {key}, but {dotted(loc[: i + 1])} is {inner!r}; write a mapping there")
+            raise ConfigError(
+                f"belongs to {key}, but {dotted(loc[: i + 1])} is {inner!r}; write a mapping there"
+            )
         place = inner
     last = str(loc[-1])
     if last in place and place[last] != new and same_layer(loc):
@@ -236,4 +293,7 @@ def put(
 def _differs(value: Any, other: str, earlier: Any, key: str, where: str) -> ConfigError:
     place = f" ({where})" if where else ""
     also = f"; both mean {key}" if other != key else ""
-    return ConfigError(f"is {value!r}, but {other} is {earlier!r}{place}{also}, two spellings of one key.  Write one of them")
+    return ConfigError(
+        f"is {value!r}, but {other} is {earlier!r}{place}{also}, two spellings of one key.  Write "
+        f"one of them"
+    )
