@@ -14,7 +14,7 @@ import msgspec
 from sqlalchemy import Connection, Subquery, exists, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from rft.buffer.base import Audit, Restart, Storage, stored_by
+from rft.buffer.base import Audit, Storage, stored_by
 from rft.buffer.database import cause
 from rft.buffer.derived_state import (
     UseCounts,
@@ -52,7 +52,7 @@ def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | No
     `run_dir/checkpoints/global_step_N/manifest.json`) and of its database.
 
     Uses are counted for the weights that are trained now, as `rft buffer stats` does;
-    `Audit.restart` says what a restart would make of them.  Every manifest's uses are compared with
+    `after_restart` says what a restart would make of them.  Every manifest's uses are compared with
     its digest.  `payload` also reads each available experience back and compares its hash.
     `ledger_url`: see `rft.buffer.location.find`.  Raises BufferFailed when there is no ledger to
     read.
@@ -101,13 +101,11 @@ def _audit(
     kept = count_states(
         tx, states(chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows).subquery("kept")
     )
-    restart = Restart(
-        version=str(latest or ""),
-        step=latest.step if latest else 0,
-        used=kept["used", None],
-        available=kept["available", None],
-        orphaned=kept["explained", "orphaned"],
-    )
+    again = {
+        "used": kept["used", None],
+        "available": kept["available", None],
+        "orphaned": kept["explained", "orphaned"],
+    }
     for manifest in manifests:
         problems += _compare(tx, manifest, known, max_uses)
     problems += [*misplaced(tx, now), *strays(tx)]
@@ -125,7 +123,8 @@ def _audit(
         leased=leased,
         available=available,
         discarded=discarded,
-        restart=restart,
+        checkpoint=str(latest or ""),
+        after_restart=again,
         manifests=len(manifests),
         problems=(*audit.problems, *problems),
     )

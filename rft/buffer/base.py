@@ -145,16 +145,6 @@ class LineageStart(Struct, frozen=True, kw_only=True):
     cursor: int  # explore batch to continue with
 
 
-class Restart(Struct, frozen=True, kw_only=True):
-    """Where a run that is started now begins, and what becomes of its experiences there."""
-
-    version: str = ""  # "lineage:step" of the newest checkpoint; "" = there is none
-    step: int = 0
-    used: int
-    available: int
-    orphaned: int
-
-
 class Audit(Struct, frozen=True, kw_only=True):
     """Where every acknowledged experience is: acked = used + leased + available + waiting +
     discarded.
@@ -177,7 +167,10 @@ class Audit(Struct, frozen=True, kw_only=True):
     num_uses: int  # counted uses
     digest: str  # of the counted uses, see `rft.buffer.derived_state.digest`
     version: str = ""  # "lineage:step" of the weights that the uses are counted for
-    restart: Restart | None = None  # None: it was not asked for
+    # "lineage:step" of the newest one, with which a restart begins; "" = there is none
+    checkpoint: str = ""
+    # rows by what they are then: used, available, orphaned
+    after_restart: dict[str, int] = field(default_factory=dict)
     manifests: int = 0  # how many checkpoint manifests were compared
     problems: tuple[str, ...] = field(default_factory=tuple)
     waiting: int = 0  # answers of sessions that may still be rewarded

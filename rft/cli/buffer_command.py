@@ -237,14 +237,14 @@ def audit(
         print(f"explained    {explained}")
         print(f"balanced     {'yes' if found.balanced else 'NO'}")
         print(f"used twice   {found.used_twice}")
-        if (restart := found.restart) is not None:
+        print(f"checkpoint   {found.checkpoint or 'none'} ({found.manifests} manifests compared)")
+        if (then := found.after_restart) and then["used"] != found.used:
+            aside = f", {then['orphaned']} set aside" if then["orphaned"] else ""
+            rest = f"{then['used']} used, {then['available']} available{aside}"
             print(
-                f"checkpoint   {restart.version or 'none'} ({found.manifests} manifests compared)"
+                f"restart      a restart now would go back to step "
+                f"{found.checkpoint.partition(':')[2] or 0}: {rest}"
             )
-            if restart.used != found.used:
-                aside = f", {restart.orphaned} set aside" if restart.orphaned else ""
-                rest = f"{restart.used} used, {restart.available} available{aside}"
-                print(f"restart      a restart now would go back to step {restart.step}: {rest}")
         for problem in found.problems:
             print(f"problem      {problem}")
     if not found.ok:

@@ -192,8 +192,7 @@ def checkpoints(
     # of which one is evaluated, one served
     beside = (t.best_metric is not None) + 2 * str(t.best_metric).startswith("eval/")
     keep = t.max_checkpoints_to_keep and t.max_checkpoints_to_keep + 1 + beside
-    # with an age alone, each step may be saved
-    interval = t.save_interval or int(t.save_after_s > 0)
+    interval = t.save_interval or int(t.save_after_s > 0)  # by their age all may be
     saved = 1 if not interval else keep or 1 if steps is None else math.ceil(steps / interval)
     number = min(saved, keep or saved)
     how = "the number of steps is not known" if steps is None else f"{saved} are written"
@@ -529,8 +528,11 @@ def _written(plan: Plan, share: int, own: int, moments: int, values: int) -> int
     """
     s = plan.learner
     t = plan.trainer
-    often = t.save_after_s > 0 or 0 < t.save_interval < t.total_steps
-    later = t.async_save and often and t.save_hf_checkpoint != "always"
+    later = (
+        t.async_save
+        and (t.save_after_s > 0 or 0 < t.save_interval < t.total_steps)
+        and t.save_hf_checkpoint != "always"
+    )
     if not later or s.device != "cpu":
         return 0
     weights = (share if s.lora is None else own) + values if "model" in s.save_contents else 0

@@ -117,7 +117,14 @@ def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:
         "session_ttl_s": e.serve.session_ttl,
         "group_deadline_s": e.serve.group_deadline,
     }
-    made["max_timeout_s"] = e.max_timeout
+    made |= {"max_timeout_s": e.max_timeout, "session_may_reward": e.serve.session_may_reward}
+    if (bounds := e.serve.reward_range) is not None:
+        made["reward_range"] = bounds
+        if not bounds[0] < bounds[1]:
+            ctx.error(
+                "explorer.serve.reward_range",
+                "must be the lowest reward, then a higher one, for example [0, 1]",
+            )
     return ServeSettings(
         host=e.listen_address,
         port=e.proxy_port,

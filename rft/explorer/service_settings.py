@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rft.types.experience import MAX_REWARD
 from rft.types.task import SamplingArgs
 
 
@@ -33,7 +34,10 @@ class ServeSettings:
     # a group closes so long after its first reward, with what it has
     group_deadline_s: float = 600.0
     max_timeout_s: float = 1800.0  # that operators have for a group
-    num_runs: int = 1  # rewarded runs of one task_id that make a group; 1: runs are not compared
+    # rewarded runs of a client's task_id that make a group; 1: runs are not compared
+    num_runs: int = 1
+    session_may_reward: bool = False  # also with its own key; and withdraw itself
+    reward_range: tuple[float, float] = (-MAX_REWARD, MAX_REWARD)
     batch_size: int  # groups of an explore batch
     sampling: SamplingArgs = field(default_factory=SamplingArgs)
     limits: LimitSettings = field(default_factory=LimitSettings)

@@ -13,6 +13,32 @@ from rft.trainer.batch_builder import StepBatch
 from rft.trainer.step_result import MISMATCH, StepResult
 
 
+def step_values(
+    batch: StepBatch,
+    report: StepResult | None,
+    kl_coefs: Mapping[str, float],
+    whole_s: float,
+    parts_s: Mapping[str, float],
+) -> dict[str, float]:
+    """Of a train step that took `whole_s` seconds, `parts_s` by what was done in them; no report:
+    nothing was trained.
+    """
+    values = {
+        **batch.metrics,
+        "perf/step_s": whole_s,
+        "perf/tokens_per_s": batch.tokens / parts_s["train"],
+    }
+    values |= {f"time/{name}_s": value for name, value in parts_s.items()}
+    if report is not None:
+        values |= numbers(batch, report, kl_coefs)
+        values |= {
+            "train/finite": float(report.finite),
+            "perf/computed_positions": float(report.computed_positions),
+        }
+        values |= {f"time/train/{name}_s": value for name, value in report.seconds.items()}
+    return values
+
+
 def numbers(
     batch: StepBatch, report: StepResult, kl_coefs: Mapping[str, float]
 ) -> dict[str, float]:

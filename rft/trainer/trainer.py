@@ -28,9 +28,10 @@ from rft.trainer import manifest as manifests
 from rft.trainer.batch_builder import StepBatch
 from rft.trainer.checkpoints import BestSteps, Checkpoints
 from rft.trainer.manifest import Manifest
-from rft.trainer.numbers import numbers
+from rft.trainer.numbers import step_values
 from rft.trainer.offline_reader import HeldOut
 from rft.trainer.ranks import Ranks
+from rft.trainer.save_schedule import SaveSchedule
 from rft.trainer.settings import TrainerSettings
 from rft.trainer.step_result import StepResult
 from rft.trainer.window import Window
@@ -99,9 +100,7 @@ class Trainer:
         self._stop = asyncio.Event()
         self._published: Version | None = None
         self._saved: int | None = parent.step if parent is not None else None
-        self._unsaved: tuple[int, float] | None = (
-            None  # the newest step, and when the oldest that no checkpoint holds was trained
-        )
+        self._due = SaveSchedule(settings.save_interval, settings.save_after_s)
         self._nonfinite = 0
         self._seconds: dict[str, float] = {}
         self._notes: tuple[str, ...] = ()  # of the step
@@ -145,15 +144,9 @@ class Trainer:
                 and step % self.settings.eval_interval == 0
             ):
                 await self._evaluate(step)
-            self._unsaved = (
-                step,
-                asyncio.get_running_loop().time() if self._unsaved is None else self._unsaved[1],
-            )
-            interval = self.settings.save_interval
-            if step < self.settings.total_steps and (
-                (interval and step % interval == 0) or self._due_in_s() == 0
-            ):
-                await self._save_meanwhile(step)
+            self._due.trained(step)
+            if step < self.settings.total_steps:
+                await self._save_if_due()
             await self._log(step, batch, report, lease, time.perf_counter() - began)
             if self._nonfinite >= self.settings.max_nonfinite_steps:
                 await self._save(step, export=False)
@@ -224,11 +217,10 @@ class Trainer:
                     wanted = asyncio.ensure_future(self._sync.wait_for_demand(step))
                 waited = {lease, stop, *([] if wanted is None else [wanted])}
                 await asyncio.wait(
-                    waited, timeout=self._due_in_s(), return_when=asyncio.FIRST_COMPLETED
+                    waited, timeout=self._due.left_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 began = time.perf_counter()
-                if self._unsaved is not None and self._due_in_s() == 0:
-                    await self._save_meanwhile(self._unsaved[0])
+                await self._save_if_due()
                 if wanted is not None and wanted.done() and not lease.done():
                     asked = wanted.result()
                     wanted = None
@@ -344,20 +336,13 @@ class Trainer:
         fault("trainer.published")
         return await self._ranks.remember()
 
-    def _due_in_s(self) -> float | None:
-        """Seconds until the age of a step makes a checkpoint due; None: that never happens."""
-        if self._unsaved is None or not self.settings.save_after_s:
-            return None
-        return max(
-            0.0, self._unsaved[1] + self.settings.save_after_s - asyncio.get_running_loop().time()
-        )
-
-    async def _save_meanwhile(self, step: int) -> None:
-        """A checkpoint of `step`, which is not the last; written while steps go on, where that is
-        wanted.
-        """
-        export = self.settings.save_hf_checkpoint == "always"
-        await self._save(step, export=export, wait=export or not self.settings.async_save)
+    async def _save_if_due(self) -> None:
+        """Before the last step; written while steps go on, where that is wanted."""
+        if self._due.due:
+            export = self.settings.save_hf_checkpoint == "always"
+            await self._save(
+                self._due.step, export=export, wait=export or not self.settings.async_save
+            )
 
     async def _save(self, step: int, *, export: bool, wait: bool = True) -> None:
         """Commit a checkpoint of `step`.  Without `wait` it is written while steps go on, one at a
@@ -382,7 +367,7 @@ class Trainer:
                 )
             )
             self._saved = step
-            self._unsaved = None
+            self._due.saved()
             if wait:
                 await self._written()
 
@@ -427,20 +412,10 @@ class Trainer:
         self, step: int, batch: StepBatch, report: StepResult | None, lease: Lease, seconds: float
     ) -> None:
         values = {
-            **batch.metrics,
             "experience/available": float(lease.available_after),
             "experience/missing": float(lease.missing),
-            "perf/step_s": seconds,
-            "perf/tokens_per_s": batch.tokens / self._seconds["train"],
-            **{f"time/{name}_s": value for name, value in self._seconds.items()},
         }
-        if report is not None:
-            values |= {
-                **numbers(batch, report, self._kl_coefs),
-                "train/finite": float(report.finite),
-                "perf/computed_positions": float(report.computed_positions),
-                **{f"time/train/{name}_s": value for name, value in report.seconds.items()},
-            }
+        values |= step_values(batch, report, self._kl_coefs, seconds, self._seconds)
         if self._sync is not None:
             self._window.step(self._seconds.get("wait", 0.0), seconds)
             values |= self._window.closed()

@@ -36,7 +36,7 @@ class Activity(Struct, frozen=True):
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _Ongoing:
     text: Text
     noun: str = ""
     idle: bool = False
@@ -46,8 +46,8 @@ class _Entry:
     inside: int = 0  # waits inside of this one
 
 
-_ENTRIES: dict[_Entry, None] = {}
-_INNERMOST: ContextVar[_Entry | None] = ContextVar("innermost", default=None)
+_ONGOING: dict[_Ongoing, None] = {}
+_INNERMOST: ContextVar[_Ongoing | None] = ContextVar("innermost", default=None)
 
 
 def clock() -> float:
@@ -59,23 +59,23 @@ def clock() -> float:
 
 
 @contextmanager
-def _entered(entry: _Entry) -> Iterator[None]:
+def _entered(entry: _Ongoing) -> Iterator[None]:
     entry.since = clock()
-    _ENTRIES[entry] = None
+    _ONGOING[entry] = None
     try:
         yield
     finally:
-        del _ENTRIES[entry]
+        del _ONGOING[entry]
 
 
 def works(text: Text) -> AbstractContextManager[None]:
     """While this process works on `text`, or on what that returns at the moment."""
-    return _entered(_Entry(text))
+    return _entered(_Ongoing(text))
 
 
 def idles(text: Text) -> AbstractContextManager[None]:
     """While a part of the run waits for another one."""
-    return _entered(_Entry(text, idle=True))
+    return _entered(_Ongoing(text, idle=True))
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def waits(noun: str, whom: str, *, count: int = 1, whole: bool = False) -> Itera
     if outer is not None and outer.whole:
         yield
         return
-    entry = _Entry(whom, noun, count=count, whole=whole)
+    entry = _Ongoing(whom, noun, count=count, whole=whole)
     before = _INNERMOST.set(entry)
     if outer is not None:
         outer.inside += 1
@@ -101,8 +101,8 @@ def waits(noun: str, whom: str, *, count: int = 1, whole: bool = False) -> Itera
 def activities() -> list[Activity]:
     """Of this process at this moment; what began first comes first."""
     now = clock()
-    found = dict[tuple[str, str, bool], list[_Entry]]()
-    for entry in list(_ENTRIES):
+    found = dict[tuple[str, str, bool], list[_Ongoing]]()
+    for entry in list(_ONGOING):
         if not entry.inside:
             text = entry.text if isinstance(entry.text, str) else entry.text()
             found.setdefault((text, entry.noun, entry.idle), []).append(entry)

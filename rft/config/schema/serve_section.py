@@ -32,11 +32,21 @@ class ServeConfig(Section):
         "How long a session waits for its reward; then it is explained as unrewarded and never "
         "trained.  A session may ask for less.",
     )
+    session_may_reward: bool = safe_key(
+        ServeSettings.session_may_reward,
+        "Whether the key of a session, which its agent has, may reward and withdraw that session.  "
+        "False: only a client's key may.",
+    )
+    reward_range: tuple[float, float] | None = safe_key(
+        None,
+        "Lowest and highest reward that is taken, of a session or one of its messages; others are "
+        "refused.  Null: any.",
+    )
     group_deadline: units.Seconds = safe_key(
         ServeSettings.group_deadline_s,
-        "Where runs of one task_id are compared: a group closes when algorithm.repeat_times of "
-        "them are rewarded, or so long after its "
-        "first reward.",
+        "Where runs of a client's task_id are compared: a group closes when algorithm.repeat_times "
+        "of them are rewarded, or so long after "
+        "its first reward.",
     )
     drain_timeout: units.Pause = safe_key(
         SyncSettings.drain_s,

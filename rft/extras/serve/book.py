@@ -96,7 +96,7 @@ class SessionBook:
         for s in sorted(
             (s for s in stored if s.state == "rewarded"), key=lambda s: s.rewarded or 0.0
         ):
-            self.groups.add(s.task_id, s.id, s.rewarded or s.created)
+            self.groups.add(s.client, s.task_id, s.id, s.rewarded or s.created)
         self.changed.set()
 
     async def open(
@@ -227,7 +227,7 @@ class SessionBook:
             session.scores[call] = score
         if completes:
             session.stored = msgspec.structs.replace(session.stored, state="rewarded", rewarded=now)
-            self.groups.add(session.stored.task_id, session.id, now)
+            self.groups.add(session.stored.client, session.stored.task_id, session.id, now)
             self.counts["rewarded"] += 1
             self.changed.set()
         return "ok" if before is None else "replaced"

@@ -193,8 +193,29 @@ class Gateway(Endpoint):
         found = await self._mine(request)
         return json_response(_shown(found.stored if isinstance(found, LiveSession) else found))
 
+    def _check_may_reward(self, request: web.Request) -> None:
+        """Raises ApiError for a session's key: what plays a run does not decide what it was worth,
+        nor that it does not count.
+        """
+        if key_of(request) not in self._clients and not self._settings.session_may_reward:
+            why = (
+                "this takes the key of a client; a session's takes it with "
+                "explorer.serve.session_may_reward: true"
+            )
+            raise ApiError(403, why, code="session_may_not_reward")
+
+    def _check_range(self, score: Score) -> None:
+        low, high = self._settings.reward_range
+        if score.value is not None and not low <= score.value <= high:
+            why = (
+                f"the reward is {score.value:g}; explorer.serve.reward_range takes {low:g} to "
+                f"{high:g}"
+            )
+            raise ApiError(400, why, param="reward", code="reward_out_of_range")
+
     async def _reward_session(self, request: web.Request) -> web.Response:
         found = await self._mine(request)
+        self._check_may_reward(request)
         asked = checked(bodies.RewardBody, await read_json(request))
         self._check_task((found.stored if isinstance(found, LiveSession) else found).task_id)
         call = None if asked.message is None else bodies.call_of(asked.message)
@@ -203,6 +224,7 @@ class Gateway(Endpoint):
     async def _rewarded(
         self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool
     ) -> web.Response:
+        self._check_range(score)
         if isinstance(found, LiveSession):
             status = await self.book.reward(found, score, call, final)
         elif found.state == "accepted" and call is None and found.score == score:
@@ -213,6 +235,7 @@ class Gateway(Endpoint):
 
     async def _withdraw(self, request: web.Request) -> web.Response:
         found = await self._mine(request)
+        self._check_may_reward(request)
         if isinstance(found, LiveSession):
             if not await self.book.explain([found.id], "withdrawn"):
                 raise over("accepted", "it is rows of a group")
@@ -252,16 +275,18 @@ class Gateway(Endpoint):
                 param="msg_ids",
                 code="session_over",
             )
+        self._check_range(Score(value=asked.reward))  # before anything is joined
         if waiting and (waiting[1:] or waiting[0].stored.task_id != task_id):
             await self.book.join(waiting[0], waiting[1:], task_id)
         return await self._rewarded(first, Score(value=asked.reward), None, False)
 
     async def _commit(self, request: web.Request) -> web.Response:
-        self._client(request)
-        closed = self.book.groups.commit()
+        client = self._client(request)
+        groups = self.book.groups
+        closed = groups.commit(client)
         self.book.changed.set()
         return json_response(
-            {"status": "ok", "closed_groups": closed, "waiting_sessions": self.book.groups.waiting}
+            {"status": "ok", "closed_groups": closed, "waiting_sessions": groups.waiting(client)}
         )
 
     # ------------------------------------------------------------ what it does

@@ -120,11 +120,11 @@ class LiveSession(RunSession):
 
     async def reward(self, body: Any) -> dict[str, Any]:
         """What an agent posts that a run starts; here only what is in the store counts."""
-        raise ApiError(
-            404,
-            f"post the reward to /v1/sessions/{self.id}/reward; this key may",
-            code="unknown_address",
+        why = (
+            f"post the reward to /v1/sessions/{self.id}/reward, with the key of the client that "
+            f"opened this session"
         )
+        raise ApiError(404, why, code="unknown_address")
 
     def _forget(self, retry_key: str, done: asyncio.Future[ApiAnswer]) -> None:
         if done.cancelled() or done.exception() is not None:

@@ -265,8 +265,9 @@ class Service:
         for id in ids:
             if (session := self.book.sessions.get(id)) is not None:
                 session.forming = False
+                stored = session.stored
                 self.book.groups.add(
-                    session.stored.task_id, id, session.stored.rewarded or session.stored.created
+                    stored.client, stored.task_id, id, stored.rewarded or stored.created
                 )
 
     async def _stored(self, group: PlayedGroup, ids: list[str]) -> None:

@@ -11,11 +11,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+Key = tuple[str, str]  # client, and task or session
+
 
 @dataclass
 class SessionGroup:
-    """Sessions of one task, in the order of their rewards."""
+    """Sessions of one client and task, in the order of their rewards."""
 
+    client: str
     task_id: str
     closes: float  # whatever it has by then
     sessions: list[str] = field(default_factory=list)
@@ -28,17 +31,16 @@ class SessionGroups:
         self.num_runs = num_runs
         self._deadline_s = deadline_s
         self.needed = min(2, num_runs)
-        # by task, the one that closes first before the others
-        self._open: dict[str, SessionGroup] = {}
+        self._open: dict[Key, SessionGroup] = {}  # the one that closes first before the others
         self._last = 0.0  # when the newest group was begun
-        self._of: dict[str, tuple[str, SessionGroup]] = {}  # session: key and group, open or closed
+        self._of: dict[str, tuple[Key, SessionGroup]] = {}  # session: key and group, open or closed
         self.closed: deque[SessionGroup] = deque()
 
-    def add(self, task_id: str, session: str, at: float) -> None:
-        """`session` was rewarded at `at`."""
-        key = task_id if self.num_runs > 1 else session
+    def add(self, client: str, task_id: str, session: str, at: float) -> None:
+        """`session` of `client` was rewarded at `at`."""
+        key = (client, task_id if self.num_runs > 1 else session)
         if (group := self._open.get(key)) is None:
-            group = self._open[key] = SessionGroup(task_id, at + self._deadline_s)
+            group = self._open[key] = SessionGroup(client, task_id, at + self._deadline_s)
             if at < self._last:  # it was in a group that was refused
                 self._open = dict(sorted(self._open.items(), key=lambda item: item[1].closes))
             self._last = max(at, self._last)
@@ -67,7 +69,7 @@ class SessionGroups:
             if len(group.sessions) >= self.needed:
                 return group
             for session in group.sessions:
-                self.add(group.task_id, session, group.closes - self._deadline_s)
+                self.add(group.client, group.task_id, session, group.closes - self._deadline_s)
         return None
 
     def expire(self, now: float) -> list[str]:
@@ -77,11 +79,16 @@ class SessionGroups:
             give_up=True,
         )
 
-    def commit(self) -> int:
-        """Closes every group that can be trained; how many."""
+    def commit(self, client: str) -> int:
+        """Closes every group of `client` that can be trained; how many."""
         before = len(self.closed)
         self._close(
-            [key for key, g in self._open.items() if len(g.sessions) >= self.needed], give_up=False
+            [
+                k
+                for k, g in self._open.items()
+                if g.client == client and len(g.sessions) >= self.needed
+            ],
+            give_up=False,
         )
         return len(self.closed) - before
 
@@ -89,12 +96,11 @@ class SessionGroups:
     def next_deadline(self) -> float | None:
         return next((g.closes for g in self._open.values()), None)
 
-    @property
-    def waiting(self) -> int:
-        """Sessions whose group is open."""
-        return sum(len(g.sessions) for g in self._open.values())
+    def waiting(self, client: str) -> int:
+        """Sessions of `client` whose group is open."""
+        return sum(len(g.sessions) for g in self._open.values() if g.client == client)
 
-    def _close(self, keys: list[str], *, give_up: bool) -> list[str]:
+    def _close(self, keys: list[Key], *, give_up: bool) -> list[str]:
         alone: list[str] = []
         for key in keys:
             group = self._open.pop(key)

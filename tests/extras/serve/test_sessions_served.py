@@ -381,7 +381,7 @@ async def test_two_rewards_at_once_complete_a_session_once(tmp_path, monkeypatch
         assert (
             told == ["ok", "duplicate"]
             and book.counts["rewarded"] == 1
-            and book.groups.waiting == 1
+            and book.groups.waiting("environment") == 1
         )
         await served.played(0.0, task_id="t")
         await served.gate.wait_explored(1)
@@ -469,7 +469,9 @@ async def test_a_reward_that_is_stored_as_its_sessions_time_ends_counts(tmp_path
 
         monkeypatch.setattr(book._store, "note", note)
         assert (await served.reward(session, 1.0)).json()["status"] == "ok"
-        assert (await served.state(session))["state"] == "rewarded" and book.groups.waiting == 1
+        assert (await served.state(session))["state"] == "rewarded" and book.groups.waiting(
+            "environment"
+        ) == 1
 
 
 async def test_a_clock_that_is_set_ends_no_session(tmp_path, monkeypatch):
@@ -539,7 +541,7 @@ async def test_answers_of_no_task_are_not_compared_with_each_other(tmp_path, mon
                 f"/v1/sessions/{message}/reward", json={"reward": reward}
             )
             assert (got.status_code, got.json()["error"]["code"]) == (400, "task_id_required")
-        assert served.service.book.groups.waiting == 0
+        assert served.service.book.groups.waiting("environment") == 0
 
 
 async def test_commit_closes_what_can_be_trained(tmp_path, monkeypatch):
@@ -625,9 +627,62 @@ async def test_a_reward_that_would_be_lost_is_refused(tmp_path, monkeypatch):
             refused.status_code == 404
             and (place := f"/v1/sessions/{session['id']}/reward") in refused.text
         )
-        assert (await served.client.post(place, json={"reward": 1.0}, headers=key)).json()[
-            "status"
-        ] == "ok"
+        assert (await served.client.post(place, json={"reward": 1.0})).json()["status"] == "ok"
+
+
+async def test_the_key_of_a_session_neither_rewards_nor_withdraws_it(tmp_path, monkeypatch):
+    """R10: an agent could give itself any reward, up to 1e18."""
+    async with serving(tmp_path, monkeypatch) as served:
+        session = await served.open()
+        await served.ask(session)
+        place = f"/v1/sessions/{session['id']}"
+        async with served.http(session["api_key"]) as own:
+            for method, address, body in (
+                ("POST", f"{place}/reward", {"reward": 1e18}),
+                ("DELETE", place, None),
+            ):
+                answer = await own.request(method, address, json=body)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (
+                    403,
+                    "session_may_not_reward",
+                )
+            assert (await own.get(place)).json()["state"] == "open"
+
+
+async def test_the_key_of_a_session_may_reward_it_where_that_is_written(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, session_may_reward=True) as served:
+        session = await served.open()
+        await served.ask(session)
+        async with served.http(session["api_key"]) as own:
+            answer = await own.post(f"/v1/sessions/{session['id']}/reward", json={"reward": 1.0})
+        assert answer.json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("reward", [1.01, -0.01, 1e18, {"a": 0.6, "b": 0.6}])
+async def test_a_reward_out_of_range_is_refused_and_changes_nothing(tmp_path, monkeypatch, reward):
+    """R10"""
+    async with serving(tmp_path, monkeypatch, reward_range=(0.0, 1.0)) as served:
+        session = await served.open()
+        message = (await served.ask(session)).json()["id"]
+        refused = [
+            await served.reward(session, reward),
+            await served.reward(session, reward, message=message),
+        ]
+        if not isinstance(reward, dict):
+            body = {"reward": reward, "msg_ids": [message], "task_id": "t"}
+            refused.append(await served.client.post("/feedback", json=body))
+        for answer in refused:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                400,
+                "reward_out_of_range",
+            ), answer.text
+            assert "explorer.serve.reward_range takes 0 to 1" in answer.text
+        assert await served.state(session) == {
+            **await served.state(session),
+            "state": "open",
+            "task_id": "",
+        }
+        assert (await served.reward(session, 1.0)).json()["status"] == "ok"
 
 
 async def test_a_client_is_told_of_the_model(tmp_path, monkeypatch):

@@ -701,7 +701,11 @@ def test_audit_counts_as_stats_does_while_a_run_has_no_checkpoint(
         s: states[s] for s in ("used", "leased", "available")
     }
     assert audit["explained"] == {"failed": 1} and audit["ok"]
-    assert audit["restart"] == {"version": "", "step": 0, "used": 0, "available": 0, "orphaned": 21}
+    assert audit["checkpoint"] == "" and audit["after_restart"] == {
+        "used": 0,
+        "available": 0,
+        "orphaned": 21,
+    }
     assert (
         "a restart now would go back to step 0: 0 used, 0 available, 21 set aside"
         in said("buffer", "audit", folder)[0]

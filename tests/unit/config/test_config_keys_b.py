@@ -23,6 +23,7 @@ from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.testing import tiny
+from rft.types.experience import MAX_REWARD
 
 HERE = Path(__file__).parent
 FILE = HERE / "data" / "good" / "short.yaml"
@@ -657,6 +658,23 @@ def test_what_a_service_needs_is_derived_or_refused() -> None:
     assert any(
         "explorer.serve.session_ttl has no effect" in w
         for w in plan("explorer.serve.session_ttl=5").warnings
+    )
+    assert (made.serve.session_may_reward, made.serve.reward_range) == (
+        False,
+        (-MAX_REWARD, MAX_REWARD),
+    )
+    rewards = plan(
+        "mode=serve", "explorer.serve.reward_range=[0, 1]", "explorer.serve.session_may_reward=true"
+    ).serve
+    assert rewards is not None and (rewards.session_may_reward, rewards.reward_range) == (
+        True,
+        (0.0, 1.0),
+    )
+    assert (
+        "must be the lowest reward"
+        in messages("mode=serve", "explorer.serve.reward_range=[1, 1]")[
+            "explorer.serve.reward_range"
+        ]
     )
 
 
