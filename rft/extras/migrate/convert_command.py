@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ import typer
 from rft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rft.extras.migrate.convert.launch import Launch
     from rft.extras.migrate.convert.verl import Conversion
 
 convert = typer.Typer(no_args_is_help=True, callback=lambda: None)
@@ -34,10 +36,13 @@ class ProfileName(StrEnum):
 
 @convert.command()
 def verl(
-    script: Annotated[
-        Path,
+    source: Annotated[
+        list[str],
         typer.Argument(
-            help="launch script (.sh) or resolved veRL configuration (.yaml)", show_default=False
+            metavar="SCRIPT",
+            help="launch script (.sh) with its arguments, resolved veRL configuration (.yaml), or "
+            "behind -- a launch written out",
+            show_default=False,
         ),
     ],
     out: Annotated[
@@ -62,15 +67,22 @@ def verl(
         list[str] | None,
         typer.Option("--set", help="key=value on the result; repeatable", show_default=False),
     ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE, a variable that the script reads; repeatable", show_default=False
+        ),
+    ] = None,
     allow: Annotated[
         bool,
         typer.Option("--allow", help="write the YAML although arguments or values are refused"),
     ] = False,
 ) -> None:
-    """Convert a veRL launch; nothing in it is executed."""
+    """Convert a veRL launch.  Bash runs a script in a sandbox, without network and files, where
+    other commands do nothing.
+    """
     from rft.extras.migrate.convert import report as reports
     from rft.extras.migrate.convert import verl as verls
-    from rft.extras.migrate.convert.launch import read_launch
 
     if report is not None and report.suffix not in (".md", ".json"):
         raise ConfigError(
@@ -85,12 +97,15 @@ def verl(
             given=str(report),
         )
     try:
+        launch = _launch(source, env or ())
         done = verls.convert(
-            read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ()
+            launch, profile=profile.value, engine_num=engine_num, overrides=set_ or ()
         )
     except ConfigError as e:
         if report is not None:
-            _write(report, reports.refusal(script.name, e, as_json=report.suffix == ".json"))
+            _write(
+                report, reports.refusal(Path(source[0]).name, e, as_json=report.suffix == ".json")
+            )
         raise
     if report is not None:
         as_json = report.suffix == ".json"
@@ -109,6 +124,21 @@ def verl(
         print(text, end="")
     if stopped:
         raise typer.Exit(2)
+
+
+def _launch(source: Sequence[str], env: Sequence[str]) -> Launch:
+    from rft.extras.migrate.convert import programs
+    from rft.extras.migrate.convert.launch import launch_of, read_launch
+    from rft.extras.migrate.convert.recording import Inputs
+
+    script = Path(source[0])
+    arguments = tuple(source[1:])
+    variables = dict(v.partition("=")[::2] for v in env)
+    if wrong := next((v for v in env if not re.fullmatch(r"[A-Za-z_]\w*=.*", v, re.DOTALL)), None):
+        raise ConfigError(f"given {wrong}; must be NAME=VALUE", key="--env", given=wrong)
+    if programs.find(source) is not None and not script.is_file():
+        return launch_of(source)
+    return read_launch(script, Inputs(variables, arguments))
 
 
 def _replaceable(option: str, path: Path | None) -> None:

@@ -206,8 +206,9 @@ def _watch(pid: int, lifeline: socket.socket) -> str:
     poll.register(lifeline, select.POLLIN | select.POLLHUP)
     if child not in {fd for fd, _ in poll.poll()}:
         signal.pidfd_send_signal(child, signal.SIGKILL)  # type: ignore[attr-defined]
-    # it ended before it had a group, or all of the group has ended
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError
+    ):  # it ended before it had a group, or all of the group has ended
         os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(ChildProcessError):

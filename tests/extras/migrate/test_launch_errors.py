@@ -1,15 +1,15 @@
 """What is no launch, or cannot be read as one: ConfigError with file, line, and what to do; never
-another exception, never long.
+another exception.
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from rft.errors import ConfigError, ConfigErrors
+from rft.extras.migrate.convert import recording
 from rft.extras.migrate.convert.launch import Launch, read_launch
 
 RUN = "python3 -m verl.trainer.main_ppo "
@@ -22,30 +22,35 @@ def read(tmp_path: Path, text: str, name: str = "run.sh") -> Launch:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("X=1\n" + RUN + "\\\n  a='b \\\n  c=1\n", 'run.sh, line 3, column 5: unbalanced "\'"'),
-        (RUN + 'a="b', "run.sh, line 1, column 36: unbalanced '\"'"),
-        ("x=1\ny=`date", "line 2, column 3: unbalanced '`'"),
-        ("y=$(date", "line 1, column 3: unbalanced '('"),
-        ("A=(1\n2\n" + RUN, "line 1, column 3: unbalanced '('"),
-        (RUN + "a=$'x", 'unbalanced "$\'"'),
-        (RUN + "a=${X", "unbalanced '${'"),
-        (RUN + "a=1\n\nif [ a ]; then\n  b\n", "line 3: `if` on this line has no `fi`"),
-        ("while x; do\ny\n", "line 1: `while` on this line has no `done`"),
-        ("case x in\n a) b;;\n", "line 1: `case` on this line has no `esac`"),
-        ("f() {\n", "line 1: `{` on this line has no `}`"),
-        ("echo a\nfi\n", "line 2: 'fi' without its beginning"),
-        ("a=1\ncat <<EOF\nx\n", "line 2: the here-document <<EOF has no closing line"),
-        ("[[ a == b\n", "line 1: `[[` on this line has no `]]`"),
-        ("a | \n", "the script ends in the middle of a command"),
+        (
+            "X=1\n" + RUN + "\\\n  a='b \\\n  c=1\n",
+            "run.sh, line 3: bash starts no launch and says: unexpected EOF while looking for",
+        ),
+        (
+            RUN + 'a="b',
+            "run.sh, line 1: bash starts no launch and says: unexpected EOF while looking for "
+            "matching `\"'",
+        ),
+        ("while x; do\n" + RUN + "\n", "syntax error: unexpected end of file"),
+        (
+            "echo a\nfi\n",
+            "line 2: bash starts no launch and says: syntax error near unexpected token `fi'",
+        ),
+        ("a=1\ncat <<EOF\nx\n", "here-document at line 2 delimited by end-of-file"),
         (RUN + "a=1 \\\n  foo b=2", "line 2: 'foo' is no key=value"),
         (
             RUN + "a=1 --frobnicate",
             "'--frobnicate' is neither key=value nor one of Hydra's options",
         ),
         (RUN + "a=1 --config-name", "--config-name has no value"),
-        (RUN + "a=${data.max_length}", "'${data.max_length}' is no shell variable"),
+        (
+            RUN + "a=${data.max_length}",
+            "says: a=${data.max_length}: bad substitution (what Hydra shall read stands in single "
+            "quotes",
+        ),
+        (RUN + "a=$((1 / 0))", "line 1: bash starts no launch and says: 1 / 0: division by 0"),
         (
             "echo hello\npython3 train.py --lr 1\n",
             "line 2: 'python3 train.py --lr 1' is no veRL launch",
@@ -60,49 +65,37 @@ def read(tmp_path: Path, text: str, name: str = "run.sh") -> Launch:
             "python -m my_agents.trainer.main_ppo a=1\n",
             "my_agents.trainer.main_ppo has no counterpart here; where it is veRL's trainer",
         ),
-        ("exit 0\n" + RUN + "a=1\n", "line 2: a veRL program is named here but never started"),
-        ("f() { f; }\nf\n", "line 1: f calls itself more than"),
+        (
+            "if false; then\n" + RUN + "a=1\nfi\n",
+            "line 2: a veRL program is named here but never started",
+        ),
         ("a=\ue000b\n", "line 1: holds the character U+E000"),
     ],
 )
-def test_said_with_the_line(tmp_path: Path, text: str, said: str) -> None:
+def test_errors_name_the_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("run.sh, line ")
 
 
-UNTOLD = (
-    (
-        "\nX=$((NODES * 8))\n" + RUN + "trainer.n=$X",
-        "its value comes from '$((NODES * 8))' on line 2: NODES is not set",
-    ),
-    (
-        RUN + "a=$(nvidia-smi -L | wc -l)",
-        "its value comes from '$(nvidia-smi -L | wc -l)' on line 1: only running it tells",
-    ),
-    (RUN + "a=$((1 / 0))", "division by zero"),
-    (RUN + "a=$((1.5 * 2))", "whole numbers only"),
-    (RUN + "a=$((2 ** 63))", "larger than 64 bits"),
-    (RUN + "a=x_$RANDOM", "it differs from run to run"),
-    (RUN + "a=1,2", "'1,2' is a sweep over values; a list is written [1,2]"),
-    (RUN + "'a=choice(1,2)'", "one of Hydra's sweeps"),
-    (RUN + "a=[1,2", "has no ']'"),
-    (RUN + "a=$#", "only the caller of the script knows"),
-    ("a=$@7\n" + RUN + "trainer.nnodes=$((a + 1))", "it holds the script's arguments"),
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("a=1,2", "'1,2' is a sweep over values; a list is written [1,2]"),
+        ("'a=choice(1,2)'", "one of Hydra's sweeps"),
+        ("a=[1,2", "has no ']'"),
+    ],
 )
-
-
-@pytest.mark.parametrize(("text", "said"), UNTOLD)
-def test_a_value_that_the_script_does_not_tell_is_decided_by_a_person(
-    tmp_path: Path, text: str, said: str
+def test_a_value_that_hydra_does_not_read_is_decided_by_a_person(
+    tmp_path: Path, word: str, reason: str
 ) -> None:
     """The launch is read to its end; the argument has no value, and the reason is in the account."""
-    (argument,) = read(tmp_path, text + "\n").arguments
-    assert argument.value is None and said in argument.unknown
+    (argument,) = read(tmp_path, f"{RUN}{word}\n").arguments
+    assert argument.value is None and reason in argument.unknown and not argument.machine
 
 
-def test_all_bad_words_are_told_together(tmp_path: Path) -> None:
+def test_all_bad_words_are_named_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as caught:
         read(tmp_path, RUN + "a=1 \\\n b \\\n c=1 d")
     assert [str(e).split(":")[0] for e in caught.value.errors] == [
@@ -143,43 +136,24 @@ def test_files_that_are_no_scripts(tmp_path: Path) -> None:
 MONSTERS = {
     "doubling": "x=a\nfor i in {1..60}; do x=$x$x; done\n" + RUN + "a=$x",
     "endless loop": "while true; do :; done\n" + RUN + "a=1",
-    "nested loops": "for i in {1..400}; do for j in {1..400}; do k=$((k + 1)); done; done\n"
-    + RUN
-    + "a=1",
-    "patterns": "x="
-    + "a" * 100
-    + "\nfor ((i = 0; i < 500; i++)); do y=${x//*a*b*c/d}; done\n"
-    + RUN
-    + "a=1",
-    "trimming": "x="
-    + "a" * 1000
-    + "\nfor ((i = 0; i < 500; i++)); do y=${x%%*a*b*c}; done\n"
-    + RUN
-    + "a=1",
-    "brackets": "(" * 20_000,
-    "substitutions": "$(" * 20_000,
-    "defaults": "x=${a:-" * 20_000,
-    "arithmetic": "x=$((" + "(" * 20_000,
-    "minus": RUN + "a=$((" + "- " * 5_000 + "1))",
-    "quotes": '`"' * 20_000,
+    "endless waiting": "while true; do sleep 5; done\n" + RUN + "a=1",
+    "endless launches": f"while true; do {RUN} a=1; done\n",
+    "endless jobs": f"f() {{ f & f; }}\nf\n{RUN} a=1\n",
     "braces": RUN + "a=" + "{1,2}" * 30,
     "lists": RUN + "a=" + "[" * 5_000,
-    "tests": "[[ " + "( " * 5_000 + "a" + " )" * 5_000 + " ]]\n",
     "eval": "x='eval $x'\neval $x\n",
-    "capture": "f() { echo $(f); }\n" + RUN + "a=$(f)",
-    "array": 'A=(a)\nfor i in {1..40}; do A+=("${A[@]}"); done\n' + RUN + '"${A[@]}"',
-    "names": "a=b b=a\n" + RUN + "x=$((a))",
-    "long": ('x=1 # "comment\n' * 60_000) + RUN + "a=1",
-    "long word": RUN + "a=" + "x" * 1_000_000,
+    "files": "for i in {1..20}; do yes > f$i & done\n" + RUN + "a=1",
+    "long word": RUN + "a=" + "x" * 100_000,
 }
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", MONSTERS)
-def test_monsters_end_soon(tmp_path: Path, name: str) -> None:
-    start = time.process_time()
+def test_monsters_are_read_or_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "RUN_S", 2.0)
     try:
         read(tmp_path, MONSTERS[name])
     except ConfigError as e:
         assert "run.sh" in str(e)
-    assert time.process_time() - start < 10

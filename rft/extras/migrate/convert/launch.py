@@ -7,7 +7,7 @@ is in exactly one of `arguments`, `options` and `notes` (or is "$@").
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from rft.config.schema.source import leaves
 from rft.errors import ConfigError, ConfigErrors, raise_all
 from rft.extras.migrate.convert import hydra, programs
 from rft.extras.migrate.convert.programs import Program
-from rft.extras.migrate.convert.reading import Reading, ScriptReader, shown
+from rft.extras.migrate.convert.reading import COMPLAINT, Launched, ScriptReader, shown
 from rft.extras.migrate.convert.recording import (
+    INSTEAD,
     RUN_S,
     SANDBOX_VARIABLES,
     Command,
@@ -76,7 +77,13 @@ def read_launch(path: Path, inputs: Inputs | None = None) -> Launch:
     text = _read(path)
     if path.suffix.lower() in _YAML:
         return _from_yaml(text, path)
-    return _from_script(text, path, inputs or Inputs())
+    try:
+        return _from_script(text, path, inputs or Inputs())
+    except RecursionError:
+        raise ConfigError(
+            f"{path.name}: a value is nested too deeply to be read; write the launch with plain "
+            f"values"
+        ) from None
 
 
 def _read(path: Path) -> str:
@@ -127,23 +134,28 @@ def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
     reading = reader.read()
     if reading is None:
         raise _no_launch(text, path.name, reader.first)
-    arguments = _Arguments(reading, text, path.name)
-    arguments.read()
     command = reading.launched.command
     entry = shown(reading.launched.match.entry)
+    arguments = _Arguments(path.name, text, command.line)
+    arguments.notes += ((at, _CUT_OFF) for at in reading.launched.cut_off)
+    arguments.read(reading.words[reading.start :])
     first = f"{path.name}, line {command.line}: starts {entry}"
     if remark := programs.PROGRAMS.get(entry, ("", ""))[1]:
         first += f" ({remark})"
     elif entry.endswith(".py"):
         first += " (a file of its own may differ from veRL's; what it changes is not seen)"
-    notes = dict.fromkeys(
-        [*_defaults(text), *arguments.notes, *_other_commands(reader.first, command)]
-    )
+    said = [
+        *_defaults(text),
+        *arguments.notes,
+        *_environment(reading.launched, text),
+        *_other_commands(reader.first, command),
+    ]
+    notes = dict.fromkeys(said)
     assert reading.launched.match.program is not None
     return Launch(
         program=reading.launched.match.program,
         arguments=tuple(arguments.arguments),
-        passed_through=reading.passed_through,
+        passed_through=arguments.passed,
         notes=(
             first,
             *(f"line {line}: {note}" if line else note for line, note in sorted(notes)),
@@ -151,8 +163,31 @@ def _from_script(text: str, path: Path, inputs: Inputs) -> Launch:
         ),
         path=str(path),
         options=tuple(arguments.options),
-        launcher=tuple(word for word, _ in reading.words[: reading.start]),
+        launcher=tuple(_launcher_word(*word) for word in reading.words[: reading.start] if word[0]),
     )
+
+
+def launch_of(words: Sequence[str]) -> Launch:
+    """The launch that is written out: python3 -m verl.trainer.main_ppo KEY=VALUE ..."""
+    match = programs.find(words)
+    if match is None or match.program is None:
+        raise ConfigError(
+            f"{words[0]} is no launch script, and {' '.join(words)[:80]!r} starts no veRL program; "
+            f"programs: {programs.KNOWN}"
+        )
+    arguments = _Arguments("command line", " ".join(words), 1)
+    arguments.read((word, "") for word in words[match.start :])
+    notes = tuple(note for _, note in arguments.notes)
+    options = tuple(arguments.options)
+    launcher = tuple(words[: match.start])
+    return Launch(
+        match.program, tuple(arguments.arguments), False, notes, "command line", options, launcher
+    )
+
+
+def _launcher_word(word: str, unknown: str) -> str:
+    option, equals, _ = word.rpartition("=")
+    return f"{option}{equals}(not known)" if unknown else word
 
 
 def _no_launch(text: str, name: str, recording: Recording) -> ConfigError:
@@ -171,25 +206,20 @@ def _no_launch(text: str, name: str, recording: Recording) -> ConfigError:
             f"{expected}"
         )
     rows = text.splitlines()
-    if complaint := next(
-        iter(
-            re.findall(
-                r"^(?!\+).*?: line (\d+): (.*(?:\n.*line \d+: `.*)?)",
-                recording.errors,
-                re.MULTILINE,
-            )[-1:]
-        ),
-        None,
-    ):
-        at, message = complaint
-        return ConfigError(
-            f"{name}, line {at}: bash starts no launch and says "
-            f"{' '.join(shown(message).split())!r}; {expected}"
-        )
     if not recording.ended:
         return ConfigError(
-            f"{name}, line {len(rows)}: the script does not end within {RUN_S:g} s; write the "
-            f"launch with plain values"
+            f"{name}, line {len(rows)}: the script does not end within {RUN_S:g} s; {INSTEAD}"
+        )
+    if complaints := COMPLAINT.findall(recording.errors):
+        line, message = complaints[-1]
+        hint = (
+            " (what Hydra shall read stands in single quotes or begins with \\$)"
+            if "bad substitution" in message
+            else ""
+        )
+        return ConfigError(
+            f"{name}, line {line}: bash starts no launch and says: {shown(message)}{hint}; "
+            f"{expected}"
         )
     for number, line in enumerate(rows, 1):
         if programs.mentions(line) and not line.lstrip().startswith("#"):
@@ -211,6 +241,9 @@ def _no_launch(text: str, name: str, recording: Recording) -> ConfigError:
 
 
 Note = tuple[int, str]  # line, or 0, and text
+_CUT_OFF = (
+    "no backslash ends the line before; what follows is read as arguments of the launch anyway"
+)
 
 
 def _defaults(text: str) -> Iterator[Note]:
@@ -227,15 +260,28 @@ def _defaults(text: str) -> Iterator[Note]:
                 )
 
 
-def _other_commands(recording: Recording, launch: Command) -> Iterator[Note]:
-    """What the script starts beside the launch, and sets for it."""
-    for name, value in launch.environment.items():
+def _environment(found: Launched, text: str) -> Iterator[Note]:
+    """What the script sets for the run: exported, and among the words of the launcher."""
+    exported = {
+        n: v for n, v in found.command.environment.items() if n not in found.inputs.variables
+    }
+    among = (
+        w.partition("=")[::2]
+        for w in found.words[: found.match.start]
+        if re.match(r"[A-Za-z_]\w*=", w)
+    )
+    for name, value in {**exported, **dict(among)}.items():
         if not name.startswith("RFT_") and name not in SANDBOX_VARIABLES:
             hidden = "<hidden>" if is_secret_name(name) and value else shown(value)[:80]
+            lines = [n for n, row in enumerate(text.splitlines(), 1) if f"{name}=" in row]
             yield (
-                launch.line,
+                next((n for n in reversed(lines) if n <= found.command.line), found.command.line),
                 f"sets {name}={hidden} for the run; a configuration does not carry it",
             )
+
+
+def _other_commands(recording: Recording, launch: Command) -> Iterator[Note]:
+    """What the script starts beside the launch."""
     for command in recording.commands:
         match = programs.find(command.words)
         base = command.words[0].rsplit("/", 1)[-1]
@@ -260,34 +306,34 @@ def _other_commands(recording: Recording, launch: Command) -> Iterator[Note]:
 
 
 class _Arguments:
-    """Sorts the words of a launch into arguments, options and notes."""
+    """Sorts the words of a launch, which stands in `text` at `line`, into arguments, options and
+    notes.
+    """
 
-    def __init__(self, reading: Reading, text: str, name: str) -> None:
-        self.words = reading.words[reading.start :]
+    def __init__(self, name: str, text: str, line: int) -> None:
         self.name = name
         self.rows = text.splitlines()
-        self.line = reading.launched.command.line
-        self.notes: list[Note] = [
-            (self.line, f"${n} is not set by the script and taken as empty") for n in reading.empty
-        ]
-        self.notes += [
-            (
-                at,
-                "no backslash ends the line before; what follows is read as arguments of the "
-                "launch anyway",
-            )
-            for at in reading.launched.cut_off
-        ]
+        self.line = line
+        self.notes: list[Note] = []
+        self.passed = False  # arguments of the script are handed on
         self.arguments: list[Argument] = []
         self.options: list[Argument] = []
         self.errors: list[ConfigError] = []
 
-    def read(self) -> None:
-        waiting = iter(self.words)
+    def read(self, words: Iterable[tuple[str, str]]) -> None:
+        """`words` with the reason where a value is not known."""
+        waiting = iter(words)
         for word, unknown in waiting:
-            if not word.strip(" \t\n\\"):
+            if name := re.fullmatch(r"\$\{oc\.env:(\w+)\}", word):
+                if name[1].startswith("ARG"):
+                    self.passed = True
+                else:
+                    self.notes.append(
+                        (self.line, f"${name[1]} is not set by the script and taken as empty")
+                    )
+            elif not word.strip(" \t\n\\"):
                 continue
-            if word.startswith("-"):
+            elif word.startswith("-"):
                 following = next(waiting, ("", ""))[0] if programs.HYDRA_OPTIONS.get(word) else ""
                 self.option(word, following)
             else:
@@ -359,7 +405,14 @@ class _Arguments:
                 )
                 self.notes.append((line, note))
         if unknown:
-            text = next(iter(re.findall(rf"{re.escape(key)}=(\S+)", self.rows[line - 1])), text)
+            text = next(
+                iter(
+                    re.findall(
+                        rf"{re.escape(key)}=((?:\$\([^)]*\)+|\"[^\"]*\"|\S)+)", self.rows[line - 1]
+                    )
+                ),
+                text,
+            )
         self.arguments.append(
             Argument(key, value, text or "", line, prefix, names, why, machine=bool(unknown))
         )

@@ -44,13 +44,7 @@ MODULES: dict[str, Program] = {module: program for module, (program, _) in PROGR
 FILES: dict[str, Program] = {m.rsplit(".", 1)[1]: p for m, p in reversed(MODULES.items())}
 KNOWN = ", ".join(m for m in MODULES if m.startswith("verl.trainer."))
 # Commands that name a program without starting it.
-QUIET = frozenset(
-    "echo printf cat grep egrep pkill pgrep ls cp mv tee kill which sed awk find rm mkdir touch "
-    "head tail diff type less wc sort "
-    "trap alias ps git cd pushd popd pip pip3 conda apt-get export test [ : true false wait "
-    "sleep".split()
-)
-SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
+QUIET = frozenset("code diff git less rsync scp source vi vim".split())
 # Hydra's own options: whether a value follows as the next word.
 HYDRA_OPTIONS = {
     "--config-path": True,

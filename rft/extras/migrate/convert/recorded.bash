@@ -1,19 +1,7 @@
 # Read first by every bash of a script that is recorded (BASH_ENV).  Commands that are neither bash's own nor tools for texts are
 # written down instead of run.  RFT_RECORDS: the folder of records; RFT_ROOT: stands for the machine's root folder.
 
-unset RANDOM SRANDOM SECONDS EPOCHSECONDS EPOCHREALTIME # they differ from run to run; now they count as not set
-
-rft_count=0
-set -o functrace # the folder of a file that a command writes is made before it
-trap 'rft_make_folder' DEBUG
-rft_make_folder() {
-  local rft_path
-  if [[ $BASH_COMMAND =~ \>\>?\|?\ *([^\ \&\>\;\|\(\)]+/[^\ \&\>\;\|\(\)]*) ]]; then
-    rft_path=$(eval "printf %s \"${BASH_REMATCH[1]//\"/}\"" 2>/dev/null)
-    command mkdir -p -- "${rft_path%/*}" 2>/dev/null
-  fi
-  return 0
-}
+rft_count=0 rft_sleeps=0
 
 # A record: line, depth, number of words, words, environment, an empty field, names of all variables that are set.
 rft_record() {
@@ -46,35 +34,39 @@ command_not_found_handle() {
     if [[ $rft_word == *.sh && -f $rft_word ]]; then
       "$BASH" "${@:rft_at}"
       return
-    elif [[ $rft_word =~ [[:space:]] && $rft_word =~ $RFT_PROGRAMS && ! $rft_word =~ ^[+~]*[A-Za-z_.]+= ]]; then
+    elif [[ $rft_word == *[[:space:]]* && $rft_word =~ $RFT_PROGRAMS && ! $rft_word =~ ^[+~]*[A-Za-z_.]+= ]]; then
       "$BASH" -c "$rft_word"
       return
     fi
   done
   case $1 in
     sbatch | srun | ssh) "$BASH" -s ;;
+    *-smi) printf '%s\n' "${RFT_PRINTS/#7/GPU 7}" ;; # a line for each GPU begins so
     *) printf '%s\n' "$RFT_PRINTS" ;;
   esac
 }
 
-# ---- commands that would be found, or would end the script, on this machine
+# ---- commands that are here, or that a script asks for
 
-for rft_name in python python3 torchrun ray accelerate deepspeed uv; do
-  eval "$rft_name() { command_not_found_handle $rft_name \"\$@\"; }"
-done
-for rft_name in mkdir rmdir touch rm cp mv ln chmod tee; do # a folder that cannot be written here ends nothing
-  eval "$rft_name() { command $rft_name \"\$@\" 2>/dev/null || :; }"
-done
-for rft_name in sh zsh dash; do
-  eval "$rft_name() { \"\$BASH\" \"\$@\"; }"
-done
-unset rft_name
+python() { command_not_found_handle python "$@"; }
+python3() { command_not_found_handle python3 "$@"; }
+torchrun() { command_not_found_handle torchrun "$@"; }
+ray() { command_not_found_handle ray "$@"; }
+accelerate() { command_not_found_handle accelerate "$@"; }
+deepspeed() { command_not_found_handle deepspeed "$@"; }
+uv() { command_not_found_handle uv "$@"; }
+sh() { "$BASH" "$@"; }
+zsh() { "$BASH" "$@"; }
+dash() { "$BASH" "$@"; }
 
 cd() { # a folder that is not here is made
   builtin cd "$@" 2>/dev/null && return
   local rft_to=${!#}
   if [[ $rft_to == /* && $rft_to != "$RFT_ROOT"/* ]]; then rft_to=$RFT_ROOT$rft_to; fi
   command mkdir -p -- "$rft_to" && builtin cd -- "$rft_to"
+}
+mkdir() { # one that cannot be made here is the machine's
+  command mkdir "$@" 2>/dev/null || :
 }
 pushd() { cd "$@"; }
 popd() { builtin cd "$OLDPWD"; }
@@ -91,8 +83,11 @@ exec() { # what follows it is still seen; a redirection alone changes nothing
 }
 if [[ ${RFT_IGNORE_EXIT-} ]]; then exit() { :; }; fi
 
-sleep() { rft_record sleep "$@"; }
+sleep() { ((++rft_sleeps < 500)) || builtin exit 1; }
 kill() { :; }
+pkill() { :; }
+pgrep() { :; }
+killall() { :; }
 ulimit() { :; }
 which() { printf '%s\n' "${!#}"; }
 date() { printf '%s\n' "$RFT_DATE"; }
@@ -100,3 +95,23 @@ whoami() { printf '%s\n' "$USER"; }
 hostname() {
   if (($#)); then command_not_found_handle hostname "$@"; else printf '%s\n' "$HOSTNAME"; fi
 }
+
+# ---- last, as it is done before each command from here on: no failure ends the script, and folders of files that it writes are made
+
+rft_before() {
+  set +eux
+  [[ $BASH_COMMAND == *'>'*/* && ${FUNCNAME[1]-} != rft_* ]] || return 0
+  local rft_path
+  if [[ $BASH_COMMAND =~ \>\>?\|?\ *([^\ \&\>\;\|\(\)]+/[^\ \&\>\;\|\(\)]*) ]]; then
+    rft_path=$(eval "printf %s \"${BASH_REMATCH[1]//\"/}\"" 2>/dev/null)
+    command mkdir -p -- "${rft_path%/*}" 2>/dev/null
+  fi
+  return 0
+}
+for rft_name in RANDOM SRANDOM SECONDS EPOCHSECONDS EPOCHREALTIME; do # bash's own differ from run to run
+  unset "$rft_name"
+  rft_value=RFT_$rft_name
+  if [[ ${!rft_value-} ]]; then eval "$rft_name=\${!rft_value}"; fi
+done
+set -o functrace
+trap rft_before DEBUG

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import re
 import sys
 import tempfile
 import time
@@ -22,11 +23,13 @@ from rft.config import yamlfile
 from rft.errors import ConfigError
 from rft.extras.sandbox import jobs
 from rft.extras.sandbox.code_sandbox import DEFAULT, open_server
-from rft.extras.sandbox.processes import ForkServer, ProgramLimits, SandboxError, SandboxUnavailable
+from rft.extras.sandbox.processes import ProgramLimits, SandboxError, SandboxUnavailable
 
 ROOT = "\ue002"  # the sandbox's folder, in texts
 # set on every machine: never taken as unset, and never one value
 FIXED = ("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD")
+# bash's own, which differ from run to run
+RANDOM = frozenset("RANDOM SRANDOM SECONDS EPOCHSECONDS EPOCHREALTIME".split())
 SANDBOX_VARIABLES = {
     *FIXED,
     "PATH",
@@ -39,9 +42,10 @@ SANDBOX_VARIABLES = {
     "_",
 }
 RUN_S = 8.0
-BUDGET_S = 30.0
+BUDGET_S = 20.0
 MOST_RECORDS = 150
 FOLDERS = ("/bin", "/usr/bin", "/etc/alternatives")
+_FILE_TEST = re.compile(r"(\[\[? |\btest )(! )?(-[defrswx] )")
 _PRELUDE = Path(__file__).with_name("recorded.bash")
 _PROGRAM = Path(__file__).with_name("run_recorded.py")
 _LIMITS = ProgramLimits(
@@ -81,7 +85,8 @@ class Recording:
 @dataclass(frozen=True)
 class Inputs:
     """What a script is run with.  `prints`: what commands print that are not run; `ignore_exit`:
-    `exit` does nothing.
+    `exit` does nothing; `other_files`: where the script asks for a file or folder, the answer is
+    the opposite.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -89,6 +94,7 @@ class Inputs:
     prints: str = "1"
     date: str = "date"
     ignore_exit: bool = False
+    other_files: bool = False
 
 
 class Recorder:
@@ -109,15 +115,17 @@ class Recorder:
                 f"{self.name}: running it takes longer than {BUDGET_S:g} s; write the launch with "
                 f"plain values"
             )
-        server, folder = _server()
+        sandbox = _sandbox()
         order = {
-            "folder": folder,
+            "folder": sandbox.folder,
             "root": ROOT,
             "seconds": RUN_S,
             "most_records": MOST_RECORDS,
         } | self._order(inputs)
         try:
-            ran = jobs.run(server, _PROGRAM.read_text("utf-8"), json.dumps(order).encode(), _LIMITS)
+            ran = jobs.run(
+                sandbox.server, _PROGRAM.read_text("utf-8"), json.dumps(order).encode(), _LIMITS
+            )
         except SandboxError as e:
             raise ConfigError(f"{self.name}: the sandbox failed: {e}; {INSTEAD}") from e
         if ran.reason:
@@ -132,11 +140,19 @@ class Recorder:
 
     def _order(self, inputs: Inputs) -> dict[str, object]:
         script = f"{ROOT}/machine{self._path.absolute()}"
+        text = (
+            _FILE_TEST.sub(lambda m: f"{m[1]}{'' if m[2] else '! '}{m[3]}", self._text)
+            if inputs.other_files
+            else self._text
+        )
         home = f"{ROOT}/{marker('HOME')}"
         here = f"{ROOT}/{marker('PWD')}"
         environment = {
             **{name: marker(name) for name in FIXED},
-            **inputs.variables,
+            **{
+                f"RFT_{name}" if name in RANDOM else name: value
+                for name, value in inputs.variables.items()
+            },
             "HOME": inputs.variables.get("HOME", home),
             "PWD": here,
             "PATH": f"{ROOT}/bin",
@@ -155,11 +171,7 @@ class Recorder:
             f"{ROOT}/machine{p.absolute()}": p.read_text("utf-8", "replace") for p in self._beside()
         }
         return {
-            "files": {
-                f"{ROOT}/recorded.bash": _PRELUDE.read_text("utf-8"),
-                **beside,
-                script: self._text,
-            },
+            "files": {f"{ROOT}/recorded.bash": _PRELUDE.read_text("utf-8"), **beside, script: text},
             "directories": [here, home],
             "command": ["bash", script, *inputs.arguments],
             "environment": environment,
@@ -182,21 +194,37 @@ INSTEAD = (
 )
 
 
-@functools.cache
-def _server() -> tuple[ForkServer, str]:
+class _ScriptSandbox:
     """The process that scripts are run from, and the folder that they write in."""
-    folder = tempfile.TemporaryDirectory(prefix="rft-convert-")
-    Path(folder.name).chmod(0o777)  # scripts run under another account
-    try:
-        server = open_server(DEFAULT, sys.executable, folders=FOLDERS, writable=folder.name)
-    except SandboxUnavailable as e:
-        folder.cleanup()
-        raise ConfigError(
-            f"a launch script is run by bash in a sandbox; {e}.  Or {INSTEAD}"
-        ) from None
-    atexit.register(folder.cleanup)
-    atexit.register(server.close)
-    return server, "/tmp" if server.level == "namespaces" else folder.name
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rft-convert-")
+        Path(self._folder.name).chmod(0o777)  # scripts run under another account
+        try:
+            self.server = open_server(
+                DEFAULT, sys.executable, folders=FOLDERS, writable=self._folder.name
+            )
+        except SandboxUnavailable as e:
+            self._folder.cleanup()
+            raise ConfigError(
+                f"a launch script is run by bash in a sandbox; {e}.  Or {INSTEAD}"
+            ) from None
+        self.folder = "/tmp" if self.server.level == "namespaces" else self._folder.name
+
+    def close(self) -> None:
+        self.server.close()
+        self._folder.cleanup()
+
+
+_sandbox = functools.cache(_ScriptSandbox)
+
+
+@atexit.register
+def close() -> None:
+    """Ends the process that scripts are run from.  The next script starts another."""
+    if _sandbox.cache_info().currsize:
+        _sandbox().close()
+        _sandbox.cache_clear()
 
 
 def _command(record: str) -> Command:

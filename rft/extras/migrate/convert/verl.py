@@ -160,8 +160,8 @@ def _nothing(d: Draft) -> None:
 def _parameters(
     arguments: Sequence[Argument], own: dict[str, Any]
 ) -> tuple[tuple[Argument, ...], list[str]]:
-    """Numbers and switches that are left to the environment get veRL's default, and a question;
-    texts stay ${oc.env:NAME}.
+    """Numbers and switches that only the environment or the machine tells get veRL's default, and a
+    question; texts stay as they are.
     """
     done = []
     questions = []
@@ -169,15 +169,19 @@ def _parameters(
         default = own.get(a.key, table.default(a.key, ASYNC))
         value = str(a.value)
         empty = a.value is not None and not value.strip() and default not in (None, "")
-        if empty or (isinstance(default, bool | int | float) and "${oc.env:" in value):
+        if empty or (
+            isinstance(default, bool | int | float) and ("${oc.env:" in value or a.machine)
+        ):
             names = ", ".join(f"${v}" for v in a.variables)
             whence = f"left to {names}, which the script does not set" if names else "empty"
+            if a.machine:
+                whence = f"written as {a.text}, and {a.unknown}"
             questions.append(
                 f"line {a.line}: {a.key} is {whence}; veRL's default, {default}, is taken.  Is "
                 f"that meant?  Else write the value into the "
-                "script"
+                "script, or give the variable with --env NAME=VALUE"
             )
-            a = dataclasses.replace(a, value=default)
+            a = dataclasses.replace(a, value=default, unknown="")
         done.append(a)
     return tuple(done), questions
 
