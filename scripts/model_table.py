@@ -53,7 +53,9 @@ Made by `python scripts/model_table.py --write` on {machine}.
 When a model is loaded, the trainer compares its rows with plain rows again: differences up to 1e-5 nats in float32 are exact. Where they
 are larger, and in bfloat16, they have to be within a multiple of the model's own rounding noise, and the layout has to be exact (1e-5) in
 float64 on a copy of the model's first layers, one of every kind, with random weights. Where that copy needs over half of the free memory,
-or cannot be computed, the log says so; then the layer types of the configuration and the comparison in the model's own type decide.
+or cannot be computed, the log says so; then the layer types of the configuration and the comparison in the model's own type decide. A
+model that numbers the places of its input by itself instead of taking positions (Llama 4's attention temperature) is compared as far into
+the input as a micro-batch can reach; rows are padded where that is not exact, or in bfloat16 has no room in float64.
 
 """
 LAYOUTS = """| Family | float64 | shared | packed | padded |

@@ -7,16 +7,14 @@ whole step, and the parts add up.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from rft.algorithm.args import AggMode, declared
-from rft.algorithm.runs import Runs, joined
+from rft.algorithm.args import AggMode
 from rft.plugins import kind
 from rft.types.completion import Credit
 from rft.types.ports import GroupStats
@@ -24,8 +22,6 @@ from rft.types.ports import GroupStats
 if TYPE_CHECKING:
     import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
-_advantage = kind("advantage_fn")
 # those that choose among the runs of a step: fn(x, args) -> numbers of the drawn ones
 sample_strategy = kind("sample_strategy")
 policy_loss = kind("policy_loss_fn")
@@ -214,35 +210,6 @@ class PreparedStep:
     # float64 [L_i], after a KL penalty; None = as they came
     rewards: Sequence[np.ndarray] | None = None
     kl: float | None = None  # of the KL penalty: mean over rows of their mean, in nats per token
-
-
-def advantage(name: str, *, args: type | None = None) -> Callable[[F], F]:
-    """Registers an advantage: fn(x, args) -> a number for each run, an array with a number for each
-    token of it, or `Advantages`.
-
-    Called with rows of which some are of one run, it sees the run and gives each row its part,
-    unless its `Args` say `compares_rows`.
-    """
-
-    def register(fn: F) -> F:
-        @functools.wraps(fn)
-        def of_runs(x: StepInputs, args: Any) -> Any:
-            runs = joined(x)
-            if declared(args).compares_rows or len(runs.rows) == len(x.rows):
-                return fn(x if declared(args).compares_rows else runs.x, args)
-            made = fn(runs.x, args)
-            return split(made, runs) if isinstance(made, Advantages) else runs.of_rows(made)
-
-        return _advantage(name, args=args)(cast(F, of_runs))
-
-    return register
-
-
-def split(made: Advantages, runs: Runs) -> Advantages:
-    """Advantages of runs as those of their rows."""
-    returns = None if made.returns is None else runs.of_rows(made.returns)
-    keep = None if made.keep is None else runs.of_rows(made.keep)
-    return replace(made, values=runs.of_rows(made.values), returns=returns, keep=keep)
 
 
 # ---------------------------------------------------------------- losses of one micro-batch

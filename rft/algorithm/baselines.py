@@ -13,8 +13,9 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm.args import AloneArgs, Args, NoArgs
-from rft.algorithm.base import StepInputs, advantage, define_algorithm
+from rft.algorithm.base import StepInputs, define_algorithm
 from rft.algorithm.group_stats import described, equal, members, scores
+from rft.algorithm.runs import advantage
 from rft.types.ports import GroupStats
 
 

@@ -24,13 +24,12 @@ from rft.algorithm.base import (
     PreparedStep,
     StepInputs,
     StepRow,
-    split,
 )
 from rft.algorithm.catalog import check_args
 from rft.algorithm.correction import Corrected, CorrectionArgs, correct, diagnostics
 from rft.algorithm.needs import Needs, correction_args, needs
 from rft.algorithm.penalty import penalised
-from rft.algorithm.runs import apart, joined
+from rft.algorithm.runs import apart, joined, split
 from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, mark_of

@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm.args import AloneArgs, moot
-from rft.algorithm.base import StepInputs, StepRow, advantage, define_algorithm
+from rft.algorithm.base import StepInputs, StepRow, define_algorithm
+from rft.algorithm.runs import advantage
 
 _LIMIT = 20.0  # of a log ratio before the exponential
 

@@ -14,8 +14,9 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm.args import EPSILON, Args, Computed
-from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage
+from rft.algorithm.base import Advantages, StepInputs, StepRow
 from rft.algorithm.grpo import GrpoArgs, grpo
+from rft.algorithm.runs import advantage
 
 _NO_SPREAD = 1e-12  # a standard deviation below this is a rounding error: nothing is dropped
 

@@ -17,9 +17,10 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm.args import Args
-from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage, define_algorithm
+from rft.algorithm.base import Advantages, StepInputs, StepRow, define_algorithm
 from rft.algorithm.group_stats import described, equal, members, unbiased_std
 from rft.algorithm.returns import to_go
+from rft.algorithm.runs import advantage
 
 
 class GigpoArgs(Args):

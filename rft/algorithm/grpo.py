@@ -19,8 +19,9 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm.args import EPSILON, Args, moot
-from rft.algorithm.base import StepInputs, StepRow, advantage, define_algorithm
+from rft.algorithm.base import StepInputs, StepRow, define_algorithm
 from rft.algorithm.group_stats import described, equal, members, scores, unbiased_std
+from rft.algorithm.runs import advantage
 from rft.types.ports import GroupStats
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from rft.algorithm.args import NoArgs
 from rft.algorithm.base import StepInputs, StepRow, kl_penalty
 from rft.algorithm.kl import ESTIMATORS, MAX_RATIO, KlArgs, k3
-from rft.types.credit import Member, group_statistics
+from rft.types.credit import ScoredRow, group_statistics
 from rft.types.ports import GroupStats
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _statistics(x: StepInputs, rows: list[StepRow]) -> dict[str, GroupStats]:
 def _of(group: GroupStats, rows: list[StepRow]) -> GroupStats:
     rows = sorted(rows, key=lambda r: (r.run, r.step))
     return group_statistics(
-        group.group, [Member(r.reward, r.run, r.step, r.length, r.credit) for r in rows]
+        group.group, [ScoredRow(r.reward, r.run, r.step, r.length, r.credit) for r in rows]
     )
 
 

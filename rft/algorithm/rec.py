@@ -22,11 +22,11 @@ from rft.algorithm.base import (
     LossInputs,
     LossOutput,
     StepInputs,
-    advantage,
     define_algorithm,
     policy_loss,
 )
 from rft.algorithm.group_stats import described, equal, members
+from rft.algorithm.runs import advantage
 from rft.types.ports import GroupStats
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm.args import AloneArgs, Computed, NoArgs
-from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage, define_algorithm
+from rft.algorithm.base import Advantages, StepInputs, StepRow, define_algorithm
 from rft.algorithm.group_stats import members
+from rft.algorithm.runs import advantage
 from rft.types.experience import BASELINE_KEY
 
 

@@ -10,17 +10,20 @@ an advantage sees but the names of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from rft.types.credit import Member, compared, run_rewards
+from rft.algorithm.args import declared
+from rft.algorithm.base import Advantages, StepInputs, StepRow
+from rft.plugins import kind
+from rft.types.credit import ScoredRow, compared, run_rewards
 
-if TYPE_CHECKING:
-    from rft.algorithm.base import StepInputs, StepRow
-
+F = TypeVar("F", bound=Callable[..., Any])
+_advantage = kind("advantage_fn")
 _ARRAYS = (
     "logprobs",
     "old",
@@ -86,7 +89,36 @@ def _joined(rows: Sequence[StepRow]) -> StepRow:
     if any(row.token_rewards is not None for row in rows):
         whole["token_rewards"] = np.concatenate([row.rewards for row in rows]).astype(np.float32)
     reward = run_rewards(
-        Member(row.reward, row.run, row.step, row.length, row.credit) for row in rows
+        ScoredRow(row.reward, row.run, row.step, row.length, row.credit) for row in rows
     )[first.run]
     info = {name: value for row in rows for name, value in row.info.items()}
     return replace(first, reward=reward, info=info, **whole)
+
+
+def advantage(name: str, *, args: type | None = None) -> Callable[[F], F]:
+    """Registers an advantage: fn(x, args) -> a number for each run, an array with a number for each
+    token of it, or `Advantages`.
+
+    Called with rows of which some are of one run, it sees the run and gives each row its part,
+    unless its `Args` say `compares_rows`.
+    """
+
+    def register(fn: F) -> F:
+        @functools.wraps(fn)
+        def of_runs(x: StepInputs, args: Any) -> Any:
+            runs = joined(x)
+            if declared(args).compares_rows or len(runs.rows) == len(x.rows):
+                return fn(x if declared(args).compares_rows else runs.x, args)
+            made = fn(runs.x, args)
+            return split(made, runs) if isinstance(made, Advantages) else runs.of_rows(made)
+
+        return _advantage(name, args=args)(cast(F, of_runs))
+
+    return register
+
+
+def split(made: Advantages, runs: Runs) -> Advantages:
+    """Advantages of runs as those of their rows."""
+    returns = None if made.returns is None else runs.of_rows(made.returns)
+    keep = None if made.keep is None else runs.of_rows(made.keep)
+    return replace(made, values=runs.of_rows(made.values), returns=returns, keep=keep)

@@ -15,9 +15,10 @@ import numpy as np
 from pydantic import Field
 
 from rft.algorithm.args import Args, Computed
-from rft.algorithm.base import StepInputs, StepRow, advantage
+from rft.algorithm.base import StepInputs, StepRow
 from rft.algorithm.group_stats import members
 from rft.algorithm.returns import to_go
+from rft.algorithm.runs import advantage
 
 
 class TokenBaselineArgs(Args):

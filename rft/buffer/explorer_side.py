@@ -37,7 +37,7 @@ from rft.buffer.schema import (
 )
 from rft.errors import BufferFailed, ConfigError, Fenced, FrameRejected, IdConflict
 from rft.fault_injection import fault
-from rft.types.credit import Member, run_rewards
+from rft.types.credit import ScoredRow, run_rewards
 from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
 from rft.worker.waiting import idles
 
@@ -384,7 +384,10 @@ def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) ->
     found = []
     for _, members in groupby(rows, key=lambda r: r.id):
         first, *rest = members
-        runs = run_rewards(Member._make(r[5:]) for r in (first, *rest)).values()
+        runs = run_rewards(
+            ScoredRow(r.reward, r.run, r.step, r.num_response_tokens, r.credit)
+            for r in (first, *rest)
+        ).values()
         found.append(
             TaskOutcome(
                 first.batch, first.task, first.taskset, first.task_index, fmean(runs), len(runs)

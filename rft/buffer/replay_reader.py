@@ -18,7 +18,7 @@ from rft.buffer.ledger import verify
 from rft.buffer.query import Questions, open_run
 from rft.errors import ConfigError, PayloadDamaged
 from rft.types.block import bundle
-from rft.types.credit import Member, group_statistics
+from rft.types.credit import ScoredRow, group_statistics
 from rft.types.ports import Consumption, EndOfData, GroupStats, Lease
 
 KEY = "buffer.trainer_input.replay_run"
@@ -101,7 +101,7 @@ class ReplayReader(GivenRows):
         return Consumption(num_uses=len(ids), digest=digest, cursor=step)
 
     def _statistics(self, group: str) -> GroupStats:
-        return group_statistics(group, [Member(*r) for r in self._asked(_MEMBERS, group)])
+        return group_statistics(group, [ScoredRow(*r) for r in self._asked(_MEMBERS, group)])
 
     def _blocks(self, locators: list[str]) -> list[bytes]:
         with self._there.errors(KEY), self._there.reading() as tx:

@@ -41,7 +41,7 @@ from rft.errors import BufferFailed, DeadlineExceeded, PayloadDamaged, ShortBatc
 from rft.fault_injection import fault
 from rft.types import token_logprobs
 from rft.types.block import bundle
-from rft.types.credit import Member, group_statistics, parted_runs
+from rft.types.credit import ScoredRow, group_statistics, parted_runs
 from rft.types.ids import Version
 from rft.types.ports import Consumption, GroupStats, Lease
 from rft.worker.waiting import idles
@@ -132,7 +132,7 @@ class TrainerSide(BufferCore):
         statistics.
         """
 
-        def work(tx: Connection) -> tuple[bytes, dict[str, list[Member]]]:
+        def work(tx: Connection) -> tuple[bytes, dict[str, list[ScoredRow]]]:
             chosen, scored = lease_rows(tx, self._ledger, step, choice)
             return bundle([*chosen, *further]), scored
 
@@ -309,7 +309,7 @@ class TrainerSide(BufferCore):
 
 def lease_rows(
     tx: Connection, ledger: Ledger, step: int, choice: Selection
-) -> tuple[list[_Header], dict[str, list[Member]]]:
+) -> tuple[list[_Header], dict[str, list[ScoredRow]]]:
     """Payload of the chosen rows, and the scored members of each of their groups; rows left out for
     good are explained.
     """
@@ -322,12 +322,12 @@ def lease_rows(
     locked = _HEADERS if tx.dialect.name == "sqlite" else f"{_HEADERS} FOR UPDATE"
     rewards: dict[str, float | None] = {}
     hashes: dict[str, str] = {}
-    scored: dict[str, list[Member]] = {}
+    scored: dict[str, list[ScoredRow]] = {}
     for part in parts([g.id for g, _ in choice.picked]):
         for name, of, content, reward, *more in ask(tx, locked, many=part).all():
             rewards[name], hashes[name] = reward, content
             if reward is not None:
-                scored.setdefault(of, []).append(Member(reward, *more))
+                scored.setdefault(of, []).append(ScoredRow(reward, *more))
     chosen = []
     for (group, rows), block in sorted(
         zip(choice.picked, blocks, strict=True), key=lambda part: (part[0][0].key, part[0][0].task)
@@ -424,7 +424,7 @@ def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
     return ledger.first_open[explorer]
 
 
-def _frozen(name: str, members: Sequence[Member]) -> GroupStats:
+def _frozen(name: str, members: Sequence[ScoredRow]) -> GroupStats:
     """The statistics of a group, whose rewards stand from here on."""
     for run, rewards in parted_runs(members).items():
         text = (

@@ -90,10 +90,10 @@ def gold_of(
     return found.best
 
 
-def refusal(task: Task, found: GoldScore) -> str:
+def refusal(task: Task, score: GoldScore) -> str:
     """The message for a row to which no answer can be scored."""
     return (
-        f"the reward {task.reward} cannot score row {task.index}: {found.error}.  Correct the "
+        f"the reward {task.reward} cannot score row {task.index}: {score.error}.  Correct the "
         f"row, or leave it out"
     )
 

@@ -397,7 +397,7 @@ def _differences(model: Any, *, sampled: bool) -> tuple[Difference, Difference]:
     begins = [begin for begin, _ in _PROOF]
     forwards = make(model, None, alone=False)
     right = [_logprobs(forwards.logits(forwards.hidden(text))) for text in texts]
-    with rounding.otherwise(model):
+    with rounding.otherwise(model, model.dtype):
         otherwise = [_logprobs(forwards.logits(forwards.hidden(text))) for text in texts]
     noise = torch.cat(
         [_apart(a, b, sampled=sampled) for a, b in zip(otherwise, right, strict=True)]

@@ -178,7 +178,11 @@ def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:
         "min_tokens": min(sampling.min_tokens, limit),
         "stop": list(sampling.stop),
     }
-    given |= {"skip_special_tokens": False}  # a stop text may be one
     return SamplingParams(
-        n=n, **given, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
+        n=n,
+        **given,
+        skip_special_tokens=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )

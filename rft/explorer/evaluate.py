@@ -18,7 +18,7 @@ from typing import Any
 
 from rft.engine.settings import ExternalSettings
 from rft.errors import RunFailed
-from rft.explorer.rollout_metrics import lengths
+from rft.explorer.rollout_metrics import lengths, response_tokens
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Slots
 from rft.plugins import load_all
@@ -247,9 +247,8 @@ def eval_metrics(
         }
     if all(g.task.sampling.temperature == 0 for g in groups):
         out[f"{prefix}/greedy"] = out[f"{prefix}/mean@{n}"]
-    return out | lengths(
-        prefix, [r.experiences for r in runs if not r.failed and r.experiences[0].has_logprobs]
-    )
+    sampled = [r.experiences for r in runs if not r.failed and r.experiences[0].has_logprobs]
+    return out | lengths(prefix, sampled, list(map(response_tokens, sampled)))
 
 
 def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, float]:

@@ -103,12 +103,13 @@ def rollout_metrics(
     runs = [run for g in groups for run in g.runs]
     played = [run.experiences for run in runs if not run.failed]
     whole = [x for rows in played for x in rows]
+    responses = list(map(response_tokens, played))
     out: dict[str, float] = {
         "rollout/groups/accepted": float(sum(g.accepted for g in groups)),
         "rollout/groups/rejected": float(sum(not g.accepted for g in groups)),
         "rollout/runs": float(len(runs)),
         "rollout/failed": float(sum(run.failed for run in runs)),
-        "rollout/untrainable": float(sum(not any(x.trainable for x in rows) for rows in played)),
+        "rollout/untrainable": float(responses.count(0)),
         "rollout/retries": float(sum(run.attempts - 1 for run in runs)),
         "rollout/timeouts": float(sum(run.ended == "timeout" for run in runs)),
         **{f"rollout/ended/{why}": float(sum(run.ended == why for run in runs)) for why in _ENDED},
@@ -145,17 +146,17 @@ def rollout_metrics(
             named[f"rollout/{name}/std"] = pstdev(values)
     if whole:
         out |= (
-            lengths("rollout", played)
+            lengths("rollout", played, responses)
             | {"rollout/rows": float(len(whole))}
             | collapse_metrics(groups)
         )
-        out["rollout/tokens_per_s"] = sum(r.num_response_tokens for r in whole) / max(wall_s, 1e-9)
+        out["rollout/tokens_per_s"] = sum(responses) / max(wall_s, 1e-9)
         if steps := [r.oldest_version.step for r in whole if r.oldest_version is not None]:
             out["rollout/model_version"] = fmean(steps)
         out["rollout/clipped_logprobs"] = float(sum(r.clipped_logprobs for r in whole))
     if percentiles:
         out |= _percentiles("rollout/reward", rewards)
-        out |= _percentiles("rollout/response_length", list(map(response_tokens, played)))
+        out |= _percentiles("rollout/response_length", responses)
         out |= _percentiles(
             "rollout/prompt_length", [r.num_tokens - r.num_response_tokens for r in whole]
         )
@@ -170,26 +171,29 @@ def pipeline_metrics(metrics: Sequence[Metric]) -> dict[str, float]:
     return {f"experience_pipeline/{name}": value for name, value in reduce(metrics).items()}
 
 
-def lengths(prefix: str, runs: Sequence[Sequence[Experience]]) -> dict[str, float]:
-    """Length and truncation of runs, each as its rows, that have a sequence; each row has a prompt."""
+def lengths(
+    prefix: str, runs: Sequence[Sequence[Experience]], responses: Sequence[int]
+) -> dict[str, float]:
+    """Length and truncation of runs that have a sequence, each as its rows, with their
+    `response_tokens`; each row has a prompt.
+    """
     if not runs:
         return {}
-    responses = list(map(response_tokens, runs))
+    rows = [r for mine in runs for r in mine]
     return {
         f"{prefix}/response_length/mean": fmean(responses),
         f"{prefix}/response_length/max": float(max(responses)),
-        f"{prefix}/prompt_length/mean": fmean(
-            r.num_tokens - r.num_response_tokens for rows in runs for r in rows
-        ),
+        f"{prefix}/prompt_length/mean": (sum([r.num_tokens for r in rows]) - sum(responses))
+        / len(rows),
         f"{prefix}/truncated_ratio": fmean(
-            any(r.status == "truncated" for r in rows) for rows in runs
+            ["truncated" in [r.status for r in mine] for mine in runs]
         ),
     }
 
 
 def response_tokens(rows: Sequence[Experience]) -> int:
     """Trained tokens of a run."""
-    return sum(r.num_response_tokens for r in rows)
+    return sum([r.num_response_tokens for r in rows])
 
 
 def _percentiles(prefix: str, values: Sequence[float]) -> dict[str, float]:

@@ -115,7 +115,7 @@ async def evaluate(plan: Plan, rundir: RunDir, runtime: Runtime) -> Results:
         found = targets(plan)
         async with runtime.open(plan, rundir, signals) as parts:
             try:
-                return await signals.guard(parts.while_ray_lives(_evaluate(plan, parts, found)))
+                return await signals.guard(parts.supervised(_evaluate(plan, parts, found)))
             finally:
                 await parts.end(graceful=False)
 

@@ -95,7 +95,7 @@ async def run(
         async with runtime.open(mode.plan, rundir, signals) as parts:
             worked = False
             try:
-                if worked := await signals.guard(parts.while_ray_lives(mode.start(parts))):
+                if worked := await signals.guard(parts.supervised(mode.start(parts))):
                     rundir.state("running", lineage=mode.begun.lineage, parts=parts.pids)
                     await mode.work(parts, on_record, signals)
             finally:

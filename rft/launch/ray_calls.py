@@ -21,7 +21,7 @@ from rft.errors import RayFailed
 T = TypeVar("T")
 # for an answer of Ray, whose library ends any process that does not reach the GCS for 60 s
 ANSWER_S = 45.0
-LOOK_S = 0.5  # between two looks at Ray's processes
+LOOK_S = 1.0  # between two looks at Ray's processes
 _TITLES = (
     ("raylet", re.compile(r"\S*/raylet ")),
     ("gcs_server", re.compile(r"\S*/gcs_server ")),
@@ -31,6 +31,8 @@ _TITLES = (
         re.compile(r"ray::RuntimeEnvAgent\b|\S+ .*runtime_env/agent/main\.py "),
     ),
 )
+# with its title, or before it has one
+_PART = re.compile(r"^ray::(\w+)|^VLLM::\w+|default_worker\.py")
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 
@@ -78,7 +80,7 @@ class RayProcesses:
 
     def add(self, processes: Iterable[psutil.Process]) -> None:
         for process in processes:
-            if process not in self._names and (title := _title(process)):
+            if process not in self._names and (title := title_of(process)):
                 self._names[process] = f"{title} (pid {process.pid})"
 
     def stopped(self) -> list[psutil.Process]:
@@ -109,7 +111,7 @@ def local_processes(raylet_socket: str, session: str) -> list[psutil.Process]:
     """
     found = []
     for process in psutil.process_iter():
-        title = _title(process)
+        title = title_of(process)
         if title == "gcs_server" and session in _command(process):
             found.append(process)
         elif title == "raylet" and f"{raylet_socket} " in f"{_command(process)} ":
@@ -117,7 +119,20 @@ def local_processes(raylet_socket: str, session: str) -> list[psutil.Process]:
     return found
 
 
-def _title(process: psutil.Process) -> str:
+def stopped_parts() -> dict[psutil.Process, str]:
+    """Processes of parts below this one that are stopped, with their names."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        if (
+            _status(process) in _STOPPED
+            and (part := _PART.search(_command(process)))
+            and not title_of(process)
+        ):
+            found[process] = f"{part[1] or part[0]} (pid {process.pid})"
+    return found
+
+
+def title_of(process: psutil.Process) -> str:
     command = f"{_command(process)} "
     return next((title for title, pattern in _TITLES if pattern.match(command)), "")
 

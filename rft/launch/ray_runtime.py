@@ -17,13 +17,15 @@ from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
 
+import psutil
+
 from rft.config.plan import ClusterSettings, Plan
 from rft.engine.environment import cpu_environment, host_program
 from rft.errors import DeadlineExceeded, EngineFailed, Interrupted, RayFailed, RunFailed, SetupError
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster, Places, here, placement, reserve
 from rft.launch.progress import STARTING
-from rft.launch.ray_calls import LOOK_S, answer, in_daemon
+from rft.launch.ray_calls import LOOK_S, answer, in_daemon, stopped_parts
 from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec, Runtime
@@ -63,6 +65,7 @@ class RayRuntime(Runtime):
             ended.set()
             _clean(rundir.run_id)
             raise
+        interrupted = False
         try:
             self.parts = RayParts(plan, rundir, cluster, signals)
             yield self.parts
@@ -70,10 +73,17 @@ class RayRuntime(Runtime):
             if not isinstance(e, RayFailed) and (why := cluster.watched.trouble()):
                 raise RayFailed(f"{why}, and {type(e).__name__}: {e}") from e
             raise
+        except Interrupted:
+            interrupted = True
+            raise
         finally:
             self.parts = None
             try:
                 await asyncio.to_thread(cluster.close)
+            except RayFailed as e:
+                if not interrupted:  # else the program ends in a way that needs nothing of Ray
+                    raise
+                log.warning("%s", e)
             finally:
                 ended.set()
                 _clean(rundir.run_id)
@@ -234,6 +244,19 @@ class RayParts(Parts):
                     f"{why}; run the same command again to resume from the last checkpoint"
                 )
             await asyncio.sleep(LOOK_S)
+
+    async def watch_stopped(self) -> None:
+        looks: dict[psutil.Process, int] = {}
+        limit = self.plan.cluster.stall_timeout_s
+        while limit is not None:
+            stopped = await asyncio.to_thread(stopped_parts)
+            looks = {process: looks.get(process, 0) + 1 for process in stopped}
+            if hung := [
+                stopped[process] for process, count in looks.items() if count * LOOK_S >= limit
+            ]:
+                raise RunFailed(f"{', '.join(hung)} hangs: the process is stopped")
+            await asyncio.sleep(LOOK_S)
+        await asyncio.Event().wait()
 
     async def _gcs_answers(self) -> None:
         """Of a Ray of others, whose GCS may be on another machine."""

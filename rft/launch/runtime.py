@@ -25,7 +25,7 @@ from rft.launch import parts as factories
 from rft.launch.rundir import RunDir
 from rft.launch.signals import Signals
 from rft.launch.stalled import watched
-from rft.sync.waits import race
+from rft.sync.waits import all_of, race
 from rft.worker.waiting import Activity, activities, works
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,17 @@ class Parts(ABC):
         hangs.
         """
 
-    async def while_ray_lives(self, work: Awaitable[T]) -> T:
-        """The result of `work`.  Raises RayFailed, after cancelling it, when Ray fails first."""
-        async with race(work, self.watch_ray()) as (task, failure):
+    @abstractmethod
+    async def watch_stopped(self) -> None:
+        """Ends only by raising RunFailed: a process of a part is stopped, which nobody else notices
+        while parts start.
+        """
+
+    async def supervised(self, work: Awaitable[T]) -> T:
+        """The result of `work`, which starts parts.  Raises, after cancelling it, when Ray or a
+        part's process fails first.
+        """
+        async with race(work, all_of(self.watch_ray(), self.watch_stopped())) as (task, failure):
             if not task.done():
                 failure.result()
             result: T = task.result()
@@ -226,6 +234,9 @@ class LocalParts(Parts):
                 closing.push_async_callback(part.close)
 
     async def watch_ray(self) -> None:
+        await asyncio.Event().wait()
+
+    async def watch_stopped(self) -> None:
         await asyncio.Event().wait()
 
     async def watch(self) -> None:

@@ -17,8 +17,8 @@ from rft.reward.readings import note, truth_of, unreadable
 from rft.reward.spelling import normalized
 from rft.types.task import Task
 
-_MOST_DIGITS = 400
-_MOST_POWER_DIGITS = 4  # with its sign
+_LONGEST = 500  # characters of a value
+_MOST_POWER = 999
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 _MONTH = (
     r"(?i:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?"
@@ -47,16 +47,13 @@ _VALUE = re.compile(
     r"(?:(?:(?P<ones>\d++)(?: and)? )?(?P<over>\d++) ?/ ?(?P<under>\d++)(?!/|[.]\d)"
     rf"|(?P<digits>{_DIGITS})"
     r"(?:[eE](?P<exponent>[-+]?\d++)(?!\w)| ?\* ?10\^(?P<ten>[-+]?\d++)|\^(?P<power>[-+]?\d++))?)"
-    r"(?: (?P<scale1>thousand|million|billion|trillion|lakh|crore)\b|(?P<scale2>[kKMB])\b| "
-    r"?(?P<scale3>[万亿]))?"
+    r"(?P<scale> (?:thousand|million|billion|trillion|lakh|crore)\b|[kKMB]\b| ?[万亿])?"
     r"(?P<end>)(?:(?!s\b) "
-    r"?(?P<unit>(?:°[CF]?|[^\W\d_]+|[%€£¥₹])(?:\^-?\d)?(?:/[^\W\d_]+(?:\^\d)?)*))?"
+    r"?(?P<unit>(?:°[CF]?|[^\W\d_]{1,20}+|[%€£¥₹])(?:\^-?\d)?(?:/[^\W\d_]{1,20}+(?:\^\d)?)*))?"
 )
 
 _JOINTS = re.compile("[ '_]")
 _GROUPED = re.compile(r"[1-9]\d{0,2}([,.])\d{3}(?:\1\d{3})*|[1-9]\d?(?:,\d\d)+,\d{3}")
-
-_CHANGES = ("sign", "sign2", "exponent", "ten", "power", "scale1", "scale2", "scale3")
 
 _OPERAND = r"(?:[\d(√π\\]|[b-zB-HJ-Z]\b)"
 # what stands before a number that is no value of its own: an operation, an index, a time, a
@@ -154,18 +151,24 @@ class _Place(NamedTuple):
     @property
     def value(self) -> Value | None:
         """None for what looks like a value and cannot be read."""
-        return (
-            _dated(self.match)
-            if self.match["over"] is self.match["digits"] is None
-            else _counted(self.match)
-        )
+        match = self.match
+        if len(match[0]) > _LONGEST:
+            return None
+        try:
+            return _dated(match) if match["over"] is match["digits"] is None else _counted(match)
+        except (ValueError, ZeroDivisionError):
+            return None
 
 
-@lru_cache(4096)
 def whole_value(text: str, *, noun: bool = True) -> Value | None:
     """The value that a text is; None for anything else.  With `noun` words may follow it: "72
     apples" is 72.
     """
+    return None if len(text) > _LONGEST else _read_whole(text, noun)
+
+
+@lru_cache(4096)
+def _read_whole(text: str, noun: bool) -> Value | None:
     text = rewritten(text)
     places = _places(text)
     if len(places) != 1 or text[: places[0].start].strip(" \"'"):
@@ -232,28 +235,31 @@ def _places(text: str) -> list[_Place]:
 
 
 def _at(text: str, index: int) -> Value | None:
-    places = [p for p in _places(text) if not _DENIED.search(text[max(0, p.start - 8) : p.start])]
+    places = [place for place in _places(text) if not _DENIED.search(_before(text, place))]
     if not places or _is_part(text, places[index]):
         return None
     value = places[index].value
     if value is None or len(places) == 1:
         return value
-    one, two = places[-2:] if index else places[:2]
-    gap = text[one.end : two.start]
+    earlier, later = places[-2:] if index else places[:2]
+    gap = text[earlier.end : later.start]
     if (
         _OR.fullmatch(gap)
-        or (_EQUALS.fullmatch(gap) and not _is_part(text, one))
+        or (_EQUALS.fullmatch(gap) and not _is_part(text, earlier))
         or _is_list(text, places, index)
     ):
-        beside = (one if index else two).value
-        return value if beside is not None and value.same(beside) else None
+        neighbour = (earlier if index else later).value
+        return value if neighbour is not None and value.same(neighbour) else None
     return value
 
 
 def _is_part(text: str, place: _Place) -> bool:
     """Whether the number there belongs to an operation, an index, a time or a function."""
-    before = text[max(0, place.start - 8) : place.start]
-    return _PART_OF.search(before) is not None or _GOES_ON.match(text, place.end) is not None
+    return bool(_PART_OF.search(_before(text, place)) or _GOES_ON.match(text, place.end))
+
+
+def _before(text: str, place: _Place) -> str:
+    return text[max(0, place.start - 9) : place.start]
 
 
 def _is_list(text: str, places: list[_Place], index: int) -> bool:
@@ -267,52 +273,44 @@ def _is_list(text: str, places: list[_Place], index: int) -> bool:
         text, places[last].end, places[last + 1].start
     ):
         last += 1
-    before = text[max(0, places[first].start - 9) : places[first].start]
+    closed = _LIST_CLOSES.match(text, places[last].end)
     return (
         first < last
-        and _LIST_OPENS.search(before) is not None
-        and _LIST_CLOSES.match(text, places[last].end) is not None
+        and closed is not None
+        and _LIST_OPENS.search(_before(text, places[first])) is not None
     )
 
 
-def _dated(match: re.Match[str]) -> Value | None:
-    """The day that a match of `_DATE` names; None where there is none, and for 5/6/2024, which may
-    be in May or in June.
+def _dated(match: re.Match[str]) -> Value:
+    """The day that a match of `_DATE` names.  Raises ValueError where there is none, and for
+    5/6/2024, which may be in May or in June.
     """
     form = next(n for n in range(1, 6) if match[f"y{n}"] is not None)
-    year = int(match[f"y{form}"])
-    month = match[f"m{form}"]
     day = int(match[f"d{form}"])
-    number = int(month) if month.isdigit() else 1 + _MONTHS.index(month[:3].lower())
+    named = match[f"m{form}"]
+    month = int(named) if named.isdigit() else 1 + _MONTHS.index(named[:3].lower())
     if match["gap5"] == "/":
-        day, number = max(day, number), min(day, number)
-        if day <= 12 and day != number:
-            return None
-    try:
-        ordinal = Fraction(date(year, number, day).toordinal())
-    except ValueError:
-        return None
+        day, month = max(day, month), min(day, month)
+        if day <= 12 and day != month:
+            raise ValueError("two days")
+    ordinal = Fraction(date(int(match[f"y{form}"]), month, day).toordinal())
     return Value(ordinal, ordinal, "date")
 
 
-def _counted(match: re.Match[str]) -> Value | None:
-    """The number of any other match, with its unit."""
-    number = _decimal(match["digits"]) if match["digits"] is not None else _fraction(match)
-    if number is None:
-        return None
-    sign, sign2, exponent, ten, power, *scales = match.group(*_CHANGES)
-    tens = exponent or ten or "0"
-    if max(len(tens), len(power or "")) > _MOST_POWER_DIGITS:
-        return None
-    if power is not None:
-        if int(power) < 1 and not number:
-            return None
-        number **= int(power)
-    for scale in filter(None, scales):
-        tens = str(int(tens) + _SCALES[scale])
-    if tens != "0":
-        number *= Fraction(10) ** int(tens)
-    if "-" in (sign, sign2):
+def _counted(match: re.Match[str]) -> Value:
+    """The number of any other match, with its unit.  Raises ValueError, ZeroDivisionError."""
+    number = _fraction(match) if match["digits"] is None else _decimal(match["digits"])
+    power = int(match["power"] or 1)
+    tens = int(match["exponent"] or match["ten"] or 0)
+    if max(abs(tens), (power != 1) * abs(power) * len(match["digits"] or "")) > _MOST_POWER:
+        raise ValueError("too large")
+    if match["scale"] is not None:
+        tens += _SCALES[match["scale"].strip()]
+    if power != 1:
+        number **= power
+    if tens:
+        number *= Fraction(10) ** tens
+    if "-" in (match["sign"], match["sign2"]):
         number = -number
     unit = unit_of((match["money"] or match["unit"] or "").strip("."))
     return (
@@ -322,31 +320,31 @@ def _counted(match: re.Match[str]) -> Value | None:
     )
 
 
-def _fraction(match: re.Match[str]) -> Fraction | None:
-    ones, over, under = (match[name] or "0" for name in ("ones", "over", "under"))
-    if max(len(ones), len(over), len(under)) > _MOST_DIGITS or not int(under):
-        return None
-    part = Fraction(int(over), int(under))
-    return part if match["ones"] is None else int(ones) + part if part < 1 else None
+def _fraction(match: re.Match[str]) -> Fraction:
+    part = Fraction(int(match["over"]), int(match["under"]))
+    if match["ones"] is None:
+        return part
+    if part >= 1:
+        raise ValueError("no mixed number")
+    return int(match["ones"]) + part
 
 
-def _decimal(digits: str) -> Fraction | None:
-    """The number of 1,234.5 or 1.234,5 or 1,00,000; None for 12,5, which may be two numbers, and
-    for marks that group nothing.
+def _decimal(digits: str) -> Fraction:
+    """The number of 1,234.5 or 1.234,5 or 1,00,000.
+
+    Raises ValueError for 12,5, which may be two numbers, and for marks that group nothing.
     """
-    joined = _JOINTS.sub("", digits)
-    if len(joined) > _MOST_DIGITS:
-        return None
-    if joined.isdecimal():
-        return Fraction(int(joined))
-    ones = joined
-    decimals = ""
-    mark = max(joined.rfind(","), joined.rfind("."))
-    if joined.count(joined[mark]) == 1 and (joined[mark] == "." or not _GROUPED.fullmatch(joined)):
-        ones = joined[:mark]
-        decimals = joined[mark + 1 :]
-        if joined[mark] == "," and ones.isdecimal() and joined == digits:
-            return None
+    ones = _JOINTS.sub("", digits)
+    decimals = "0"
+    mark = max(ones.rfind(","), ones.rfind("."))
+    if (
+        mark >= 0
+        and ones.count(ones[mark]) == 1
+        and (ones[mark] == "." or not _GROUPED.fullmatch(ones))
+    ):
+        if ones[mark] == "," and ones[:mark].isdecimal() and ones == digits:
+            raise ValueError("two numbers")
+        ones, decimals = ones[:mark] or "0", ones[mark + 1 :]
     if _GROUPED.fullmatch(ones):
         ones = ones.replace(",", "").replace(".", "")
-    return Fraction(f"{ones or 0}.{decimals or 0}") if not ones or ones.isdecimal() else None
+    return Fraction(f"{ones}.{decimals}")

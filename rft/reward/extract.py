@@ -18,7 +18,6 @@ _STATED = re.compile(
     r"(?:\banswer\b[^\n:.=]{0,40}?(?:\bis\b|[:=])|答案(?:是|为)?) ?[:：]?([^\n]*)", re.IGNORECASE
 )
 _ONE_FORMULA = r"(?:\$\$[^$]++\$\$|\$[^$\n]++\$|\\\((?:[^\\\n]|\\(?![()]))++\\\)|\\\[(?:[^\\]|\\(?![\[\]]))++\\\])"
-_FORMULA = r"(?:\$\$[^$]+\$\$|\$[^$\n]+\$|\\\([^\n]+?\\\)|\\\[.+?\\\])"
 _FORMULA = re.compile(rf"({_ONE_FORMULA}(?:(?:,? (?:or|and)|,) {_ONE_FORMULA})*)")
 _OTHER_BOX = re.compile(r"\}\$?(?:,? (?:or|and)|,) \$?\\(?:boxed|fbox)\{$")
 _DIGIT = re.compile(r"\d")
@@ -121,7 +120,7 @@ def answer_block(text: str) -> str:
     return tagged[-1] if tagged else text
 
 
-class Result(NamedTuple):
+class Conclusion(NamedTuple):
     """The part of an answer that states its result; `formula`: it was marked as one, so that no
     sentence stands around it.
     """
@@ -130,19 +129,19 @@ class Result(NamedTuple):
     formula: bool
 
 
-def conclusion(text: str) -> Result:
+def conclusion(text: str) -> Conclusion:
     """The last box, else what stands behind the last "answer is" or "Answer:" of a line, else the
     last formula if no number follows it, else all of a text.
     """
     if (boxed := boxed_result(text)) is not None:
-        return Result(boxed, True)
+        return Conclusion(boxed, True)
     stated = _last(_STATED, text)
     if stated is not None and stated[1].strip(" *$"):
         text = stated[1]
     formula = _last(_FORMULA, text)
     if formula is None or _DIGIT.search(text, formula.end()):
-        return Result(text, False)
-    return Result(formula[1], True)
+        return Conclusion(text, False)
+    return Conclusion(formula[1], True)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

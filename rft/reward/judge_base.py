@@ -73,10 +73,10 @@ class JudgeCase:
         if answer == self.answer:
             return self
         last: Turn = self.transcript.turns[-1]
-        said = msgspec.structs.replace(
+        completion = msgspec.structs.replace(
             last.completion, text=answer, reasoning="", in_thought=False, stop_text=""
         )
-        other = msgspec.structs.replace(last, completion=said)
+        other = msgspec.structs.replace(last, completion=completion)
         transcript = msgspec.structs.replace(
             self.transcript, turns=(*self.transcript.turns[:-1], other)
         )

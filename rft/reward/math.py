@@ -12,7 +12,7 @@ import re
 from rft.reward.answer_values import last_value, rewritten, whole_value
 from rft.reward.base import reward_function
 from rft.reward.extract import (
-    Result,
+    Conclusion,
     answer_block,
     boxed_result,
     conclusion,
@@ -89,7 +89,7 @@ async def math_boxed_reward(
     """
     parts = {
         "accuracy": await accuracy(
-            Result(boxed_result(transcript.answer) or "", True), task, timeout_s
+            Conclusion(boxed_result(transcript.answer) or "", True), task, timeout_s
         )
     }
     if with_think and format_score_coef:
@@ -97,12 +97,12 @@ async def math_boxed_reward(
     return parts
 
 
-def result_of(text: str) -> Result:
+def result_of(text: str) -> Conclusion:
     """The result that a text states: all of it where that is one value."""
-    return conclusion(text) if whole_value(text) is None else Result(text, True)
+    return conclusion(text) if whole_value(text) is None else Conclusion(text, True)
 
 
-async def accuracy(result: Result, task: Task, timeout_s: float) -> float:
+async def accuracy(result: Conclusion, task: Task, timeout_s: float) -> float:
     """1.0 if the result of an answer equals the task's truth, else 0.0.  Raises UnreadableTruth,
     and what WorkerPool.call raises.
     """
@@ -116,7 +116,7 @@ async def accuracy(result: Result, task: Task, timeout_s: float) -> float:
     return float(equal)
 
 
-async def same_result(result: Result, truth: str, timeout_s: float) -> bool | None:
+async def same_result(result: Conclusion, truth: str, timeout_s: float) -> bool | None:
     """Whether two results are equal; None for a truth that cannot be read."""
     gold = whole_value(truth)
     text = _as_text(result.text)

@@ -53,7 +53,7 @@ class Unit(NamedTuple):
 
 @cache
 def _by_name() -> dict[str, Unit]:
-    units = {}
+    units: dict[str, Unit] = {}
     for line in _NAMED.strip().splitlines():
         dimension, factor, *names = line.split()
         units |= dict.fromkeys(names, Unit(dimension, Fraction(factor)))

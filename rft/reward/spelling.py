@@ -33,7 +33,9 @@ class _Spelling(dict[int, str | None]):
         return self.setdefault(code, usual)
 
 
-_SPELLING = _Spelling(str.maketrans("−⁄∕‘’‚‛ʼ‹›“”„‟«»٪٫٬、", "-//'''''''\"\"\"\"\"\"%.,,"))
+_SPELLING = _Spelling(
+    zip(map(ord, "−⁄∕‘’‚‛ʼ‹›“”„‟«»٪٫٬、"), "-//'''''''\"\"\"\"\"\"%.,,", strict=True)
+)
 
 
 def normalized(text: str) -> str:

@@ -91,17 +91,17 @@ def matches(made: Sequence[Call], gold: Sequence[Wanted]) -> str:
 
 
 def _matched(
-    call: int, made: Sequence[Call], gold: Sequence[Wanted], taken: dict[int, int], tried: set[int]
+    call: int, calls: Sequence[Call], gold: Sequence[Wanted], taken: dict[int, int], tried: set[int]
 ) -> bool:
     """Whether the call gets a gold call, those before it moving to others where they can: an
     augmenting path of a bipartite matching.
     """
-    name, arguments = made[call]
+    name, arguments = calls[call]
     for n, (gold_name, allowed) in enumerate(gold):
         if n in tried or gold_name != name or _differs(arguments, allowed):
             continue
         tried.add(n)
-        if n not in taken or _matched(taken[n], made, gold, taken, tried):
+        if n not in taken or _matched(taken[n], calls, gold, taken, tried):
             taken[n] = call
             return True
     return False

@@ -22,7 +22,7 @@ from rft.types.experts import TOKEN
 from rft.types.row_layout import AskedLayout
 
 _DTYPES = {np.float32: torch.float32, np.bool_: torch.bool}
-GIVEN = ("old", "ref", "values", "returns", "weights")
+GIVEN = ("old", "ref", "values", "returns", "weights", "run_tokens")
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,8 @@ class MicroBatch:
     is_expert: torch.Tensor  # bool [N]
     row: torch.Tensor  # int64 [N]
     num_rows: int
-    # float32 [N]: old, ref, values, returns, weights, where the rows have them
-    given: Mapping[str, torch.Tensor]
+    given: Mapping[str, torch.Tensor]  # float32 [N]: those of GIVEN, where the rows have them
     extra: Mapping[str, torch.Tensor]  # float32 [N], see `LossInputs.extra`
-    run_tokens: torch.Tensor | None = None  # float32 [N], see `TokenRows`
     # float32 [positions of the input], how many rows have each; 0 for padding
     counts: torch.Tensor | None = None
     # int32 [positions, layers, experts] to go through; -1: the router's own choice
@@ -159,9 +157,6 @@ def make(
             name: tensor(np.concatenate([r.extra[name] for r in rows]), np.float32)
             for name in rows[0].extra
         },
-        run_tokens=None
-        if rows[0].run_tokens is None
-        else spread([r.run_tokens for r in rows], 0.0),
         counts=tensor(np.bincount(paths, minlength=ids.numel()), np.float32) if counted else None,
         experts=_experts(rows, places, ids.numel(), device),
     )

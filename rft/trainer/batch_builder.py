@@ -247,7 +247,7 @@ def _metrics(
 ) -> dict[str, float]:
     rows = given.experiences
     groups = given.lease.groups
-    zero = [not (rewards := compared(g).rewards) or min(rewards) == max(rewards) for g in groups]
+    zero = [len(set(compared(g).rewards)) < 2 for g in groups]
     runs: dict[tuple[GroupId, int], list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         runs[row.group, row.id.run].append(i)

@@ -130,7 +130,7 @@ class Critic:
             num_rows=micro.num_rows,
             denominators=denominators,
             loss_agg_mode=agg_mode,
-            run_tokens=micro.run_tokens,
+            run_tokens=micro.given.get("run_tokens"),
         )
         return value_loss(x, self._cliprange)
 

@@ -289,7 +289,7 @@ class Learner:
             weights=micro.given.get("weights"),
             is_expert=micro.is_expert,
             extra=micro.extra,
-            run_tokens=micro.run_tokens,
+            run_tokens=micro.given.get("run_tokens"),
             step=batch.step,
             kl_coef=batch.kl_coef,
         )
@@ -345,12 +345,14 @@ class Learner:
         """
         scored: list[list[Scored]] = []
         critic = self.critic if "values" in what else None
-        with (
-            self._memory("scoring"),
-            torch.no_grad(),
-            self._proximal.restored(proximal),
-            self._rounded(rounded),
-        ):
+        types = sharding.DTYPES
+        own = types[self.settings.dtype]
+        short = (
+            nullcontext()
+            if rounded is None
+            else rounding.otherwise(self.policy.lm, own, types[rounded])
+        )
+        with self._memory("scoring"), torch.no_grad(), self._proximal.restored(proximal), short:
             for rows in micro_batches:
                 made = self._scores(self._micro_batch(rows, critic), what)
                 parts = {name: _by_row(values, rows) for name, values in made.items()}
@@ -365,20 +367,6 @@ class Learner:
                 if model is not None:
                     model.to_shards()
         return scored
-
-    @contextmanager
-    def _rounded(self, dtype: str | None) -> Iterator[None]:
-        """Let the policy round otherwise, and as `dtype` does where it computes in a longer one."""
-        if dtype is None:
-            yield
-            return
-        short = sharding.DTYPES[dtype]
-        longer = self.settings.dtype == "float32"
-        with (
-            rounding.otherwise(self.policy.lm, short),
-            torch.autocast(self.settings.device, short, enabled=longer),
-        ):
-            yield
 
     def remember(self) -> None:
         """Keep a copy of the weights in host memory: the proximal policy until this is called

@@ -7,29 +7,34 @@ forward in eval mode, log_softmax(float32 logits / temperature). Differences up 
 float32 are exact.  Beyond that, and in shorter types, two things must hold: the difference is no
 more than a multiple of this model's own noise (the same tokens in another batch shape, from
 embeddings that are rounded differently), and the layout is exact in float64 on a copy of the
-model's first layers, where nothing hides a wrong layer. Knows policies and critics; not losses.
-Invariant: all ranks come to the same verdict.
+model's first layers, where nothing hides a wrong layer. A model that numbers the places of its
+input by itself, instead of taking `position_ids`, may be right near its beginning alone (Llama 4
+scales attention by the place, in steps of 8,192).  It is compared behind as many other positions as
+a micro-batch of the run can have. Knows policies and critics; not losses.  Invariant: all ranks
+come to the same verdict.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from rft.algorithm.needs import needs
 from rft.engine import rounding
 from rft.errors import ConfigError, RunFailed, SetupError, is_out_of_memory
 from rft.plugins import import_library
-from rft.trainer import attention, batch, layer_copy, loading
+from rft.trainer import attention, batch, layer_copy, loading, sharding
 from rft.trainer import policy as policies
 from rft.trainer.pack import TrainRow
 from rft.trainer.policy import Policy
@@ -50,6 +55,7 @@ _NEXT: dict[AskedLayout, AskedLayout] = {"shared": "packed", "packed": "padded"}
 _SHORT = 5
 _WIDTHS = ("sliding_window", "attention_chunk_size")
 _TAIL = 7  # tokens that make the second batch shape
+_NUMBERING = frozenset({torch.arange, torch.cumsum, torch.Tensor.cumsum})
 
 
 @dataclass(frozen=True)
@@ -59,13 +65,15 @@ class Proof:
 
     In float32 the largest over all tokens, in shorter types the mean: there one expert chosen
     otherwise moves a token by whole nats. `in_float64`: of the copy; why there is none; or None
-    where it is not needed.
+    where it is not needed.  `reach`: how many positions into the input the rows were compared too,
+    where the model numbers places by itself; else 0.
     """
 
     apart: float
     noise: float
     dtype: str
     num_tokens: int
+    reach: int = 0
     in_float64: float | str | None = None
 
     @property
@@ -81,9 +89,14 @@ class Proof:
 
     @property
     def exact(self) -> bool:
-        """A copy that could not be computed proves nothing, and refutes nothing either."""
-        wrong = isinstance(self.in_float64, float) and not self.in_float64 <= _EXACT
-        return self.apart <= self.limit and not wrong  # False where it is not a number
+        """A copy that could not be computed proves nothing, and refutes nothing either but where
+        the model's own places have to be.
+        """
+        if isinstance(self.in_float64, str):
+            return self.apart <= self.limit and not self.reach
+        return self.apart <= self.limit and (
+            self.in_float64 is None or self.in_float64 <= _EXACT
+        )  # False where it is not a number
 
     def __str__(self) -> str:
         which = "the largest difference" if self.dtype == "float32" else "the mean difference"
@@ -92,6 +105,11 @@ class Proof:
             f"nats, "
             f"allowed are {self.limit:.1e} (noise of this model in {self.dtype}: {self.noise:.1e})"
         )
+        if self.reach:
+            said += (
+                f", up to {self.reach:,} positions into the input, whose places the model "
+                f"numbers by itself"
+            )
         if isinstance(self.in_float64, str):
             return (
                 f"{said}; the layout was not computed in float64 ({self.in_float64}), so only "
@@ -219,24 +237,24 @@ def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | Non
     """Compare `model` in the layout of `settings` with plain rows, of `rows` or of random ones.
     Collective.
     """
+    given = rows is not None
     rows = _rows(model) if rows is None else rows
     tokens = [torch.from_numpy(r.tokens).to(settings.device, torch.int64) for r in rows]
     width = max(map(len, tokens)) + _TAIL
     filled = torch.stack([t.repeat(-(-width // len(t)))[:width] for t in tokens])
     with _narrowed(model):
-        mine = _laid_out(model, settings, rows)
+        mine, reach = _laid_out(model, settings, rows, far=not given)
         with _plainly(model, settings):
             alone = _read(model, rows, [out[0] for out in model.plain([t[None] for t in tokens])])
-            with rounding.otherwise(model.lm):
+            with rounding.otherwise(model.lm, sharding.DTYPES[settings.dtype]):
                 joined = _read(model, rows, model.plain([filled])[0])
-    of = torch.max if settings.dtype == "float32" else torch.mean
-    found = torch.stack([of((mine - alone).abs()), of((joined - alone).abs())]).nan_to_num(
-        float("inf"), float("inf")
-    )
+    of = torch.amax if settings.dtype == "float32" else torch.mean
+    found = torch.stack([of((mine - alone).abs(), -1).max(), of((joined - alone).abs())])
+    found = found.nan_to_num(float("inf"), float("inf"))
     if settings.world_size > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     model.to_shards()
-    return Proof(float(found[0]), float(found[1]), settings.dtype, len(mine))
+    return Proof(float(found[0]), float(found[1]), settings.dtype, len(alone), reach)
 
 
 def _in_float64(settings: LearnerSettings) -> float | str:
@@ -266,17 +284,84 @@ def copy_apart(settings: LearnerSettings) -> float:
     rows = _rows(model)
     tokens = [torch.from_numpy(r.tokens).to(alone.device, torch.int64)[None] for r in rows]
     with _narrowed(model):
-        mine = _laid_out(model, alone, rows)
+        mine, _ = _laid_out(model, alone, rows, far=True)
         with _plainly(model, alone):
             right = _read(model, rows, [out[0] for out in model.plain(tokens)])
     return float((mine - right).abs().max().nan_to_num(float("inf"), float("inf")))
 
 
-def _laid_out(model: Policy, settings: LearnerSettings, rows: list[TrainRow]) -> torch.Tensor:
-    """What `rows` give in the layout of `settings`."""
-    return model.numbers(
-        batch.make(rows, layout=settings.row_layout, device=torch.device(settings.device))
-    )
+def _laid_out(
+    model: Policy, settings: LearnerSettings, rows: list[TrainRow], *, far: bool
+) -> tuple[torch.Tensor, int]:
+    """What `rows` give in the layout of `settings`, [1 or 2, N]: at the beginning of the input,
+    and, if `far`, where places matter and may be others far into it, behind so many positions, too.
+    """
+    device = torch.device(settings.device)
+    made = batch.make(rows, layout=settings.row_layout, device=device)
+    length = made.input_ids.shape[1]
+    places = _Places({length, -(-length // settings.sequence_parallel)})
+    with nullcontext() if settings.compile else places:
+        near = model.numbers(made)
+    unseen = settings.compile or not type(model.lm).__module__.startswith("transformers.")
+    if not far or settings.row_layout == "padded" or not (places.seen or unseen):
+        return near[None], 0
+    reach = _reach(settings)
+    before = _fillers(rows, reach - length)
+    behind = model.numbers(batch.make([*before, *rows], layout=settings.row_layout, device=device))
+    return torch.stack([near, behind[len(before) :]]), reach
+
+
+class _Places(TorchFunctionMode):
+    """Sees whether anything is numbered that has one of these lengths."""
+
+    def __init__(self, lengths: set[int]) -> None:
+        super().__init__()
+        self._lengths = lengths
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _NUMBERING and out.dim() and out.shape[-1] in self._lengths:
+            self.seen = True
+        return out
+
+
+def _reach(settings: LearnerSettings) -> int:
+    """Positions that a micro-batch of the run can have."""
+    sizes = [
+        (
+            settings.max_token_len_per_gpu,
+            None if settings.use_dynamic_bsz else settings.micro_batch_size,
+        )
+    ]
+    sizes += [
+        (f.max_token_len_per_gpu, f.micro_batch_size)
+        for f in (settings.log_prob, settings.ref)
+        if f is not None
+    ]
+    return max(tokens * (rows or 1) for tokens, rows in sizes) * settings.sequence_parallel
+
+
+def _fillers(rows: Sequence[TrainRow], positions: int) -> list[TrainRow]:
+    """Rows of at least so many positions, no longer than `rows`, one trained token each.
+
+    They stand before `rows`: token 0, which is their first, and which they may share, is none of
+    those.
+    """
+    draw = np.random.default_rng(1)
+    width = max(len(r.tokens) for r in rows)
+    most = max(int(r.tokens.max()) for r in rows)
+    made = []
+    for i in range(1 + positions // (width - 2)):
+        tokens = np.concatenate([[0], draw.integers(1, most + 1, size=width - 1)]).astype(np.int32)
+        mask = np.arange(width) == width - 1
+        zeros = np.zeros(width, np.float32)
+        made.append(
+            TrainRow(
+                tokens=tokens, loss_mask=mask, logprobs=zeros, temperatures=1.0, group=f"before {i}"
+            )
+        )
+    return made
 
 
 def _read(model: Policy, rows: list[TrainRow], outs: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -328,7 +413,7 @@ def _rows(model: Policy) -> list[TrainRow]:
     draw = np.random.default_rng(0)
     known = vars(config).get("max_position_embeddings") or 64
     unit = max(1, min(9, (known - _TAIL) // 5))
-    prompt = draw.integers(config.vocab_size, size=2 * unit + 1)
+    prompt = draw.integers(1, config.vocab_size, size=2 * unit + 1)
     made: list[TrainRow] = []
     for begin, count, temperature in (
         (prompt, unit, 1.0),
@@ -336,7 +421,7 @@ def _rows(model: Policy) -> list[TrainRow]:
         (prompt[:0], 3 * unit, 1.0),
         (prompt[:0], unit, 0.7),
     ):
-        own = draw.integers(config.vocab_size, size=count + 1)
+        own = draw.integers(1, config.vocab_size, size=count + 1)
         tokens = np.concatenate([begin, own]).astype(np.int32)
         mask = np.arange(len(tokens)) >= max(1, len(begin))
         made.append(

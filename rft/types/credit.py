@@ -24,7 +24,7 @@ from rft.types.completion import Credit
 from rft.types.ports import GroupStats
 
 
-class Member(NamedTuple):
+class ScoredRow(NamedTuple):
     """A scored row, as the statistics of its group read it."""
 
     reward: float
@@ -34,7 +34,7 @@ class Member(NamedTuple):
     credit: Credit = "run"
 
 
-def run_rewards(members: Iterable[Member]) -> dict[int, float]:
+def run_rewards(members: Iterable[ScoredRow]) -> dict[int, float]:
     """The reward of every run that has a scored row."""
     shared: dict[int, list[float]] = defaultdict(list)
     earned: dict[int, list[float]] = defaultdict(list)
@@ -50,7 +50,7 @@ def _shared(rewards: Sequence[float]) -> float:
     return rewards[0] if min(rewards) == max(rewards) else fmean(rewards)
 
 
-def parted_runs(members: Iterable[Member]) -> dict[int, list[float]]:
+def parted_runs(members: Iterable[ScoredRow]) -> dict[int, list[float]]:
     """Runs whose rows should share a reward and do not, with their rows' rewards."""
     found: dict[int, list[float]] = defaultdict(list)
     for m in members:
@@ -60,10 +60,10 @@ def parted_runs(members: Iterable[Member]) -> dict[int, list[float]]:
 
 
 def group_statistics(
-    name: str, members: Sequence[Member | tuple[float, int, int, int]]
+    name: str, members: Sequence[ScoredRow | tuple[float, int, int, int]]
 ) -> GroupStats:
     """Statistics of a group's scored rows, in the order of their ids."""
-    rows = [Member(*m) for m in members]
+    rows = [ScoredRow(*m) for m in members]
     rewards = [m.reward for m in _units(rows)]
     mean = sum(rewards) / len(rewards)
     std = (
@@ -96,12 +96,12 @@ def compared(group: GroupStats) -> GroupStats:
     return group if len(units) == len(group.rewards) else group_statistics(group.group, units)
 
 
-def _members(group: GroupStats) -> list[Member]:
+def _members(group: GroupStats) -> list[ScoredRow]:
     count = len(group.rewards)
     credits: Sequence[Credit] = group.credits or ["run"] * count
     runs = group.runs or range(count)
     return [
-        Member(*m)
+        ScoredRow(*m)
         for m in zip(
             group.rewards,
             runs,
@@ -113,7 +113,7 @@ def _members(group: GroupStats) -> list[Member]:
     ]
 
 
-def _units(members: Sequence[Member]) -> list[Member]:
+def _units(members: Sequence[ScoredRow]) -> list[ScoredRow]:
     """The rows of each run as one member, in the order of the first; rows of credit "step" as they
     are.
     """

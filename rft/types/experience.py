@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from rft.types import experts
 from rft.types.completion import Completion, Credit, VersionSpan
-from rft.types.credit import Member
+from rft.types.credit import ScoredRow
 from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.task import SamplingArgs
 
@@ -176,10 +176,10 @@ def failed(
     )
 
 
-def scored_members(rows: Iterable[Experience]) -> list[Member]:
+def scored_members(rows: Iterable[Experience]) -> list[ScoredRow]:
     """The scored ones of `rows`, as statistics read them."""
     return [
-        Member(x.reward, x.id.run, x.id.step, x.num_response_tokens, x.credit)
+        ScoredRow(x.reward, x.id.run, x.id.step, x.num_response_tokens, x.credit)
         for x in rows
         if x.reward is not None
     ]

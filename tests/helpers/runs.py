@@ -22,6 +22,7 @@ import psutil
 
 from rft.buffer.audit import as_json, audit_run
 from rft.launch import leftovers
+from rft.launch.ray_calls import title_of
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny" / "config.yaml"
@@ -278,3 +279,19 @@ def role(process: psutil.Process) -> str:
     except psutil.Error:
         return ""
     return found[1] if found else ""
+
+
+def family(command: int) -> dict[str, psutil.Process]:
+    """The living processes of a run on a Ray of its own by name: command, parts, Ray's, and vLLM's
+    engine core.
+    """
+    me = psutil.Process(command)
+    found = {"command": me}
+    for process in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            line = " ".join(process.cmdline())
+            core = "engine core" if process.name().startswith("VLLM::Engine") else ""
+            part = re.match(r"ray::(engine|explorer|buffer|trainer|coordinator)_?\d*\b", line)
+            if name := title_of(process) or core or (part[1] if part else ""):
+                found.setdefault(name, process)
+    return found

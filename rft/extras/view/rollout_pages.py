@@ -22,7 +22,7 @@ from rft.buffer.schema import ask
 from rft.extras.view.filters import ORDERS, Filters, pattern
 from rft.extras.view.opened_run import PAGE_TIMEOUT_S
 from rft.extras.view.rollout_index import RolloutIndex
-from rft.types.credit import Member, run_rewards
+from rft.types.credit import ScoredRow, run_rewards
 
 PAGE = 50  # rows
 SEARCH_S = 0.08  # a page of a text search ends after this time, and says where it can go on
@@ -317,11 +317,11 @@ def task(
 
 def _mean_of_runs(rows: Sequence[dict[str, Any]]) -> float | None:
     """The mean reward of the runs that have one."""
-    runs: dict[tuple[str, int], list[Member]] = defaultdict(list)
+    runs: dict[tuple[str, int], list[ScoredRow]] = defaultdict(list)
     for r in rows:
         if r["reward"] is not None:
             runs[r["group_id"], r["run"]].append(
-                Member(r["reward"], r["run"], r["step"], r["num_response_tokens"], r["credit"])
+                ScoredRow(r["reward"], r["run"], r["step"], r["num_response_tokens"], r["credit"])
             )
     rewards = [reward for members in runs.values() for reward in run_rewards(members).values()]
     return fmean(rewards) if rewards else None

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rft.errors import RayFailed
-from rft.launch.ray_calls import LOOK_S, RayProcesses, answer, in_daemon
+from rft.launch.ray_calls import LOOK_S, RayProcesses, answer, in_daemon, stopped_parts
 
 
 @pytest.fixture
@@ -79,3 +79,19 @@ async def test_a_thread_lasts_as_long_as_asked() -> None:
     assert thread.is_alive() and thread.daemon
     ended.set()
     await asyncio.to_thread(thread.join)
+
+
+def test_a_part_that_is_stopped_is_named(tmp_path: Path) -> None:
+    """Also before it has a title, as while it starts."""
+    program = tmp_path / "default_worker.py"
+    program.write_text("print(flush=True); input()")
+    with subprocess.Popen([sys.executable, str(program)], stdin=-1, stdout=-1) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert stopped_parts() == {}
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert stopped_parts() == {
+            psutil.Process(process.pid): f"default_worker.py (pid {process.pid})"
+        }
+        process.kill()

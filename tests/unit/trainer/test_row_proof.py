@@ -65,12 +65,16 @@ def group_of_rows(make_row: MakeRow) -> list[TrainRow]:
     ]
 
 
-def apart(learner: Learner, rows: list[TrainRow]) -> float:
-    """How far the learner's log-probs are from those of transformers, row by row, in nats."""
+def apart(learner: Learner, rows: list[TrainRow], dtype: torch.dtype = torch.float32) -> float:
+    """How far the learner's log-probs are from those of transformers in `dtype`, row by row, in
+    nats.
+    """
     from transformers import AutoModelForCausalLM
 
+    # grouped kernels know no float64
+    more = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     plain = AutoModelForCausalLM.from_pretrained(
-        learner.settings.model_path, dtype=torch.float32
+        learner.settings.model_path, dtype=dtype, **more
     ).eval()
     worst = 0.0
     with torch.no_grad():
@@ -160,6 +164,106 @@ def test_a_family_is_exact_or_refused(
         assert str(folder) in str(e) or "trainer." in str(e)
         return
     assert apart(learner, group_of_rows) <= 1e-5
+
+
+LLAMA4 = {"no_rope_layers": [1, 0], "attn_temperature_tuning": True}
+# what a family's forward may take from the place in the input, and its layout
+FAR: dict[str, tuple[dict[str, Any], str]] = {
+    "llama4_text": ({**LLAMA4, "floor_scale": 100}, "padded"),  # the attention's temperature
+    "smollm3": ({"no_rope_layers": [1, 0]}, "shared"),
+    "gpt2": ({}, "shared"),  # learned positions
+    "opt": ({}, "shared"),
+    "mistral": ({"sliding_window": 50}, "shared"),
+    "cohere2": ({"sliding_window": 50}, "shared"),
+    "gemma3_text": ({"sliding_window": 50}, "shared"),
+    "gpt_oss": (families.TINY["gpt_oss"] | {"head_dim": 8, "sliding_window": 50}, "shared"),  # yarn
+    "phimoe": ({}, "shared"),  # longrope
+    "ministral3": (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 20,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            }
+        },
+        "shared",
+    ),  # the attention's temperature, by position_ids
+}
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed"])
+@pytest.mark.parametrize("family", FAR)
+def test_rows_far_into_the_input_are_exact(
+    family: str,
+    layout: Any,
+    tmp_path: Path,
+    settings: Settings,
+    make_row: MakeRow,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """M1: forty rows in one micro-batch of 1,100 positions, against each by itself in float64."""
+    changes, expected = FAR[family]
+    monkeypatch.setitem(families.FAMILIES, family, families.FAMILIES.get(family, {}))
+    folder = families.make(family, tmp_path / "model", **changes)
+    made = settings(model_path=str(folder), row_layout=layout, max_token_len_per_gpu=1500)
+    if expected == "padded" and layout != "auto":
+        with pytest.raises(
+            ConfigError,
+            match=r"are not exact: .* up to 1,500 positions into the input, whose places the model",
+        ):
+            Learner(made)
+        return
+    learner = Learner(made)
+    assert learner.settings.row_layout == (expected if layout == "auto" else layout)
+    draw = np.random.default_rng(3)
+    rows = [
+        make_row(
+            draw.integers(3, 120, 8).tolist(), draw.integers(3, 120, 20).tolist(), group=str(i)
+        )
+        for i in range(40)
+    ]
+    assert learner._micro_batch(rows).computed > 1000
+    assert apart(learner, rows, torch.float64) <= 1e-5
+
+
+@pytest.mark.e2e
+def test_llama4_is_packed_where_no_place_reaches_its_scale(
+    tmp_path: Path, settings: Settings
+) -> None:
+    """M1: with its own defaults the first 8,191 positions are right, and micro-batches of more are
+    not.
+    """
+    folder = str(families.make("llama4_text", tmp_path / "model", **LLAMA4))
+    assert (
+        Learner(settings(model_path=folder, max_token_len_per_gpu=8000)).settings.row_layout
+        == "shared"
+    )
+    assert (
+        Learner(settings(model_path=folder, max_token_len_per_gpu=8400)).settings.row_layout
+        == "padded"
+    )
+
+
+@pytest.mark.e2e
+def test_places_that_cannot_be_compared_in_float64_are_padded(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M1: in bfloat16 the noise hides what a temperature does."""
+    folder = str(families.make("llama4_text", tmp_path / "model", **LLAMA4))
+    made = settings(model_path=folder, dtype="bfloat16", max_token_len_per_gpu=8400)
+    padded = Learner(made)
+    assert padded.settings.row_layout == "padded"
+    padded.close()
+    monkeypatch.setattr(row_proof.layer_copy, "free_bytes", lambda device: 0)
+    learner = Learner(made)
+    assert learner.settings.row_layout == "padded"
+    learner.close()
 
 
 def test_packed_rows_share_nothing(settings: Settings, group_of_rows: list[TrainRow]) -> None:
