@@ -246,10 +246,10 @@ def http_log(name: str) -> logging.Logger:
     """The log of a server of aiohttp: what is no HTTP takes a line a minute."""
     from aiohttp.http_exceptions import HttpProcessingError
 
-    made = logging.getLogger(name)
-    if not made.filters:
-        made.addFilter(OncePerMinute((HttpProcessingError,)))
-    return made
+    logger = logging.getLogger(name)
+    if not logger.filters:
+        logger.addFilter(OncePerMinute((HttpProcessingError,)))
+    return logger
 
 
 def to_file(path: Path, level: str = "INFO") -> logging.Handler:

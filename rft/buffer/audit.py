@@ -98,13 +98,13 @@ def _audit(
         version=str(weights or ""),
     )
     latest = manifests[-1].version if manifests else None
-    kept = count_states(
-        tx, states(chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows).subquery("kept")
+    then = count_states(
+        tx, states(chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows).subquery("then")
     )
     again = {
-        "used": kept["used", None],
-        "available": kept["available", None],
-        "orphaned": kept["explained", "orphaned"],
+        "used": then["used", None],
+        "available": then["available", None],
+        "orphaned": then["explained", "orphaned"],
     }
     for manifest in manifests:
         problems += _compare(tx, manifest, known, max_uses)

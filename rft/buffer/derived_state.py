@@ -357,9 +357,10 @@ def misplaced(tx: Connection, now: Subquery) -> list[str]:
     wrong = tx.execute(both.where(differs, e.explained.is_distinct_from(LOST))).all()
     if not wrong:
         return []
-    row, *found = wrong[0]
+    row, *both_states = wrong[0]
     return [
-        f"{row} is stored as {tuple(found[:2])}, but is {tuple(found[2:])} ({len(wrong)} such rows)"
+        f"{row} is stored as {tuple(both_states[:2])}, but is {tuple(both_states[2:])} "
+        f"({len(wrong)} such rows)"
     ]
 
 

@@ -104,7 +104,7 @@ def start_command(
 ) -> str:
     """The command that starts or resumes a run of a configuration file, without secrets."""
     verb = "serve" if mode == "serve" else "run"
-    kept = [_override(o) for o in overrides if (verb, o) != ("serve", "mode=serve")]
+    shown = [_override(o) for o in overrides if (verb, o) != ("serve", "mode=serve")]
     folders = [x for folder in plugin_dirs for x in ("--plugin-dir", folder)]
     return shlex.join(
         [
@@ -114,7 +114,7 @@ def start_command(
             str(path),
             *(["--in-process"] if in_process else []),
             *folders,
-            *kept,
+            *shown,
         ]
     )
 

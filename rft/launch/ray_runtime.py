@@ -152,10 +152,10 @@ class RayParts(Parts):
         await all_of(*map(self._start, specs))
 
     async def activities(self) -> list[Activity]:
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(_activities(name, self._handles[name]) for name in self.made)
         )
-        return [*activities(), *chain.from_iterable(found)]
+        return [*activities(), *chain.from_iterable(answers)]
 
     async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
         await all_of(*(start() for start in starts))

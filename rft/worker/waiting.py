@@ -101,16 +101,16 @@ def waits(noun: str, whom: str, *, count: int = 1, whole: bool = False) -> Itera
 def activities() -> list[Activity]:
     """Of this process at this moment; what began first comes first."""
     now = clock()
-    found = dict[tuple[str, str, bool], list[_Ongoing]]()
+    alike: dict[tuple[str, str, bool], list[_Ongoing]] = {}
     for entry in list(_ONGOING):
         if not entry.inside:
             text = entry.text if isinstance(entry.text, str) else entry.text()
-            found.setdefault((text, entry.noun, entry.idle), []).append(entry)
-    made = [
+            alike.setdefault((text, entry.noun, entry.idle), []).append(entry)
+    counted = [
         Activity(*key, sum(e.count for e in same), now - min(e.since for e in same))
-        for key, same in found.items()
+        for key, same in alike.items()
     ]
-    return sorted(made, key=lambda a: -a.seconds)
+    return sorted(counted, key=lambda a: -a.seconds)
 
 
 def sentence(found: Sequence[Activity]) -> str:
