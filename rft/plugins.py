@@ -387,8 +387,8 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
     except ValueError as e:  # pydantic's ValidationError
         said = [
             (".".join(map(str, f["loc"])), f["msg"].removeprefix("Value error, "), f["input"])
-            for f in e.errors()
-        ]  # type: ignore[attr-defined]
+            for f in e.errors()  # type: ignore[attr-defined]
+        ]
         faults = [
             f"{name + ': ' if name else ''}{text}, given {value!r}" for name, text, value in said
         ]

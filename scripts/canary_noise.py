@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rft.launch.machine_checks import engine_and_learner
 
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.errors import WeightSyncFailed
+from rft.extras.doctor.machine_checks import engine_and_learner
 from rft.launch.start import probe_prompts
 from rft.sync.canary import Canary, Probe
 from rft.sync.settings import SyncSettings

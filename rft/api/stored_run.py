@@ -196,9 +196,8 @@ class StoredRun:
             ).folder
         if which == "best":
             metric, mode = (metric, mode) if metric else self._best_metric()
-            which = (
-                best_step(self.run_dir / "metrics.jsonl", metric, mode, folders) if metric else None
-            )  # type: ignore[assignment]
+            file = self.run_dir / "metrics.jsonl"
+            which = best_step(file, metric, mode, folders) if metric else None  # type: ignore[assignment]
             if which is None:
                 why = (
                     f"{metric} was measured at none of the steps"

@@ -83,7 +83,7 @@ class Parsers:
 
         given = {"tools": [dict(t) for t in tools] or None, "chat_template_kwargs": template_args}
         asked = ChatCompletionRequest(messages=[], model="policy", **given)
-        whole = self._whole(c)
+        whole = c.text
         thought, answer = split_thought(whole, opened=c.in_thought)
         calls: list[dict[str, Any]] = []
         reasoning = ""

@@ -453,7 +453,7 @@ async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float 
 
     deadline = time.monotonic() + timeout_s
     while True:
-        nodes = await answer("list its nodes", _gpus_of_nodes)
+        nodes = await answer("list its nodes", gpus_of_nodes)
         try:
             seats = seats_on([free for _, free in nodes.values()])
         except SetupError:
@@ -487,7 +487,7 @@ async def reserve(seats_on: Callable[[list[int]], list[Seat]], timeout_s: float 
     return Places(seats, group, {i: await _devices(seats, group, i, timeout_s) for i in hosts})
 
 
-def _gpus_of_nodes() -> dict[str, tuple[int, ...]]:
+def gpus_of_nodes() -> dict[str, tuple[int, ...]]:
     """Return (all GPUs, free GPUs) of every living node by its id, this machine's first."""
     import ray
     from ray._private.state import available_resources_per_node

@@ -23,7 +23,7 @@ from rft.config.plan import ClusterSettings, Plan
 from rft.engine.environment import cpu_environment, host_program
 from rft.errors import DeadlineExceeded, EngineFailed, Interrupted, RayFailed, RunFailed, SetupError
 from rft.launch import drive, leftovers
-from rft.launch.cluster import Cluster, Places, here, placement, reserve
+from rft.launch.cluster import Cluster, Places, gpus_of_nodes, here, placement, reserve
 from rft.launch.progress import STARTING
 from rft.launch.ray_calls import LOOK_S, answer, in_daemon, stopped_parts
 from rft.launch.remote import Host, Proxy, guarded
@@ -263,7 +263,7 @@ class RayParts(Parts):
         while True:
             await answer(
                 f"list its nodes (GCS of {self.plan.cluster.ray_address})",
-                self.cluster.gpus_per_node,
+                gpus_of_nodes,
             )
             await asyncio.sleep(ASK_GCS_S)
 

@@ -22,9 +22,9 @@ class ChangedReward(Reward):
         self._inner = inner
         self._change = change
         self.whole_group = inner.whole_group  # type: ignore[method-assign]
-        self.remarks = inner.remarks
+        self.remarks = inner.remarks  # type: ignore[method-assign]
         self.check_models = inner.check_models  # type: ignore[method-assign]
-        self.gold_answer = inner.gold_answer
+        self.gold_answer = inner.gold_answer  # type: ignore[method-assign]
 
     async def __call__(self, task: Task, transcript: Any) -> Any:
         transcripts = transcript if self.whole_group else [transcript]

@@ -14,7 +14,7 @@ from rft.extras.view.view_server import ViewServer
 from rft.secrets import OncePerMinute
 from rft.workflow.endpoint import public
 from tests.attacks.table import attack
-from tests.helpers.serving import serving
+from tests.extras.serve.serving import serving
 
 HEADS = (
     b"GET / HTTP/1.1\r\nX-A : b\r\n\r\n",

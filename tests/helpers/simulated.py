@@ -72,9 +72,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(
+    def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
-    ) -> asyncio.Future[Any]:  # type: ignore[override]
+    ) -> asyncio.Future[Any]:
         done = self.create_future()
         try:
             done.set_result(func(*args))

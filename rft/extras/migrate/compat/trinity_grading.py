@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rft.extras.migrate.compat import trinity_home as home
-from rft.reward.extract import Result, boxed_result, last_boxed
+from rft.reward.extract import Conclusion, boxed_result, last_boxed
 from rft.reward.math import same_result
 from rft.reward.readings import UnreadableTruth
 
@@ -45,7 +45,7 @@ def math_equal(
     if not given or not truth:
         return False
     equal: bool | None = home.run(
-        same_result(Result(boxed_result(given) or given, True), truth, timeout_s)
+        same_result(Conclusion(boxed_result(given) or given, True), truth, timeout_s)
     )
     if equal is None:
         raise UnreadableTruth(f"math-verify cannot read the truth {truth!r}")

@@ -274,9 +274,8 @@ def _together(parts: list[tuple[str, ArgumentOutcome]]) -> ArgumentOutcome:
     reason = "; ".join(
         f"{key.rsplit('.', 1)[-1]}: {o.reason}" for key, o in parts if o.reason and o.kind == worst
     )
-    return ArgumentOutcome(
-        worst, reason, tuple(dict.fromkeys(t for _, o in parts for t in o.targets))
-    )  # type: ignore[arg-type]
+    targets = tuple(dict.fromkeys(t for _, o in parts for t in o.targets))
+    return ArgumentOutcome(worst, reason, targets)  # type: ignore[arg-type]
 
 
 def _outcome(d: Draft, a: Argument) -> ArgumentOutcome:
