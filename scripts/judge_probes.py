@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rft.engine.named import make
+from rft.engine.built_in import make
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.plugins import load_all
 from rft.reward.build_reward import build

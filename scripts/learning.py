@@ -33,7 +33,7 @@ import numpy as np
 from rft.algorithm.catalog import algorithm_defaults
 from rft.algorithm.settings import AlgorithmSettings
 from rft.config.verify import load_plan
-from rft.engine.named import make as make_engine
+from rft.engine.built_in import make as make_engine
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.sync.transport.memory import MemoryTransport

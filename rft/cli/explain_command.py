@@ -98,7 +98,7 @@ def listed(plugin_dirs: list[str], kind: str | None) -> list[dict[str, str | boo
     Raises ConfigError, PluginError.
     """
     import rft.plugins as registry
-    from rft.engine.named import BUILT_IN
+    from rft.engine.built_in import BUILT_IN
 
     registry.load_all(plugin_dirs)
     for package in _PACKAGES:

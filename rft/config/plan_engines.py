@@ -504,7 +504,7 @@ def _own_engine(ctx: Context, name: str, args: dict[str, Any], key: str) -> None
     """A plugin engine is looked at, and its arguments checked, once plugins may be imported."""
     if not ctx.judged("engine", name):
         return
-    from rft.engine.named import find, own_args  # numpy
+    from rft.engine.built_in import find, own_args  # numpy
 
     try:
         own_args(find(name), args, f"{key}.extra_engine_args")

@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from rft.config.plan import Plan
+from rft.engine.built_in import make
 from rft.engine.environment import cpu_environment
-from rft.engine.named import make
 from rft.engine.scripted import END, FIXED, conversation
 from rft.engine.settings import AuxiliarySettings, EngineSettings, ExternalSettings
 from rft.errors import ConfigError

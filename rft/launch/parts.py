@@ -79,7 +79,7 @@ async def buffer(plan: Plan) -> Any:
 
 async def engine(plan: Plan, settings: EngineSettings) -> Engine:
     """A rollout engine, or one of an auxiliary model."""
-    from rft.engine.named import make
+    from rft.engine.built_in import make
     from rft.plugins import load_all
 
     load_all(plan.plugin_dirs)
@@ -217,7 +217,7 @@ async def _servers(engines: Sequence[EngineSettings], clients: AsyncExitStack) -
     """Clients of those that are behind servers; they live in this process and are closed with
     `clients`.
     """
-    from rft.engine.named import make
+    from rft.engine.built_in import make
 
     made = [await make(e) for e in engines if e.external is not None]
     for client in made:

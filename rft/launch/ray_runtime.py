@@ -24,9 +24,10 @@ from rft.engine.environment import cpu_environment, host_program
 from rft.errors import DeadlineExceeded, EngineFailed, Interrupted, RayFailed, RunFailed, SetupError
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster, Places, gpus_of_nodes, here, placement, reserve
+from rft.launch.part_host import Host
 from rft.launch.progress import STARTING
 from rft.launch.ray_calls import LOOK_S, answer, in_daemon, stopped_parts
-from rft.launch.remote import Host, Proxy, guarded
+from rft.launch.remote import Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec, Runtime
 from rft.launch.signals import Signals

@@ -1,5 +1,4 @@
-"""Parts in other processes: one generic actor that hosts a part, one proxy that calls it like a
-local object.
+"""Parts in other processes: the proxy that calls one like a local object.
 
 The only place where Ray's errors become ours: an exception raised by the part comes back as itself,
 a dead process becomes RunFailed (or OutOfMemory) that names it.
@@ -8,16 +7,9 @@ a dead process becomes RunFailed (or OutOfMemory) that names it.
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import gc
-import importlib
-import io
 import logging
 import os
-import sys
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,27 +18,18 @@ import psutil
 from rft.engine.watch import Usage, Watch, usage
 from rft.errors import (
     DeadlineExceeded,
-    EngineFailed,
     EngineStalled,
     OutOfMemory,
-    RftError,
     RunFailed,
     is_out_of_memory,
 )
-from rft.launch import leftovers
 from rft.launch.ray_calls import answer
-from rft.launch.rundir import PRIVATE
-from rft.secrets import ErrorTeller, learn_secrets, node_folder, redact, to_file
-from rft.worker.parent import die_with_parent
-from rft.worker.threads import contained
-from rft.worker.waiting import Activity, activities
 
 log = logging.getLogger(__name__)
 _WAITS = (
     ".  Where it does no more than wait (a plugin that blocks the event loop), raise "
     "cluster.stall_timeout"
 )
-MOST_LINES = 20  # errors of one part that are told on the terminal
 # for a process to say whether its part is well; one that Ray is making anew is waited for
 ANSWER_S = 60.0
 T = TypeVar("T")
@@ -136,148 +119,6 @@ class Pulse:
         ):
             return None
         return usage([self._place[1]], family=False)
-
-
-class Host:
-    """Body of every actor: builds one part with a factory of `rft.launch.parts` and passes calls on
-    to it.
-
-    What it is made of comes with its construction, so that Ray can make it anew in another process.
-     `secrets` are what the launcher has learnt from the configuration, so that this process keeps
-     them out of its files too.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        logs: str,
-        by_node: bool,
-        level: str,
-        secrets: Sequence[str],
-        factory: str,
-        args: tuple[Any, ...],
-    ) -> None:
-        self._name = name
-        self._factory = factory
-        self._args = args
-        learn_secrets(secrets)
-        own_output(node_folder(Path(logs), by_node), name, level)
-        self._errors = ErrorLines()
-        logging.getLogger().addHandler(ErrorTeller(self._errors.add))
-        self._part: Any = None
-        self._starting = asyncio.Lock()
-
-    async def start(self) -> None:
-        """Builds the part, where there is none yet.  What a process that was it before has left is
-        ended first.
-        """
-        async with self._starting:
-            if self._part is None:
-                for line in await asyncio.to_thread(leftovers.end_former):
-                    log.warning("%s: %s", self._name, line)
-                with contained(f"a plugin in {self._name}"), _kept():
-                    self._part = await getattr(
-                        importlib.import_module("rft.launch.parts"), self._factory
-                    )(*self._args)
-
-    async def broken(self) -> str:
-        """Why the part cannot answer any more although this process lives; empty where it can, or
-        is not built.
-        """
-        try:
-            if self._part is not None:
-                await self._part.health()
-        except RftError as e:
-            return str(e)
-        return ""
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if self._part is None:
-            raise EngineFailed(f"{self._name} was restarted and is not ready yet")
-        with contained(f"a plugin in {self._name}"):
-            return await getattr(self._part, method)(*args, **kwargs)
-
-    async def beat(self) -> tuple[str, int]:
-        """Says that this process answers: its machine and number."""
-        return os.uname().nodename, os.getpid()
-
-    async def activities(self) -> list[Activity]:
-        """What this process works on and whom it waits for."""
-        return activities()
-
-    async def last(self) -> None:
-        """As long as this process lives."""
-        await asyncio.Event().wait()
-
-    async def errors(self, seen: int) -> list[str]:
-        """What it has logged as errors after the first `seen`; waits for one."""
-        return await self._errors.after(seen)
-
-
-@contextmanager
-def _kept() -> Iterator[None]:
-    """What is imported and built in the block stays: looking for garbage in it takes a fifth of the
-    time.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-class ErrorLines:
-    """Lines from any thread, for one who waits for them in the event loop."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
-        self._lock = threading.Lock()
-
-    def add(self, line: str) -> None:
-        with self._lock:
-            if len(self._lines) < MOST_LINES:
-                self._lines.append(
-                    line if len(self._lines) < MOST_LINES - 1 else "further errors are in its log"
-                )
-            if self._waiting is not None and not self._waiting[0].is_closed():
-                self._waiting[0].call_soon_threadsafe(self._waiting[1].set)
-
-    async def after(self, seen: int) -> list[str]:
-        event = asyncio.Event()
-        with self._lock:
-            self._waiting = asyncio.get_running_loop(), event
-            if len(self._lines) > seen:
-                event.set()
-        await event.wait()
-        with self._lock:
-            return self._lines[seen:]
-
-
-def own_output(logs: Path, name: str, level: str) -> None:
-    """This process writes its log to `logs/name.log` and everything it or its children print to
-    `logs/name.out`.
-    """
-    os.umask(PRIVATE)
-    to_file(logs / f"{name}.log", level)
-    out = os.open(logs / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    sys.stdout = sys.stderr = _RedactingStream(
-        os.fdopen(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True
-    )
-    faulthandler.enable(file=2)
-    die_with_parent()
-
-
-class _RedactingStream(io.TextIOWrapper):
-    """What plugins print goes into a file of the run, so it passes the same filter as the log."""
-
-    def write(self, text: str, /) -> int:
-        super().write(redact(text))
-        return len(text)
 
 
 class Proxy:

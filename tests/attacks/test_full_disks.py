@@ -21,7 +21,7 @@ from rft import secrets as logs
 from rft.buffer.settings import BufferSettings
 from rft.errors import DiskFull
 from rft.files.disk import full, is_full, write_whole
-from rft.launch.remote import MOST_LINES, ErrorLines
+from rft.launch.part_host import MOST_LINES, ErrorLines
 from rft.monitor.monitor import Monitor
 from rft.monitor.settings import MonitorSettings
 from rft.types.metrics import MetricRecord

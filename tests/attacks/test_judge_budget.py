@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from rft.engine import external
+from rft.engine.built_in import make
 from rft.engine.external import ExternalEngine
-from rft.engine.named import make
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import ConfigError, EngineFailed
 from rft.reward import judge_metrics

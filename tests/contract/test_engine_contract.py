@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rft.engine.base import worst
-from rft.engine.named import make
+from rft.engine.built_in import make
 from rft.engine.pool import EnginePool
 from rft.engine.scripted import ScriptedEngine, echo
 from rft.engine.settings import EngineSettings

@@ -16,7 +16,7 @@ import pytest
 from rft.config.load import load
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
-from rft.engine.named import make
+from rft.engine.built_in import make
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigErrors, RunFailed, SetupError
 from rft.launch.execute import execute

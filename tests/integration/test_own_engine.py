@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rft.config.verify import check, load_plan
-from rft.engine.named import make
+from rft.engine.built_in import make
 from rft.testing.engine_contract import EngineContract, Subject
 from rft.types.ids import Version
 from tests.helpers.command import rft

@@ -14,10 +14,10 @@ import pytest
 from rft.config.load import from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
+from rft.engine.built_in import make
 from rft.engine.chat import load_tokenizer
 from rft.engine.environment import cpu_environment
 from rft.engine.local_engine import Parsers
-from rft.engine.named import make
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import engine_args, sampling_params
 from rft.errors import ConfigError

@@ -14,7 +14,7 @@ from rft.secrets import learn_environment, safe
 
 if TYPE_CHECKING:
     from rft.config.plan import Plan
-    from rft.extras.data_audit.audit import AuditFinding, TasksetAudit
+    from rft.extras.data_audit.task_audit import AuditFinding, TasksetAudit
     from rft.taskset.base import Taskset
 
 data = typer.Typer(no_args_is_help=True, callback=lambda: None)
@@ -38,7 +38,7 @@ def audit(
     """
     from rft.cli.show import progress
     from rft.config.second_stage import policy_files
-    from rft.extras.data_audit import audit as data_audit
+    from rft.extras.data_audit import task_audit as data_audit
 
     learn_environment()
     plan = planned(config, overrides, plugin_dir, stage)

@@ -342,7 +342,7 @@ async def engine_and_learner(
     kind: str, settings: LearnerSettings
 ) -> AsyncIterator[tuple[Any, Any]]:
     """An engine beside a learner, both with the learner's model in its type."""
-    from rft.engine.named import make
+    from rft.engine.built_in import make
 
     async with AsyncExitStack() as opened:
         served = EngineSettings(

@@ -18,14 +18,14 @@ INSTRUCTION = (
 )
 
 
-class CodeArgs(BaseModel):
+class CodeWorkflowArgs(BaseModel):
     """`system_prompt` replaces the instruction by your own words; an empty one leaves it out."""
 
     model_config = ConfigDict(extra="forbid")
     system_prompt: str | None = None
 
 
-@register.workflow("code_workflow", args=CodeArgs)
+@register.workflow("code_workflow", args=CodeWorkflowArgs)
 class CodeWorkflow(Workflow):
     """Asks once, with an instruction in front; a system prompt of the task itself wins."""
 

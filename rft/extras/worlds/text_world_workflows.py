@@ -116,8 +116,8 @@ class TextWorld(World):
         return str(state.feedback).strip(), share, bool(done)
 
     def close(self) -> None:
-        if hasattr(self, "game"):
-            self.game.close()
+        if (game := vars(self).get("game")) is not None:  # none where it could not be made
+            game.close()
 
 
 class AlfWorldArgs(WorldArgs):

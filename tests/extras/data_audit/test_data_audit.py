@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rft.extras.data_audit.audit import TaskText, near
+from rft.extras.data_audit.task_audit import TaskText, near
 from tests.helpers.asked_ledger import said
 from tests.helpers.runs import TINY
 

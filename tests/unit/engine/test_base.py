@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rft.engine.base import PromptTooLong, prompt_limit, worst
-from rft.engine.named import make
+from rft.engine.built_in import make
 from rft.engine.pool import EnginePool
 from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rft.engine import external
-from rft.engine.named import make
+from rft.engine.built_in import make
 from rft.engine.pool import EnginePool
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import EngineFailed, SetupError

@@ -15,7 +15,7 @@ import torch
 
 from rft.engine import rowbatch as engine_module
 from rft.engine.base import PromptTooLong
-from rft.engine.named import make
+from rft.engine.built_in import make
 from rft.engine.scripted import ScriptedEngine
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, EngineFailed, SetupError

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from rft import RunContext, Score, Task, Transcript, Workflow
 from rft.engine.base import PromptTooLong
+from rft.engine.built_in import make
 from rft.engine.local_engine import LONG_CHARS
-from rft.engine.named import make
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine, _end_tokens
 from rft.errors import EngineFailed, SetupError

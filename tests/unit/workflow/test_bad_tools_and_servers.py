@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rft.engine.named import make
+from rft.engine.built_in import make
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import EngineFailed
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async, tool_call

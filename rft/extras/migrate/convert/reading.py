@@ -72,7 +72,7 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScriptReading:
     """`words` as people see them, with the reason where a value is not known; `start`: of the
     program's arguments among them.
 
@@ -112,7 +112,7 @@ class ScriptReader:
         self._inputs = inputs
         self.first = recorder.run(inputs)
 
-    def read(self) -> Reading | None:
+    def read(self) -> ScriptReading | None:
         """The first launch of the script, or None."""
         base = self._launched(self._inputs, self.first)
         assumption = ""
@@ -258,7 +258,7 @@ class _Dependencies:
         self._unknown: dict[int, str] = {}
         self._notes: list[str] = []
 
-    def reading(self) -> Reading:
+    def reading(self) -> ScriptReading:
         names = list(self._names)
         joint = self._joint(self._names)
         if joint is None:
@@ -282,7 +282,7 @@ class _Dependencies:
         words = [
             self._word(next(places)) if _without(w, names) else (shown(w), "") for w in joint.words
         ]
-        return Reading(
+        return ScriptReading(
             self._base, tuple(words), joint.match.start, tuple(dict.fromkeys(self._notes))
         )
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from rft.engine.built_in import make
 from rft.engine.environment import cpu_environment
-from rft.engine.named import make
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.engine.vllm_args import engine_args
