@@ -54,7 +54,8 @@ def plan(spec: dict[str, Any]) -> Plan:
 async def ours(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
     from rft.engine.pool import EnginePool
     from rft.launch.cluster import Cluster
-    from rft.launch.part_host import Host, Proxy, guarded
+    from rft.launch.part_host import Host
+    from rft.launch.remote import Proxy, guarded
     from rft.types.completion import Score
     from rft.types.ids import GroupId
     from rft.types.ports import Engine

@@ -31,7 +31,7 @@ from rft.worker import framing, limits
 from rft.worker.parent import die_with_parent
 from rft.worker.threads import last_lines
 from rft.workflow.base import RunContext
-from rft.workflow.isolated import Answer, Isolation, Order, Played, RunCall, pack, unpack
+from rft.workflow.isolation_wire import Answer, Isolation, Order, Played, RunCall, pack, unpack
 from rft.workflow.play_run import check_transcript, play, reason_of
 from rft.workflow.recipes import Recipe
 

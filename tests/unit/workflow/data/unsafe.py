@@ -13,7 +13,7 @@ import time
 
 from rft.types.completion import Score
 from rft.workflow.base import Workflow, workflow
-from rft.workflow.isolated import Isolation
+from rft.workflow.isolation_wire import Isolation
 
 
 @workflow("unsafe_twice")
