@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from rft.explorer.rescore import transcript_of
+from rft.extras.judge_lab.rescore import transcript_of
 
 from rft.explorer.stored import transcript
 from rft.types.completion import Completion, Transcript
