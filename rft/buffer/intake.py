@@ -22,8 +22,8 @@ from rft.buffer.settings import BufferSettings
 from rft.errors import Fenced, FrameRejected
 from rft.types.block import UNREADABLE, Content
 from rft.types.block import read as read_block
-from rft.types.experience import MAX_REWARD, Experience
-from rft.types.ids import GroupId, Version
+from rft.types.experience import Experience
+from rft.types.ids import MAX_REWARD, GroupId, Version
 
 Writers = Mapping[int, int]  # lineage -> newest step of it whose rows are stored
 MAX_INTEGER = 2**31 - 1  # of the ledger's columns

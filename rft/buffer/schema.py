@@ -41,7 +41,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import SchemaItem
 
-from rft.types.experience import MAX_REWARD
+from rft.types.ids import MAX_REWARD
 
 FORMAT = 6  # of the ledger; no other one is read
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rft.types.experience import MAX_REWARD
+from rft.types.ids import MAX_REWARD
 from rft.types.task import SamplingArgs
 
 

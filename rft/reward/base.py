@@ -24,7 +24,7 @@ from pydantic import ConfigDict, create_model
 
 from rft.plugins import kind
 from rft.types.completion import Score, Transcript
-from rft.types.experience import MAX_REWARD
+from rft.types.ids import MAX_REWARD
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.worker.threads import CLOCK, blamed, guarded, in_thread, in_time, unblocked

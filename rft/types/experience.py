@@ -19,7 +19,6 @@ from rft.types.task import SamplingArgs
 
 Status = Literal["complete", "truncated", "failed"]
 MAX_INFO_BYTES = 1 << 20
-MAX_REWARD = 1e18  # its square is still a float32
 # in `info`: the reward of a greedy run of the same task, where the algorithm asks for it
 BASELINE_KEY = "baseline_reward"
 INT32 = np.dtype(np.int32)

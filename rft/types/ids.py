@@ -10,6 +10,7 @@ from msgspec import Struct
 
 SEED = 42
 """Seed of everything that draws, where none is written."""
+MAX_REWARD = 1e18  # its square is still a float32
 
 
 class Version(Struct, frozen=True, order=True, array_like=True, gc=False):

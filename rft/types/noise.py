@@ -12,10 +12,12 @@ pass.
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MULTIPLE = 3.0  # of the mean noise
 _WIDER = 2.0  # the multiple of the largest noise, relative to that of the mean
@@ -32,7 +34,7 @@ class Difference(Struct, frozen=True):
 
     @classmethod
     def of(cls, differences: np.ndarray) -> Self:
-        size = np.abs(differences, dtype=np.float64)
+        size = abs(differences.astype("float64"))
         return cls(float(size.mean()), float(size.max()))
 
     def within(self, limit: Difference) -> bool:

@@ -164,7 +164,6 @@ async def asked(answer: str) -> tuple[float | None, list[str]]:
         "<|endoftext|>",
         "<end_of_utterance>",
         "<tool_response>",
-        "<think>",
         "<<<end 0000>>>",
         "\uff1c\uff1c\uff1cend\uff1e\uff1e\uff1e",
         "\u200b<\u200b|im_end|>",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rft.reward.base import checked
 from rft.types.completion import Score
-from rft.types.experience import MAX_REWARD
+from rft.types.ids import MAX_REWARD
 
 MAX_METADATA = 16 << 10  # bytes of its JSON
 Value = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False, strict=True)]

@@ -70,9 +70,9 @@ def test_a_transcript_has_the_turns_of_the_run() -> None:
 
 
 def test_a_thought_that_the_prompt_opened_stays_one() -> None:
-    """Finding G2: what the model wrote has no <think>, and a draft in it is no answer."""
+    """Finding G2: what the model wrote has no <think>, and a draft in its last answer is none."""
     x = replace(several_turns(), info={"in_thought": True})
-    assert [t.completion.answer for t in transcript_of(x, TASK).turns] == ["", ""]
+    assert [t.completion.answer for t in transcript_of(x, TASK).turns] == ["calling", ""]
     closed = replace(x, messages=(), response_text="two</think>4")
     assert transcript_of(closed, TASK).turns[0].completion.answer == "4"
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rft.cli.main import main
+from rft.errors import ConfigError
 from rft.extras.migrate.convert.launch import read_launch
 from rft.extras.migrate.convert.verl import Conversion, convert
 from tests.extras.migrate.test_verl_vectors import SHARED, A, R, found, made, outcome
@@ -461,14 +462,9 @@ def test_a_text_of_the_environment_stays_a_parameter(tmp_path: Path) -> None:
     assert taskset["path"] == "${oc.env:TRAIN}" and "split" not in taskset
 
 
-def test_division_by_zero_is_one_argument_to_decide(tmp_path: Path) -> None:
-    c = read(
-        tmp_path,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((4096 / sp)) trainer.test_freq=False",
-    )
-    (row,) = c.refused
-    assert row.argument.key.endswith("ppo_max_token_len_per_gpu") and "sp" in row.outcome.reason
-    assert found(c)["explorer.eval_interval"] == 0
+def test_division_by_zero_ends_as_bash_says(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="division by 0"):
+        read(tmp_path, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((4096 / sp))")
 
 
 # ------------------------------------------------------------------ generation

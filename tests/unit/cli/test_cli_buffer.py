@@ -146,6 +146,7 @@ def test_query_without_sql_lists_the_views(run_dir: Path) -> None:
     assert code == 0
     assert [line for line in out.splitlines() if not line.startswith(" ")] == [
         "v_experiences",
+        "v_runs",
         "v_groups",
         "v_tokens",
         "v_lineage",

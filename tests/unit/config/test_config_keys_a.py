@@ -234,7 +234,7 @@ def test_a_loss_that_is_written_alone_brings_its_aggregation() -> None:
 
     assert (mode(), mode("algorithm_type=gspo"), mode("policy_loss_fn=gspo")) == (
         "token-mean",
-        *["seq-mean-token-mean"] * 2,
+        *["run-mean"] * 2,
     )
     assert mode("algorithm_type=dr_grpo", "policy_loss_fn=cispo") == "seq-mean-token-sum-norm"
     assert mode("policy_loss_fn=gspo", "loss_agg_mode=token-mean") == mode(

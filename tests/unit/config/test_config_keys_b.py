@@ -23,7 +23,7 @@ from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.testing import tiny
-from rft.types.experience import MAX_REWARD
+from rft.types.ids import MAX_REWARD
 
 HERE = Path(__file__).parent
 FILE = HERE / "data" / "good" / "short.yaml"

@@ -35,7 +35,7 @@ class Watched(Ranks):
 
     async def _dealt(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         if method == "score":
-            ((micro_batches, what, _),) = args
+            ((micro_batches, what, *_),) = args
             self.seen["+".join(what)] = [len(m) for m in micro_batches]
         return await super()._dealt(method, args)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rft.errors import CheckpointInvalid, RunFailed
 from rft.trainer import manifest as manifests
@@ -81,11 +81,6 @@ def test_any_cut_gives_the_tensors_back(count: int, tmp_path: Path) -> None:
     assert set(load_file(files.paths[0])) == set(WHOLE), (
         "any safetensors library reads a file by itself"
     )
-
-
-def test_one_file_of_an_older_checkpoint_is_read(tmp_path: Path) -> None:
-    save_file(WHOLE, tmp_path / "model.safetensors")
-    assert torch.equal(shards.find(tmp_path, "model").read("w"), WHOLE["w"])
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "delete", "swap"])

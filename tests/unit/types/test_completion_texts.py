@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from rft.extras.judge_lab.rescore import transcript_of
 
 from rft.explorer.stored import transcript
+from rft.extras.judge_lab.rescore import transcript_of
 from rft.types.completion import Completion, Transcript
 from rft.types.ids import GroupId
 from rft.workflow.play_run import experiences
