@@ -81,6 +81,7 @@ ON_RAY = {
 
 ROOT = Path(__file__).parent.parent
 # names of folders of end-to-end tests; `make test` plays their smoke tests alone
+EXTRAS = tuple("data_audit doctor judge_lab migrate sandbox serve simulate view worlds".split())
 WHOLE_RUNS = {"integration", "fault"}
 
 
@@ -144,9 +145,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name not in ON_RAY)
     for item in items:
-        for extra in (name for marker in item.iter_markers("extra") for name in marker.args):
-            if not has_extra(extra):
-                item.add_marker(pytest.mark.skip(reason=f"the extra {extra} is not here"))
+        for marker in item.iter_markers("extra"):
+            missing = [name for name in marker.args or EXTRAS if not has_extra(name)]
+            if missing:
+                reason = f"not in rft/extras: {', '.join(missing)}"
+                item.add_marker(pytest.mark.skip(reason=reason))
     if not importlib.util.find_spec("vllm"):
         _skip(items, "vllm", "vLLM is not installed")
     if any(item.get_closest_marker("gpu") for item in items):

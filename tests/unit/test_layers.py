@@ -39,6 +39,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 }
 
 
+@pytest.mark.extra
 def test_rooms_import_only_the_rooms_below_them() -> None:
     done = subprocess.run(
         [
@@ -173,6 +174,7 @@ def test_forbidden_things_are_found(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.extra
 def test_allow_list_is_needed(found: list[tuple[str, int, str]]) -> None:
     assert set(ALLOWED) <= {(name, what) for name, _, what in found}, (
         "entries of ALLOWED that nothing needs"

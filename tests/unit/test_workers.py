@@ -27,6 +27,7 @@ FILES = {
 WHOLE = {name for name, text in FILES.items() if ALONE.search(text)}
 
 
+@pytest.mark.extra
 def test_every_file_with_runs_on_ray_is_listed() -> None:
     assert WHOLE <= ON_RAY <= set(FILES)
 
@@ -41,6 +42,7 @@ def test_whole_runs_are_end_to_end_tests_but_for_smoke_tests() -> None:
     }
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("tier", "ignores"),
     [

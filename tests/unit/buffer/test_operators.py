@@ -311,6 +311,7 @@ def test_the_order_is_reward_statistics_drop() -> None:
         )
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [

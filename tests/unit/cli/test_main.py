@@ -85,6 +85,7 @@ def test_every_verb_has_an_example_whose_options_there_are(verb: str) -> None:
     assert {w for w in example.split() if w.startswith("-")} <= options
 
 
+@pytest.mark.extra
 def test_a_shell_can_complete(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

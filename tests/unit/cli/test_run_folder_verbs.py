@@ -112,6 +112,7 @@ def test_status_tells_alarms_and_names_what_shows_more(run_dir: Path) -> None:
     assert "step         10  reward 0.500  s/step 2.0" in said("status", str(run_dir))[0]
 
 
+@pytest.mark.extra
 def test_runs_below_a_folder(run_dir: Path) -> None:
     broken = run_dir.parent / "other" / "run"
     broken.mkdir(parents=True)

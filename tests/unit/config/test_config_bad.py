@@ -20,6 +20,7 @@ def test_there_are_many() -> None:
     assert len(BAD) >= 25
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)
 def test_bad_file_is_refused_with_its_message(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RFT_TEST_NOT_SET", raising=False)

@@ -176,6 +176,7 @@ algorithm: {algorithm_type: grpo, repeat_times: 2}
 """
 
 
+@pytest.mark.extra
 def test_a_service_saves_by_age_and_keeps_its_rows(tmp_path: Path) -> None:
     """N25: rewards that were acknowledged cannot be asked for again."""
     (tmp_path / "s.yaml").write_text(SERVICE)

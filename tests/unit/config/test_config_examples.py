@@ -28,6 +28,7 @@ def roomy(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(EXAMPLES)))
 def test_example(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)

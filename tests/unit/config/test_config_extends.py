@@ -91,6 +91,7 @@ def test_null_and_empty(tmp_path: Path) -> None:
     assert c.algorithm.repeat_times is None and c.algorithm.optimizer.lr == 1e-5
 
 
+@pytest.mark.extra
 def test_verls_spelling_in_the_base_gives_way(tmp_path: Path) -> None:
     write(tmp_path, base=BASE + "trainer: {trainer_config: {actor: {grad_clip: 0.5}}}\n")
     assert (
@@ -123,6 +124,7 @@ def test_depth(tmp_path: Path) -> None:
         load(tmp_path / f"f{extends.MAX_DEPTH + 1}.yaml")
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -49,6 +49,7 @@ def errors(tiny_model: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("algorithm", "more", "says"),
     [
@@ -124,6 +125,7 @@ def test_names_that_are_not_offered_are_told_what_to_do(tiny_model: Path) -> Non
     assert "derive from EnvWorkflow" in error and TASKSET in error
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("algorithm", "says"),
     [

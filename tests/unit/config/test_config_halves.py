@@ -181,6 +181,7 @@ def test_what_must_be_the_same(change, key):
     assert [k for k, *_ in differences(ours, theirs)] == ([key] if key else [])
 
 
+@pytest.mark.extra
 def test_what_the_start_needs_of_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be set where the run starts, so it is no error."""
     aux = "explorer.auxiliary_models=[{model_path: gpt, engine_type: external}]"

@@ -307,6 +307,7 @@ def test_warmup_style_is_the_older_name() -> None:
         plan("algorithm.optimizer.warmup_style=cosine", "algorithm.optimizer.lr_scheduler_type=wsd")
 
 
+@pytest.mark.extra
 def test_trainers_of_other_names() -> None:
     assert any("taken as fsdp2" in w for w in plan("trainer.trainer_strategy=fsdp").warnings)
     assert (

@@ -624,6 +624,7 @@ def test_evaluation_goes_with_every_style() -> None:
     assert p.explorer.eval_interval == 100
 
 
+@pytest.mark.extra
 def test_no_tasks_are_needed_to_serve_or_to_bench(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -784,6 +785,7 @@ def test_a_half_takes_only_its_own_gpus() -> None:
 # ---------------------------------------------------------------- what is refused by name
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("override", "text"),
     [
@@ -808,6 +810,7 @@ def test_refused_by_name(override: str, text: str) -> None:
 # ---------------------------------------------------------------- veRL's table
 
 
+@pytest.mark.extra
 def test_every_target_in_these_sections_is_a_key() -> None:
     keys = {re.sub(r"\[\]", "", k) for k in all_keys()}
     ours = (

@@ -73,6 +73,7 @@ def test_of_an_adapter_in_a_folder_only_what_is_written_is_asked(tmp_path: Path)
     assert lora(f"{{path: {tmp_path}, lora_rank: 32}}").rank == 32
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("text", "key", "message"),
     [

@@ -36,6 +36,7 @@ def test_a_shipped_name_needs_nothing_but_its_model(tmp_path: Path) -> None:
     assert "no such folder" in str(found.needs[0])
 
 
+@pytest.mark.extra
 def test_with_a_model_it_runs(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,6 +53,7 @@ def test_with_a_model_it_runs(
     )
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("workflow", "says"),
     [
@@ -75,6 +77,7 @@ def test_a_workflow_that_is_not_here(tmp_path: Path, workflow: str, says: str) -
     )
 
 
+@pytest.mark.extra
 def test_files_are_read_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "from trinity.common.workflows.workflow import SimpleWorkflow\nraise SystemExit\n"
@@ -92,6 +95,7 @@ def test_files_are_read_and_not_run(tmp_path: Path) -> None:
     assert needed(report(tmp_path, workflow=f"{tmp_path}/d.py:Mine")) == []
 
 
+@pytest.mark.extra
 def test_what_a_file_imports_of_its_own_folder_is_read_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +110,7 @@ def test_what_a_file_imports_of_its_own_folder_is_read_too(
     assert "flow.py imports no_such_library, not installed" in line
 
 
+@pytest.mark.extra
 def test_rewards_data_and_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         "no such name is shipped"
@@ -118,6 +123,7 @@ def test_rewards_data_and_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "needs the package gymnasium: pip install 'rft-platform[gymnasium]'" in line
 
 
+@pytest.mark.extra
 def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def named(name: str) -> str:
         return (

@@ -16,6 +16,7 @@ from rft.config.schema.walk import all_keys, extra, field_at
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.extra
 def test_pages_are_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/generate_docs.py", "--check"],

@@ -174,6 +174,7 @@ def test_an_adapter_to_begin_with_is_for_the_first_stage_alone(tmp_path: Path) -
         ).errors
 
 
+@pytest.mark.extra
 def test_verls_spelling_inside_a_stage(tmp_path: Path) -> None:
     native = {"trainer_config": {"actor": {"grad_clip": 0.9, "optim": {"lr": 5e-5}}}}
     file = write(tmp_path, [{"stage_name": "one", "trainer": native}, {"stage_name": "two"}])

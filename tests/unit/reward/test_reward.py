@@ -60,6 +60,7 @@ async def test_exact_answer():
         await score(fn, task("seven"), make_transcript("1"))
 
 
+@pytest.mark.extra
 def test_arguments_are_checked():
     with pytest.raises(ConfigError, match="Did you mean compare"):
         build("exact_answer", {"compere": "text"})
@@ -383,6 +384,7 @@ async def test_a_function_may_score_the_whole_group(tmp_path):
     ] == [0.0, 2.0]
 
 
+@pytest.mark.extra
 async def test_reasoning_gym_scores_its_own_rows():
     made = open_taskset(
         TasksetSettings(

@@ -94,6 +94,7 @@ async def test_search_answers(truth: Any) -> None:
     assert (await scored("searchR1_nq", truth, "Beatles")).value == 0.0
 
 
+@pytest.mark.extra
 def test_every_data_source_has_a_documented_reward() -> None:
     for name in REWARDS.values():
         assert REGISTRY.get("reward", name).obj.__doc__

@@ -70,6 +70,7 @@ def test_a_task_source(file: Write) -> None:
     assert taskset.fingerprint == open_taskset(settings).fingerprint
 
 
+@pytest.mark.extra
 def test_a_task_source_is_refused_with_its_reason(file: Write) -> None:
     name = file(SOURCE, "Digits")
     with pytest.raises(ConfigError, match=r"unknown argument 'sise'.*Did you mean size"):

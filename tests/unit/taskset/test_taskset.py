@@ -204,6 +204,7 @@ def test_folders_through_datasets(tmp_path, monkeypatch):
         open_taskset(settings(tmp_path / "empty"))
 
 
+@pytest.mark.extra
 def test_reasoning_gym():
     made = open_taskset(
         settings(
