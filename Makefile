@@ -48,7 +48,7 @@ test-e2e: install  ## whole real runs (Ray, vLLM, ranks, processes), and what ta
 	$(RUN)python -m pytest -m "e2e and not slow and not browser" -n $(WORKERS) $(ARGS)
 
 test-core: install  ## in a copy without rft/extras: the core's fast tests, and the quickstart's run
-	@copy=$$(mktemp -d)/rft && git worktree add --quiet --detach "$$copy" && trap 'git worktree remove --force "$$copy"' EXIT \
+	@copy=$$(mktemp -d)/rft && git worktree add --quiet --detach "$$copy" && trap 'cd "$(CURDIR)" && git worktree remove --force "$$copy"' EXIT \
 	  && python=$(abspath $(RUN))/python && cd "$$copy" && rm -rf rft/extras tests/extras && export PYTHONPATH="$$copy" \
 	  && $$python -m pytest -m "not slow and not e2e" -n $(WORKERS) $(ARGS) && $$python -m rft quickstart --engine $(ENGINE) --seed $(SEED)
 
