@@ -1,7 +1,7 @@
 """A service that is killed: the real gateway, book, buffer and checkpoints, a scripted engine, and
 a trainer without a model.
 
-python -m tests.fault.service_child FOLDER [SECONDS: end where no step has rows for so long]
+python -m tests.extras.serve.integration.service_child FOLDER [SECONDS: end where no step has rows for so long]
 """
 
 from __future__ import annotations
