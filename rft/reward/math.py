@@ -105,8 +105,10 @@ def result_of(text: str) -> Conclusion:
 async def accuracy(result: Conclusion, task: Task, timeout_s: float) -> float:
     """1.0 if the result of an answer equals the task's truth, else 0.0.  Raises UnreadableTruth,
     and what WorkerPool.call raises.
+
+    Of a truth in GSM8K's form, "explanation #### value", the value counts.
     """
-    truth = str(truth_of(task))
+    truth = str(truth_of(task)).rpartition("####")[2].strip()
     equal = await same_result(result, truth, timeout_s)
     if equal is None:
         raise unreadable(task, "a value, a text, or a formula that math-verify can read")

@@ -244,7 +244,7 @@ async def test_broken_and_foreign_runs_say_what_is_wrong(tmp_path: Path) -> None
             ("half", "damaged|malformed"),
             ("garbage", "damaged or not a ledger"),
             ("older", "has format 2"),
-            ("newer", "or a newer one"),
+            ("newer", "use the rft that wrote it"),
             ("bare", "found none. Give the folder of a run that has begun"),
         ):
             page = await read(session, f"{server.address}run/{name}/rollouts?order=best", 422)

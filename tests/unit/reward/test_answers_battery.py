@@ -24,6 +24,7 @@ def pools() -> Iterator[None]:
     job_pool.close_all()
 
 
+@pytest.mark.extra
 def test_every_shipped_reward_has_lines() -> None:
     counts = Counter(line.reward for line in lines())
     assert sorted(counts) == sorted(shipped())
