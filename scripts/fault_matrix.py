@@ -26,7 +26,7 @@ import pages
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.lab.cases import Case, kill_the_migration, matrix, postgres_matrix  # noqa: E402
+from tests.helpers.lab.cases import Case, matrix, postgres_matrix  # noqa: E402
 from tests.helpers.lab.lab import Nursery, build_shim, nursery  # noqa: E402
 from tests.helpers.postgres import PostgresServer, programs  # noqa: E402
 
@@ -108,16 +108,6 @@ def cases(storage: str) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Cases with what their plans have in common."""
     if storage != "postgresql":
         yield from ((case, {"storage": storage}) for case in matrix(storage))
-        if storage == "sql":
-            format1 = (ROOT / "tests" / "unit" / "buffer" / "format1.sql").read_text(
-                encoding="utf-8"
-            )
-            yield (
-                Case(
-                    "F28", "kill -9 in a migration from format 1", kill_the_migration(format1), True
-                ),
-                {"storage": "sql"},
-            )
         return
     bin = programs()
     if bin is None:

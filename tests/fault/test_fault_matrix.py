@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.lab.cases import Case, kill_the_migration, matrix, postgres_matrix
+from tests.helpers.lab.cases import Case, matrix, postgres_matrix
 from tests.helpers.lab.judge import judge
 from tests.helpers.lab.lab import Lab, Nursery
 from tests.helpers.lab.nursery import Order
 from tests.helpers.lab.plan import Plan
 from tests.helpers.postgres import PostgresServer
 
-FORMAT1 = Path(__file__).parents[1] / "unit" / "buffer" / "format1.sql"
 STORAGES = ("sql", "file", "queue")
 SEEDS = range(20)
 SMOKE = (  # (name, storage): each fault once, each storage in turn
@@ -76,15 +75,6 @@ def test_smoke_of_postgresql(lab_nursery: Nursery, postgres: PostgresServer) -> 
         play(named(cases, name), lab_nursery, 0, storage="sql", ledger_url=postgres.url)
 
 
-def test_migration(lab_nursery: Nursery) -> None:
-    play(
-        Case("F28", "migration", kill_the_migration(FORMAT1.read_text())),
-        lab_nursery,
-        1,
-        storage="sql",
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("storage", STORAGES)
@@ -113,13 +103,6 @@ def test_matrix_of_postgresql(lab_nursery: Nursery, postgres: PostgresServer) ->
                 storage=("sql", "file", "queue")[seed % 3],
                 ledger_url=postgres.url,
             )
-
-
-@pytest.mark.slow
-def test_migration_everywhere(lab_nursery: Nursery) -> None:
-    case = Case("F28", "migration", kill_the_migration(FORMAT1.read_text()))
-    for seed in SEEDS:
-        play(case, lab_nursery, seed, storage="sql")
 
 
 def test_a_buffer_is_ready_before_the_nursery_says_that_it_was_born(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from sqlalchemy import func, select
 from rft import fault_injection as faults
 from rft.buffer.audit import audit_run
 from rft.buffer.location import connect, find
-from rft.buffer.schema import FORMAT, experiences
+from rft.buffer.schema import experiences
 from rft.trainer import manifest as manifests
-from tests.helpers.lab.judge import Verdict, told
+from tests.helpers.lab.judge import told
 from tests.helpers.lab.lab import Fault, Lab, Nursery, Result, lose_power
 from tests.helpers.lab.plan import Plan
 from tests.helpers.lab.roles import FAILED, FENCED
@@ -502,55 +502,6 @@ def _change_a_byte(plan: Plan, dice: random.Random) -> None:
     data = bytearray(file.read_bytes())
     data[-dice.randint(1, 200)] ^= 0x10
     file.write_bytes(data)
-
-
-def kill_the_migration(format1: str) -> Callable[[Nursery, Plan, random.Random], Result]:
-    """A ledger of format 1 is opened; the process dies at any statement, or in any write, of its
-    migration.
-    """
-
-    def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
-        lab = Lab(
-            nursery,
-            plan,
-            (
-                Fault(role="buffer", sql=dice.randint(1, 60)),
-                Fault(role="buffer", life=1, first_write=(k := dice.randint(1, 60)), last_write=k),
-                Fault(role="buffer", life=2, sql=dice.randint(1, 60)),
-            ),
-        )
-        settings = plan.settings()
-        path = settings.folder / f"{settings.name}.db"
-        path.parent.mkdir()
-        with contextlib.closing(sqlite3.connect(path)) as raw:
-            raw.executescript(format1)
-            before = _form(raw)
-            (acked,) = raw.execute("SELECT sum(num_rows) FROM groups").fetchone()
-        now = before
-        for _ in range(4):
-            lab.start_buffer()
-            lab.end(["buffer"])
-            with contextlib.closing(sqlite3.connect(path)) as raw:
-                now = _form(raw)
-            assert now == before or (
-                now[0] == str(FORMAT) and now[1] == {c.name for c in experiences.columns}
-            ), now
-        assert now[0] == str(FORMAT), now
-        audit = audit_run(plan.run)
-        assert audit.ok and audit.acked == acked, audit
-        return Result(
-            verdict=Verdict(problems=[], audit=audit),
-            deaths=lab.deaths,
-            recovered_s=[],
-            seconds=0.0,
-        )
-
-    return play
-
-
-def _form(raw: sqlite3.Connection) -> tuple[str, set[str]]:
-    (number,) = raw.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-    return number, {r[1] for r in raw.execute("PRAGMA table_info(experiences)")}
 
 
 def readers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:

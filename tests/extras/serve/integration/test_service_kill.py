@@ -40,7 +40,13 @@ class Killed:
         (self.folder / "serve.json").unlink(missing_ok=True)
         environment = {**os.environ, ENVIRONMENT: KEY, **({VARIABLE: fault} if fault else {})}
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.extras.serve.integration.service_child", str(self.folder), *patience_s],
+            [
+                sys.executable,
+                "-m",
+                "tests.extras.serve.integration.service_child",
+                str(self.folder),
+                *patience_s,
+            ],
             cwd=runs.ROOT,
             env=environment,
         )
