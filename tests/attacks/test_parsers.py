@@ -15,8 +15,9 @@ import pytest
 from rft.reward.extract import blocks, fenced, has_shape, last_boxed
 from rft.workflow import endpoint_wire
 from rft.workflow import tools as toolcalls
-from tests.attacks import parser_child
 from tests.attacks.table import attack
+
+pytestmark = pytest.mark.extra
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {  # files with regular expressions that are not tried here, and why
@@ -40,6 +41,8 @@ def _run(size: int, cpu_s: int, timeout_s: float) -> None:
         f"{lines[-1]} of {size} characters: exit {done.returncode}\n{done.stderr[-2000:]}"
     )
     asked = {json.loads(line)[0] for line in lines[:-1]}
+    from tests.attacks import parser_child
+
     assert asked == set(parser_child.PARSERS)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.attacks import table
 
 
+@pytest.mark.extra
 def test_the_document_lists_every_attempt() -> None:
     """It does: each test of this folder, with its finding and the number of its forms."""
     assert table.DOC.read_text(encoding="utf-8") == table.written(), (
@@ -12,6 +15,7 @@ def test_the_document_lists_every_attempt() -> None:
     )
 
 
+@pytest.mark.extra
 def test_there_are_many() -> None:
     """At least 120, over sandbox, judge, endpoint, plugins, configurations, data sets, models and
     run folders; and one for each finding.

@@ -48,8 +48,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "fault/test_run_failures.py::test_another_model_is_refused",
         "unit/config/test_config_save.py::test_changes_on_resume",
         "integration/test_learner_ranks.py::test_another_world_size_goes_on",
-        "unit/trainer/test_shards.py::test_one_file_of_an_older_checkpoint_is_read",
-        "unit/trainer/test_manifest.py::test_a_manifest_of_an_older_version_is_read_and_checks_its_files",
     ),
     "I5 log-probs": (
         "unit/buffer/test_buffer_bad_input.py::test_it_is_refused_and_counted",
