@@ -1,6 +1,6 @@
 """A veRL launch script or YAML file → the program it starts and the arguments it passes.
 
-Knows no target key.  Invariant: nothing is executed, and every word of the launch's argument list
+Knows no target key.  Invariant: no program of a script is started, and every word of the launch's argument list
 is in exactly one of `arguments`, `options` and `notes` (or is "$@").
 """
 
