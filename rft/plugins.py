@@ -75,21 +75,19 @@ def extras() -> dict[str, Extra]:
     return {name: load_entry(f"rft.extras.{name}.extra:EXTRA") for name in names}
 
 
-def extra_entries(kind: str) -> dict[str, Any]:
-    """What extras add of one kind, by name, imported."""
-    entries = [extra.entries.get(kind, {}) for extra in extras().values()]
-    return {name: load_entry(entry) for table in entries for name, entry in table.items()}
+def extra_entries(kind: str) -> dict[str, str]:
+    """The entries of one kind that extras add, by name; `load_entry` imports one."""
+    tables = [extra.entries.get(kind, {}) for extra in extras().values()]
+    return {name: entry for table in tables for name, entry in table.items()}
 
 
 def extra_entry(kind: str, name: str, *, key: str) -> Any:
-    """One of them.  Raises ConfigError for the configuration key that needs it where no extra adds
-    it.
-    """
-    try:
-        return extra_entries(kind)[name]
-    except KeyError:
+    """Import one entry.  Raises ConfigError for the configuration key where no extra adds it."""
+    entry = extra_entries(kind).get(name)
+    if entry is None:
         text = f"needs what an extra adds ({kind} {name!r}), and rft/extras has none that does"
-        raise ConfigError(text, key=key, given=name) from None
+        raise ConfigError(text, key=key, given=name)
+    return load_entry(entry)
 
 
 def load_entry(entry: str) -> Any:

@@ -40,9 +40,10 @@ def explain(
     Trinity-RFT.
     """
     from rft.config.describe import describe
-    from rft.plugins import extra_entries
+    from rft.plugins import extra_entries, load_entry
 
-    found = extra_entries("explain").get("names", describe)(key)
+    entry = extra_entries("explain").get("names")  # with the names of other tools
+    found = (load_entry(entry) if entry else describe)(key)
     if as_json:
         print(json.dumps([d.to_json() for d in found], indent=1, ensure_ascii=False))
         return

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from rft.config.schema.source import Loc, dotted
 from rft.errors import ConfigError
-from rft.plugins import extra_entries
+from rft.plugins import extra_entries, load_entry
 
 Origins = dict[Loc, str]
 
@@ -49,7 +49,7 @@ class ForeignKeys:
 
 @cache
 def tables() -> tuple[ForeignKeys, ...]:
-    return tuple(table() for table in extra_entries("foreign_keys").values())
+    return tuple(load_entry(entry)() for entry in extra_entries("foreign_keys").values())
 
 
 def expand(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, checked_args, derived, extra_entries
+from rft.plugins import REGISTRY, checked_args, derived, extra_entries, load_entry
 from rft.taskset.base import (
     CHECKED,
     ByIndex,
@@ -45,8 +45,8 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
     if ":" in kind or kind in REGISTRY.names("task_source"):
         return _open_reader(settings, kind, "storage_type")
     openers = extra_entries("taskset")
-    if (opener := openers.get(path.partition("://")[0] if "://" in path else kind)) is not None:
-        return opener(settings)  # type: ignore[no-any-return]
+    if (entry := openers.get(path.partition("://")[0] if "://" in path else kind)) is not None:
+        return load_entry(entry)(settings)  # type: ignore[no-any-return]
     if kind not in BUILT_IN:
         known = ", ".join([*BUILT_IN, *openers, *REGISTRY.names("task_source")])
         raise ConfigError(
