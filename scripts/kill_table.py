@@ -16,6 +16,7 @@ Linux.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
@@ -260,7 +261,8 @@ def until(reached: Callable[[], bool], run: runs.Run) -> None:
         assert run.process.poll() is None and time.monotonic() < end, (
             f"the run ended, or took too long:\n{run.output}"
         )
-        time.sleep(POLL_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its end is seen at once
+            run.process.wait(POLL_S)
 
 
 def follow(
@@ -290,7 +292,8 @@ def follow(
             cell.outcome = "hangs later"
             cell.seconds = now
             return
-        time.sleep(POLL_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its end is seen at once
+            run.process.wait(POLL_S)
     code = run.end()
     cell.seconds = time.monotonic() - struck if stepped is None or code else stepped
     cell.outcome = "goes on" if stepped is not None and code == 0 else f"exit {code}"

@@ -54,6 +54,7 @@ class ReadOnlyList(list[Any]):
         return list, (list(self),)
 
 
+_EMPTY = ()  # there is one empty tuple
 _UNCHANGEABLE = frozenset({str, int, float, bool, type(None), ReadOnlyDict, ReadOnlyList})
 
 
@@ -61,17 +62,24 @@ def read_only(value: Any) -> Any:
     """`value` with its dicts, lists and arrays, however deep, made read-only; values of other types
     are returned as they are.
     """
-    if type(value) in _UNCHANGEABLE:
+    kind = type(value)
+    if kind in _UNCHANGEABLE:
         return value
-    if isinstance(value, dict):
-        return ReadOnlyDict({key: read_only(item) for key, item in value.items()})
-    if isinstance(value, list):
-        return ReadOnlyList(map(read_only, value))
-    if type(value) is tuple:
-        return tuple(map(read_only, value))
-    if isinstance(value, np.ndarray) and value.flags.writeable:
+    if kind is np.ndarray:
+        if not value.flags.writeable:
+            return value
         # an array over bytes: its flag cannot be set again
-        return np.frombuffer(value.tobytes(), value.dtype).reshape(value.shape)
+        flat = np.frombuffer(value.tobytes(), value.dtype)
+        return flat if value.ndim == 1 else flat.reshape(value.shape)
+    if isinstance(value, dict):
+        # most items are texts and numbers: no call for each
+        return ReadOnlyDict(
+            {k: v if type(v) in _UNCHANGEABLE else read_only(v) for k, v in value.items()}
+        )
+    if isinstance(value, list):
+        return ReadOnlyList([v if type(v) in _UNCHANGEABLE else read_only(v) for v in value])
+    if kind is tuple:
+        return tuple([v if type(v) in _UNCHANGEABLE else read_only(v) for v in value])
     return value
 
 
@@ -79,7 +87,7 @@ def freeze(record: Struct, *fields: str) -> None:
     """Make these fields of a record read-only."""
     for name in fields:
         value = getattr(record, name)
-        if type(value) not in _UNCHANGEABLE:
+        if type(value) not in _UNCHANGEABLE and value is not _EMPTY:
             force_setattr(record, name, read_only(value))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, get_type_hints
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -127,12 +127,14 @@ class Task(Struct, frozen=True, kw_only=True):
         """A copy for a workflow or a reward, which may change what is in it: nothing is changed for
         other runs.
         """
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return replace(
-            self,
-            **{
-                name: copy.deepcopy(v)
-                for name, v in fields.items()
-                if v and isinstance(v, dict | list | tuple)
-            },
-        )
+        copies = {}
+        for name in _CONTAINERS:
+            value = getattr(self, name)
+            if value and isinstance(value, dict | list | tuple):
+                copies[name] = copy.deepcopy(value)
+        return replace(self, **copies)
+
+
+# fields that may hold one: those of no plain type
+_PLAIN_TYPES = {str, str | None, int, bool, SamplingArgs}
+_CONTAINERS = tuple(n for n, t in get_type_hints(Task).items() if t not in _PLAIN_TYPES)
