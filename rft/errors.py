@@ -184,7 +184,7 @@ class PluginStopped(RuntimeError):
     """Code of a plugin raised what would have ended the program."""
 
 
-_OURS = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parent)
 _LIBRARIES = tuple(
     p
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -194,7 +194,7 @@ _LIBRARIES = tuple(
 
 def is_ours(file: str) -> bool:
     """Whether a file is part of rft, of Python or of an installed library."""
-    return file.startswith((_OURS, "<frozen", *_LIBRARIES))
+    return file.startswith((PACKAGE, "<frozen", *_LIBRARIES))
 
 
 def own_lines(error: BaseException) -> str:

@@ -72,14 +72,11 @@ def read_only(value: Any) -> Any:
         flat = np.frombuffer(value.tobytes(), value.dtype)
         return flat if value.ndim == 1 else flat.reshape(value.shape)
     if isinstance(value, dict):
-        # most items are texts and numbers: no call for each
-        return ReadOnlyDict(
-            {k: v if type(v) in _UNCHANGEABLE else read_only(v) for k, v in value.items()}
-        )
+        return ReadOnlyDict({key: read_only(item) for key, item in value.items()})
     if isinstance(value, list):
-        return ReadOnlyList([v if type(v) in _UNCHANGEABLE else read_only(v) for v in value])
+        return ReadOnlyList(map(read_only, value))
     if kind is tuple:
-        return tuple([v if type(v) in _UNCHANGEABLE else read_only(v) for v in value])
+        return tuple(map(read_only, value))
     return value
 
 

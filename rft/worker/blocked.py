@@ -14,14 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from rft.errors import is_ours
+from rft.errors import PACKAGE, is_ours
 
 NAME_AFTER_S = 30.0
 END_AFTER_S = 300.0
 _IDLE_SHARE = 0.02  # of one core
 _DEBUGGERS = ("bdb", "pdb", "_pydevd_bundle", "debugpy")
-_OURS = str(Path(__file__).parents[1])
-_CHECKS = str(Path(_OURS, "config"))
+_CHECKS = str(Path(PACKAGE, "config"))
 
 
 def held_up_by(thread: int) -> tuple[FrameType, str] | None:
@@ -40,7 +39,7 @@ def held_up_by(thread: int) -> tuple[FrameType, str] | None:
             return None
         if found is None and not is_ours(file):
             found = frame
-        called |= found is not None and file.startswith(_OURS)
+        called |= found is not None and file.startswith(PACKAGE)
         frame = frame.f_back
     if found is None or not called:
         return None
